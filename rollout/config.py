@@ -1,0 +1,268 @@
+"""Configuration of rollouts: engines, sampling, collection, rewards, data. No torch, no Ray, no SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from algorithms.config import Checked, Problem
+
+
+class DType(Enum):
+    """Floating-point type of weights and activations."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig(Checked):
+    """What every rollout engine has. Choose one with `rollout=sglang` or `rollout=torch`."""
+
+    kind: ClassVar[str] = ""
+    num_engines: int = 1
+    """Rollout workers, each with one engine and a full copy of the weights."""
+    dtype: DType = DType.bfloat16
+    """Type of the engine's weights and activations. Vetted: bfloat16."""
+    cpus_per_engine: float = 0.5
+    """Ray CPUs (logical cores) reserved for a worker."""
+    gpus_per_engine: float = 0.0
+    """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
+    start_timeout_s: float = 300.0
+    """Deadline in seconds from start to ready."""
+    generate_timeout_s: float = 600.0
+    """Deadline in seconds of one generate call."""
+    sync_timeout_s: float = 120.0
+    """Deadline in seconds of one weight sync."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.num_engines < 1:
+            yield Problem(key="num_engines", rule="must be >= 1", value=self.num_engines)
+        for key in ("cpus_per_engine", "gpus_per_engine"):
+            if getattr(self, key) < 0:
+                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
+        for key in ("start_timeout_s", "generate_timeout_s", "sync_timeout_s"):
+            if not getattr(self, key) > 0:
+                yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
+
+
+OWNED_SGLANG_ARGS = frozenset(
+    [
+        "model_path",
+        "tokenizer_path",
+        "host",
+        "port",
+        "api_key",
+        "admin_api_key",
+        "dtype",
+        "device",
+        "skip_tokenizer_init",
+        "random_seed",
+        "trust_remote_code",
+        "sleep_on_idle",
+        "log_level",
+    ]
+)
+"""SGLang options that Parity sets itself; passing them through would contradict a key of ours."""
+
+REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})
+"""SGLang options that run code found in a request."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SGLangConfig(EngineConfig):
+    """A real SGLang server per rollout worker, over loopback HTTP."""
+
+    kind: ClassVar[str] = "sglang"
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from EngineConfig.problems(self)
+        for key, value in self.engine_args.items():
+            if key in OWNED_SGLANG_ARGS:
+                yield Problem(key=f"engine_args.{key}", rule="is set by Parity", value=value, remedy="Remove it.")
+            if key in REFUSED_SGLANG_ARGS:
+                yield Problem(
+                    key=f"engine_args.{key}",
+                    rule="is refused: it executes code sent with a request (CVE-2026-7304)",
+                    value=value,
+                    remedy="Remove it.",
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class TorchEngineConfig(EngineConfig):
+    """The embedded engine: transformers in the worker's process, no server. Deterministic; also the test reference."""
+
+    kind: ClassVar[str] = "torch"
+    max_batch_size: int = 256
+    """Sequences decoded together."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from EngineConfig.problems(self)
+        if self.max_batch_size < 1:
+            yield Problem(key="max_batch_size", rule="must be >= 1", value=self.max_batch_size)
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig(Checked):
+    """How responses are sampled during training."""
+
+    temperature: float = 1.0
+    """Divides the logits, in the engine and in the trainer alike. Vetted: 1.0."""
+    max_new_tokens: int = 1024
+    """Upper bound on response tokens."""
+    top_p: float = 1.0
+    """Nucleus mass. Only 1.0: anything else changes the sampled law without changing the reported log-prob."""
+    top_k: int = -1
+    """Kept tokens; only -1 (all), for the same reason."""
+    min_p: float = 0.0
+    """Minimum relative probability; only 0, for the same reason."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.temperature > 0:
+            yield Problem(
+                key="temperature",
+                rule="must be > 0 (training needs sampling)",
+                value=self.temperature,
+                remedy="Vetted: 1.0. Greedy decoding is used by the evaluation on its own.",
+            )
+        if self.max_new_tokens < 1:
+            yield Problem(key="max_new_tokens", rule="must be >= 1", value=self.max_new_tokens)
+        for key, allowed in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, key) != allowed:
+                yield Problem(
+                    key=key,
+                    rule=f"must be {allowed}: truncated sampling makes the engine's log-prob wrong by the log "
+                    "of the kept mass",
+                    value=getattr(self, key),
+                    remedy=f"Use sampling.{key}={allowed}.",
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class CollectConfig(Checked):
+    """How a step's groups are gathered. Choose with `collect=fixed` or `collect=dynamic`."""
+
+    kind: ClassVar[str] = ""
+    max_invalid_fraction: float = 0.05
+    """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not 0 <= self.max_invalid_fraction <= 1:
+            yield Problem(key="max_invalid_fraction", rule="must lie in [0, 1]", value=self.max_invalid_fraction)
+
+
+@dataclass(kw_only=True, slots=True)
+class FixedCollectConfig(CollectConfig):
+    """Every sampled group is trained on (GRPO)."""
+
+    kind: ClassVar[str] = "fixed"
+
+
+@dataclass(kw_only=True, slots=True)
+class DynamicCollectConfig(CollectConfig):
+    """DAPO dynamic sampling: groups whose samples all agree are dropped and replaced by new prompts."""
+
+    kind: ClassVar[str] = "dynamic"
+    over_sampling: float = 1.5
+    """Prompts sampled in the first round, as a multiple of batch.prompts_per_step. Vetted: 3.0 at scale."""
+    max_rounds: int = 10
+    """Rounds of generation per step before the run stops with the counts. Vetted: 10."""
+
+    def problems(self) -> Iterator[Problem]:
+        yield from CollectConfig.problems(self)
+        if self.over_sampling < 1:
+            yield Problem(key="over_sampling", rule="must be >= 1", value=self.over_sampling)
+        if self.max_rounds < 1:
+            yield Problem(key="max_rounds", rule="must be >= 1", value=self.max_rounds)
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardConfig(Checked):
+    """How a response is scored."""
+
+    function: str = "exact_match"
+    """Name in rollout.rewards.REWARDS."""
+    correct: float = 1.0
+    """Reward of a correct answer."""
+    incorrect: float = 0.0
+    """Reward of a wrong answer. DAPO uses -1."""
+    overlong_buffer_tokens: int = 0
+    """Soft overlong penalty (DAPO): the last this many tokens before max_new_tokens are penalised; 0 turns it off."""
+    overlong_penalty: float = 1.0
+    """Penalty at max_new_tokens; linear over the buffer. Vetted: 1.0."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.correct > self.incorrect:
+            yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)
+        if self.overlong_buffer_tokens < 0:
+            yield Problem(key="overlong_buffer_tokens", rule="must be >= 0 tokens", value=self.overlong_buffer_tokens)
+        if self.overlong_penalty < 0:
+            yield Problem(key="overlong_penalty", rule="must be >= 0", value=self.overlong_penalty)
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig(Checked):
+    """Where prompts and reference answers come from. Choose with `data=arithmetic` or `data=file`."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class ArithmeticDataConfig(DataConfig):
+    """The built-in task: sums of two numbers, made on the spot, seeded; see rollout/arithmetic.py."""
+
+    kind: ClassVar[str] = "arithmetic"
+    max_operand: int = 99
+    """Largest operand; operands are drawn from 0..max_operand."""
+    num_heldout: int = 200
+    """Problems kept for evaluation; never seen in the demonstrations or in training."""
+    seed: int = 0
+    """Decides the split into training and held-out problems."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not 9 <= self.max_operand <= 999:
+            yield Problem(key="max_operand", rule="must lie in [9, 999]", value=self.max_operand)
+        elif not 1 <= self.num_heldout <= (self.max_operand + 1) ** 2 // 2:
+            yield Problem(
+                key="num_heldout",
+                rule=f"must lie in [1, {(self.max_operand + 1) ** 2 // 2}] (half of all problems)",
+                value=self.num_heldout,
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class FileDataConfig(DataConfig):
+    """Rows of a local jsonl, json, csv or parquet file, read with the `datasets` library."""
+
+    kind: ClassVar[str] = "file"
+    train_path: str = ""
+    """Training rows."""
+    eval_path: str = ""
+    """Held-out rows."""
+    prompt_key: str = "question"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column with the reference answer."""
+    instruction: str = ""
+    """Appended to every text prompt after a space; empty for none."""
+    chat_template: bool = True
+    """Whether text prompts are wrapped as a user message with the tokenizer's chat template."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are an error that names the row."""
+
+    def problems(self) -> Iterator[Problem]:
+        for key in ("train_path", "eval_path"):
+            path = getattr(self, key)
+            if not path:
+                yield Problem(key=key, rule="must be set", value=path, remedy="A jsonl, csv or parquet file.")
+            elif not Path(path).is_file():
+                yield Problem(key=key, rule="must be an existing file", value=path)
+        if self.max_prompt_tokens < 1:
+            yield Problem(key="max_prompt_tokens", rule="must be >= 1", value=self.max_prompt_tokens)

@@ -1,0 +1,169 @@
+"""The nouns of a rollout: Prompt -> GenerateRequest -> Generation -> Sample -> SampleGroup. Plain, picklable, no torch.
+
+Every per-token list of a `Sample` has len(token_ids) entries and index t describes token t.
+T: tokens of one sample (prompt and response), R: response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+
+class FinishReason(Enum):
+    """Why a response ended."""
+
+    stop = "stop"
+    """The model emitted the end-of-sequence token; it is part of the response and is trained."""
+    length = "length"
+    """max_new_tokens was reached: the response is truncated."""
+    abort = "abort"
+    """The engine gave the request up before it was complete."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Prompt:
+    """One question of the dataset, tokenized once."""
+
+    prompt_id: int
+    """Position in the dataset; stable over epochs and restarts."""
+    token_ids: list[int]
+    """[P] what the engine is given, special tokens included."""
+    text: str
+    """The prompt as text, for the sample log."""
+    answer: str
+    """The reference answer that the reward compares with."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingParams:
+    """How one response is sampled. The engine's log-prob is after temperature, before any truncation."""
+
+    temperature: float
+    """Divides the logits; 0 means greedy."""
+    max_new_tokens: int
+    """Upper bound on R."""
+    seed: int
+    """Unique per sample, non-negative, < 2**31; derived from (run seed, step, prompt id, sample index)."""
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response, the tokenizer's end-of-sequence among them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateRequest:
+    """One response to be sampled."""
+
+    prompt_id: int
+    sample_index: int
+    """0 .. group_size - 1: which sample of the group."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(kw_only=True, slots=True)
+class Generation:
+    """What an engine returned for one request. Tokens in, tokens out: never re-tokenized text."""
+
+    token_ids: list[int]
+    """[R] response tokens, the end-of-sequence token included when it was sampled."""
+    logprobs: list[float] | None
+    """[R] log pi_rollout of each token; None if the engine returned none (the sample is then dropped)."""
+    policy_version: int
+    """Version of the weights that sampled the tokens."""
+    finish_reason: FinishReason
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """One trainable token sequence, prompt and response."""
+
+    prompt_id: int
+    sample_index: int
+    token_ids: list[int]
+    """[T] prompt and everything after it."""
+    response_mask: list[bool]
+    """[T] True where pi_rollout sampled the token. Never overwritten."""
+    rollout_logprobs: list[float]
+    """[T] log pi_rollout at the sampling temperature; 0.0 off the mask."""
+    policy_version: int
+    """Completed optimizer steps of the weights that sampled the response."""
+    finish_reason: FinishReason
+    text: str = ""
+    """The decoded response, for rewards and the sample log only: never tokenized again."""
+    reward: float | None = None
+    """What the advantage is computed from (shaped: task reward plus penalties)."""
+    correct: bool | None = None
+    """Whether the task's own check passed (unshaped); dynamic sampling and accuracy look at this."""
+    advantage: float | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.response_mask), len(self.rollout_logprobs)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.sample_index}: token_ids, response_mask and rollout_logprobs "
+                f"differ in length: {len(self.token_ids)}, {len(self.response_mask)}, {len(self.rollout_logprobs)}"
+            )
+        if not any(self.response_mask):
+            raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: no response token")
+        for token, (masked, logprob) in enumerate(zip(self.response_mask, self.rollout_logprobs, strict=True)):
+            if masked and not (math.isfinite(logprob) and logprob <= 1e-4):
+                raise ValueError(
+                    f"sample {self.prompt_id}/{self.sample_index}: log-prob {logprob} of token {token} "
+                    "is not a log-probability"
+                )
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(self.response_mask)
+
+
+@dataclass(kw_only=True, slots=True)
+class SampleGroup:
+    """The samples of one prompt: the unit of the group baseline."""
+
+    prompt: Prompt
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of all samples; raises if one has not been scored."""
+        rewards = [sample.reward for sample in self.samples]
+        missing = [i for i, reward in enumerate(rewards) if reward is None]
+        if missing:
+            raise ValueError(f"prompt {self.prompt.prompt_id}: samples {missing} have no reward")
+        return [reward for reward in rewards if reward is not None]
+
+
+@dataclass(kw_only=True, slots=True)
+class TensorSpec:
+    """Where one tensor lies in a weight bucket."""
+
+    name: str
+    """Hugging Face parameter name."""
+    dtype: str
+    """torch dtype without the prefix: "bfloat16", "float32", "float16"."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte within the bucket."""
+    num_bytes: int
+    digest: str
+    """xxh3-64 of the tensor's bytes, 16 hex digits, computed by the trainer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightBucket:
+    """Some of the policy's tensors, flattened into one buffer."""
+
+    policy_version: int
+    index: int
+    """0 .. num_buckets - 1."""
+    num_buckets: int
+    tensors: list[TensorSpec]
+    data: np.ndarray
+    """[num_bytes] uint8; read-only on the receiving side."""
