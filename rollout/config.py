@@ -174,6 +174,8 @@ class DynamicCollectConfig(CollectConfig):
     """Prompts sampled in the first round, as a multiple of batch.prompts_per_step. Vetted: 3.0 at scale."""
     max_rounds: int = 10
     """Rounds of generation per step before the run stops with the counts. Vetted: 10."""
+    min_prompts: int | None = None
+    """Kept groups that suffice for a step once max_rounds is reached; null means batch.prompts_per_step."""
 
     def problems(self) -> Iterator[Problem]:
         yield from CollectConfig.problems(self)
@@ -181,6 +183,8 @@ class DynamicCollectConfig(CollectConfig):
             yield Problem(key="over_sampling", rule="must be >= 1", value=self.over_sampling)
         if self.max_rounds < 1:
             yield Problem(key="max_rounds", rule="must be >= 1", value=self.max_rounds)
+        if self.min_prompts is not None and self.min_prompts < 1:
+            yield Problem(key="min_prompts", rule="must be >= 1 or null", value=self.min_prompts)
 
 
 @dataclass(kw_only=True, slots=True)
