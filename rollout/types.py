@@ -111,6 +111,8 @@ class Sample:
             )
         if not any(self.response_mask):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: no response token")
+        if self.response_mask[0]:
+            raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: the first token cannot be a response")
         for token, (masked, logprob) in enumerate(zip(self.response_mask, self.rollout_logprobs, strict=True)):
             if masked and not (math.isfinite(logprob) and logprob <= 1e-4):
                 raise ValueError(

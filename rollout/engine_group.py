@@ -1,0 +1,139 @@
+"""EngineGroup: a typed handle over the rollout workers. Splits requests, fans out weights, keeps every deadline.
+
+The only file of `rollout/` that talks to Ray actors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from rollout.engine import EngineError, EngineInfo, WeightReport
+from rollout.types import GenerateRequest, Generation
+
+GRACE_S = 15.0
+"""Seconds that a group waits longer than its worker, so that the worker's own, better error arrives first."""
+
+T = TypeVar("T")
+
+
+class WorkerError(RuntimeError):
+    """A worker failed, died or did not answer in time; names phase, worker and cause."""
+
+
+def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: str, deadline_s: float) -> list[Any]:
+    """Results of `refs` in order; raises at the first failure, without waiting for the others.
+
+    Waiting for all would hide the cause: when one FSDP rank dies, the others hang in a collective.
+    Raises EngineError as the worker raised it, WorkerError for everything else.
+    """
+    pending = {ref: position for position, ref in enumerate(refs)}
+    results: list[Any] = [None] * len(refs)
+    deadline = time.monotonic() + deadline_s
+    while pending:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            silent = ", ".join(names[position] for position in pending.values())
+            raise WorkerError(f"phase {phase}: no answer from {silent} within {deadline_s:.0f} s")
+        for ref in done:
+            position = pending.pop(ref)
+            try:
+                results[position] = ray.get(ref)
+            except RayTaskError as error:
+                if isinstance(error.cause, EngineError):
+                    raise error.cause from None
+                raise WorkerError(
+                    f"phase {phase}: {names[position]} raised {type(error.cause).__name__}: {error.cause}"
+                ) from error
+            except RayActorError as error:
+                raise WorkerError(f"phase {phase}: {names[position]} died: {error}") from error
+    return results
+
+
+def split_by_load(requests: Sequence[GenerateRequest], num_parts: int) -> list[list[int]]:
+    """Indices of `requests` for each of `num_parts` engines.
+
+    The requests of one prompt stay together (they share a prefix); the heaviest group goes to the lightest
+    engine, counting prompt tokens once and response tokens at their bound.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(request.prompt_id, []).append(index)
+
+    def load(indices: list[int]) -> int:
+        responses = sum(requests[i].sampling.max_new_tokens for i in indices)
+        return len(requests[indices[0]].prompt_token_ids) + responses
+
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0] * num_parts
+    for indices in sorted(groups.values(), key=lambda indices: (-load(indices), indices[0])):
+        part = min(range(num_parts), key=lambda p: (loads[p], p))
+        parts[part].extend(indices)
+        loads[part] += load(indices)
+    return [sorted(part) for part in parts]
+
+
+class EngineGroup:
+    """All rollout engines as one. Every method returns when all engines have answered, or raises."""
+
+    def __init__(
+        self,
+        workers: Sequence[ActorHandle[Any]],
+        *,
+        start_timeout_s: float,
+        generate_timeout_s: float,
+        sync_timeout_s: float,
+    ) -> None:
+        self._workers = list(workers)
+        self._names = [f"engine {index}" for index in range(len(self._workers))]
+        self._starting = [worker.start.remote() for worker in self._workers]
+        self._start_timeout_s = start_timeout_s
+        self._generate_timeout_s = generate_timeout_s
+        self._sync_timeout_s = sync_timeout_s
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def wait_ready(self) -> list[EngineInfo]:
+        """Return when every engine is ready; they began to start when the group was made."""
+        return self._gather(self._starting, phase="engine start", deadline_s=self._start_timeout_s)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One response per request, in the order of the requests, spread over the engines."""
+        parts = split_by_load(requests, len(self._workers))
+        refs, names = [], []
+        for worker, name, part in zip(self._workers, self._names, parts, strict=True):
+            if part:
+                refs.append(worker.generate.remote([requests[index] for index in part]))
+                names.append(name)
+        deadline_s = self._generate_timeout_s + GRACE_S
+        answers = gather(refs, names=names, phase="generate", deadline_s=deadline_s)
+        generations: dict[int, Generation] = {}
+        for part, answer in zip([part for part in parts if part], answers, strict=True):
+            generations.update(zip(part, answer, strict=True))
+        return [generations[index] for index in range(len(requests))]
+
+    def load_weights(self, buckets: ray.ObjectRef[Any]) -> list[WeightReport]:
+        """Give every engine the buckets behind one object reference; each verifies what it then holds."""
+        refs = [worker.load_weights.remote(buckets) for worker in self._workers]
+        return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
+
+    def policy_versions(self) -> list[int]:
+        """Version of the weights that each engine says it holds."""
+        refs = [worker.policy_version.remote() for worker in self._workers]
+        return self._gather(refs, phase="weight version", deadline_s=self._sync_timeout_s)
+
+    def stop(self) -> None:
+        """Stop every engine; an engine that does not answer is killed with its worker."""
+        refs = [worker.stop.remote() for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
+        return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

@@ -1,0 +1,72 @@
+"""The rollout worker: hosts one engine in a Ray actor; `rollout/engine_group.py` is the typed handle over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
+from rollout.engine import Engine, EngineInfo, WeightReport
+from rollout.types import GenerateRequest, Generation, WeightBucket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup:
+    """What a worker needs to start its engine."""
+
+    config: EngineConfig
+    index: int
+    """0 .. num_engines - 1."""
+    seed: int
+    """Run seed; engines derive distinct seeds from it and `index`."""
+    device: str
+    """"cpu" or "cuda"."""
+    num_threads: int
+    """Compute threads of the engine on a CPU."""
+    log_dir: Path
+    """Where a server writes its log."""
+    model_path: Path
+
+
+def build_engine(setup: EngineSetup) -> Engine:
+    """The engine that `setup.config` asks for; imports only that one."""
+    if isinstance(setup.config, SGLangConfig):
+        from rollout.sglang.engine import SGLangEngine
+
+        return SGLangEngine(
+            setup.config,
+            index=setup.index,
+            seed=setup.seed,
+            device=setup.device,
+            log_dir=setup.log_dir,
+            num_threads=setup.num_threads,
+        )
+    if isinstance(setup.config, TorchEngineConfig):
+        from rollout.torch_engine import TorchEngine
+
+        return TorchEngine(setup.config, index=setup.index, device=setup.device, num_threads=setup.num_threads)
+    raise ValueError(f"rollout={setup.config.kind!r} is not an engine; use rollout=sglang or rollout=torch")
+
+
+class RolloutWorker:
+    """One engine behind the verbs of the Engine protocol."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._engine = build_engine(setup)
+
+    def start(self) -> EngineInfo:
+        return self._engine.start(self._setup.model_path)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return self._engine.generate(requests)
+
+    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+        return self._engine.load_weights(buckets)
+
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    def stop(self) -> None:
+        self._engine.stop()

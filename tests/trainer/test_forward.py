@@ -1,0 +1,150 @@
+"""Packed scoring equals per-sequence scoring, in train and in eval mode; log-prob, entropy and floor by definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.kl import k3
+from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.types import FinishReason, Sample
+from trainer.attention import PACKED_ATTENTION, token_grid
+from trainer.forward import ScoringModel
+from trainer.packing import micro_batch
+
+VOCAB = 40
+
+
+def make_model(*, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION) -> ScoringModel:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attn_implementation=attention,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3)
+    return ScoringModel(model, chunk_tokens=chunk_tokens)
+
+
+def make_samples(lengths: Sequence[tuple[int, int]] = ((3, 5), (6, 2), (1, 9))) -> list[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Sample(
+            prompt_id=index,
+            sample_index=0,
+            token_ids=torch.randint(VOCAB, (prompt + response,), generator=generator).tolist(),
+            response_mask=[False] * prompt + [True] * response,
+            rollout_logprobs=[0.0] * prompt + [-1.0] * response,
+            policy_version=0,
+            finish_reason=FinishReason.stop,
+            advantage=1.0,
+        )
+        for index, (prompt, response) in enumerate(lengths)
+    ]
+
+
+def reference_logprobs(sample: Sample, *, temperature: float) -> Tensor:
+    """Log-probs [T] of one sequence from the plain transformers forward (sdpa, full logits)."""
+    model = make_model(attention="sdpa").causal_lm
+    with torch.no_grad():
+        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)[:-1]
+    chosen = logprobs.gather(-1, torch.tensor(sample.token_ids)[1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros(1), chosen]) * torch.tensor(sample.response_mask)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_equals_per_sequence(training: bool, temperature: float) -> None:
+    samples = make_samples()
+    model = make_model(chunk_tokens=3).train(training)
+    scores = model(micro_batch(samples), temperature=temperature)
+    expected = torch.cat([reference_logprobs(sample, temperature=temperature) for sample in samples])
+    torch.testing.assert_close(scores.logprobs, expected, atol=2e-5, rtol=0)
+    assert expected.abs().max() > 1  # the model is not trivially uniform
+
+
+def test_a_neighbour_changes_nothing() -> None:
+    samples = make_samples()
+    model = make_model()
+    together = model(micro_batch(samples), temperature=1.0).logprobs
+    alone = torch.cat([model(micro_batch([sample]), temperature=1.0).logprobs for sample in samples])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_entropy_is_that_of_the_full_distribution() -> None:
+    sample = make_samples()[0]
+    scores = make_model(chunk_tokens=2)(micro_batch([sample]), temperature=1.0)
+    with torch.no_grad():
+        logits = make_model(attention="sdpa").causal_lm(torch.tensor([sample.token_ids]), use_cache=False).logits[0]
+    expected = torch.distributions.Categorical(logits=logits).entropy()[:-1]
+    mask = torch.tensor(sample.response_mask)
+    torch.testing.assert_close(scores.entropy[mask], expected[mask[1:]], atol=1e-5, rtol=0)
+    assert scores.entropy[~mask].eq(0).all()
+
+
+def test_gradient_does_not_depend_on_chunks_or_packing() -> None:
+    samples = make_samples()
+    weights = {"whole": make_model(), "chunks": make_model(chunk_tokens=1)}
+
+    def total(model: ScoringModel, parts: list[list[Sample]]) -> Tensor:
+        model.zero_grad()
+        for part in parts:
+            model(micro_batch(part), temperature=1.0).logprobs.sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    reference = total(weights["whole"], [samples])
+    for parts in ([[s] for s in samples], [samples[:1], [], samples[1:]]):
+        other = total(weights["chunks"], parts)
+        assert (other - reference).norm() <= 1e-6 * reference.norm()
+
+
+def test_an_empty_microbatch_has_a_zero_gradient() -> None:
+    model = make_model()
+    scores = model(micro_batch([]), temperature=1.0)
+    scores.logprobs.sum().backward()
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_floor_is_positive_and_grows_with_rounding() -> None:
+    model, micro = make_model(), micro_batch(make_samples())
+    floors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        delta = model(micro, temperature=1.0, floor_dtype=dtype).floor_delta
+        assert delta is not None
+        floors[dtype] = k3(delta).mean().item()
+    assert 0 < floors[torch.float32] < 1e-10
+    assert 1e-8 < floors[torch.bfloat16] < 1e-2
+
+
+def test_token_grid() -> None:
+    rows, columns = token_grid(torch.tensor([0, 2, 5], dtype=torch.int32), 5)
+    assert rows.tolist() == [0, 0, 1, 1, 1]
+    assert columns.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
+    from trainer.attention import packed_attention
+
+    tensors = [torch.zeros(1, 2, 5, 4) for _ in range(3)]
+    with pytest.raises(ValueError, match="5 tokens exceed the model's sliding window of 3"):
+        packed_attention(
+            torch.nn.Identity(),
+            *tensors,
+            None,
+            cu_seqlens=torch.tensor([0, 5]),
+            max_seqlen=5,
+            sliding_window=3,
+        )

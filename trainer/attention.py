@@ -1,0 +1,76 @@
+"""Causal attention over packed sequences for any Hugging Face decoder, chosen by name instead of by mask.
+
+Transformers recognises packed sequences only in some configurations; with a cache in eval mode it lets packed
+sequences attend to each other without a word. Here the boundaries are explicit: `cu_seqlens` travels with the
+call, each sequence is attended to by itself, and no [T, T] mask is ever built.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.hf import AttentionInterface
+
+PACKED_ATTENTION = "parity_packed"
+"""Value of `attn_implementation` that selects this function."""
+
+UNSUPPORTED = ("softcap", "s_aux")
+"""Attention variants (logit soft-capping, sinks) that this function does not compute."""
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention interface of transformers: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+
+    Sequences are padded on the right to the longest one and attended to causally in one batch: a real token
+    never sees padding behind it, so no mask is needed. Needs `cu_seqlens` [N+1] and `max_seqlen` as keyword
+    arguments of the model's forward.
+    """
+    window = kwargs.get("sliding_window")
+    cu_seqlens, max_seqlen = kwargs["cu_seqlens"], kwargs["max_seqlen"]
+    if not isinstance(cu_seqlens, Tensor) or not isinstance(max_seqlen, int):
+        raise TypeError("packed attention needs cu_seqlens (Tensor) and max_seqlen (int)")
+    if attention_mask is not None:
+        raise ValueError("packed attention takes cu_seqlens, not an attention mask")
+    if isinstance(window, int) and window < max_seqlen:
+        raise ValueError(f"sequences of {max_seqlen} tokens exceed the model's sliding window of {window}")
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"packed attention does not support {name}")
+    rows, columns = token_grid(cu_seqlens.to(query.device), query.shape[2])
+    num_sequences = cu_seqlens.numel() - 1
+
+    def pad(packed: Tensor) -> Tensor:
+        padded = packed.new_zeros(num_sequences, max_seqlen, packed.shape[1], packed.shape[3])
+        return padded.index_put((rows, columns), packed[0].transpose(0, 1)).transpose(1, 2)
+
+    out = scaled_dot_product_attention(
+        pad(query),
+        pad(key),
+        pad(value),
+        dropout_p=dropout,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)[rows, columns].unsqueeze(0), None
+
+
+def token_grid(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Sequence number and offset within the sequence of every packed token: two [T] int64."""
+    positions = torch.arange(num_tokens, device=cu_seqlens.device)
+    rows = torch.bucketize(positions, cu_seqlens[1:], right=True)
+    return rows, positions - cu_seqlens[rows]
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

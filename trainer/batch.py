@@ -1,0 +1,96 @@
+"""What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
+
+Built by `trainer/packing.py`, consumed by `trainer/worker.py`. T: packed tokens, N: sequences, R: response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class MicroBatch:
+    """One forward: sequences laid end to end. Index t of every [T] tensor describes token t."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, restarts at 0 in each sequence."""
+    cu_seqlens: Tensor
+    """[N+1] int32, first token of each sequence; the last entry is T."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
+    response_index: Tensor
+    """[R] int64, positions where response_mask is True, ascending."""
+    response_mask: Tensor
+    """[T] bool, True where pi_rollout sampled the token."""
+    rollout_logprobs: Tensor
+    """[T] float32, 0 off the mask."""
+    advantages: Tensor
+    """[T] float32, 0 off the mask."""
+    old_logprobs: Tensor | None = None
+    """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on `device`."""
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            response_index=self.response_index.to(device),
+            response_mask=self.response_mask.to(device),
+            rollout_logprobs=self.rollout_logprobs.to(device),
+            advantages=self.advantages.to(device),
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class MiniBatch:
+    """One optimizer step of one rank. The counts are global over ranks: the denominators of the loss."""
+
+    micro_batches: list[MicroBatch]
+    """Every rank has the same number, so that collectives match."""
+    num_response_tokens: int
+    """Response tokens of the optimizer step over all ranks, before any rejection."""
+    num_sequences: int
+    """Responses of the optimizer step over all ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PackingStats:
+    """How well a step's samples were packed."""
+
+    num_micro_batches: int
+    """Forwards of one rank, over all mini-batches."""
+    num_tokens: int
+    """Tokens of all ranks, prompts included."""
+    fill_frac: float
+    """Tokens / (micro-batches of all ranks x cap)."""
+    imbalance: float
+    """Tokens of the fullest rank / mean over ranks - 1."""
+
+    def metrics(self) -> dict[str, float | None]:
+        return {
+            "perf/microbatches": float(self.num_micro_batches),
+            "perf/train_tokens": float(self.num_tokens),
+            "perf/fill_frac": self.fill_frac,
+            "perf/dp_imbalance": self.imbalance,
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainBatch:
+    """A rollout step, packed for all ranks."""
+
+    ranks: list[list[MiniBatch]]
+    """[num_ranks][optimizer steps]."""
+    stats: PackingStats

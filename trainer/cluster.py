@@ -1,0 +1,188 @@
+"""Ray: start or join a cluster, reserve all resources at once, spawn the workers. Only this file knows placement."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout.engine_group import EngineGroup
+from rollout.worker import EngineSetup, RolloutWorker
+from trainer.config import TrainConfig
+from trainer.policy_group import PolicyGroup
+from trainer.worker import PolicySetup, PolicyWorker
+
+logger = logging.getLogger(__name__)
+
+
+class PlacementError(RuntimeError):
+    """The resources of the run cannot be had: says what is required and what is available."""
+
+
+def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
+    """One bundle of Ray resources per worker: the FSDP ranks first, then the engines."""
+    policy = {"CPU": config.policy.cpus_per_worker, "GPU": config.policy.gpus_per_worker}
+    engine = {"CPU": config.rollout.cpus_per_engine, "GPU": config.rollout.gpus_per_engine}
+    bundles = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
+    return [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in bundles]
+
+
+def total(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """Sum of bundles by resource."""
+    names = sorted({name for bundle in bundles for name in bundle})
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def describe(resources: dict[str, float], names: list[str]) -> str:
+    """ "CPU 2, GPU 0" for the given names."""
+    return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in names)
+
+
+def free_port() -> int:
+    """A loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Cluster:
+    """The Ray cluster of one run, as a context manager: leaving it ends every worker and what they started."""
+
+    def __init__(self, config: TrainConfig, *, log_dir: Path) -> None:
+        self._config = config
+        self._log_dir = log_dir
+        self._owns_ray = False
+        self._placement: PlacementGroup | None = None
+        self._policy: PolicyGroup | None = None
+        self._engines: EngineGroup | None = None
+
+    def __enter__(self) -> Cluster:
+        if not ray.is_initialized():
+            self._start_ray()
+        try:
+            self._placement = self._reserve()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for group in (self._engines, self._policy):
+            if group is not None:
+                group.stop()
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        if self._owns_ray:
+            ray.shutdown()
+
+    def spawn_policy(self, model_path: Path) -> PolicyGroup:
+        """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model."""
+        config = self._config.policy
+        on_gpu = config.gpus_per_worker > 0
+        init_method = f"tcp://127.0.0.1:{free_port()}"
+        threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
+        workers = []
+        for rank in range(config.num_workers):
+            setup = PolicySetup(
+                config=self._config,
+                model_path=model_path,
+                rank=rank,
+                init_method=init_method,
+                device="cuda" if on_gpu else "cpu",
+                num_threads=threads,
+            )
+            actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
+            workers.append(actor.remote(setup))
+        self._policy = PolicyGroup(
+            workers, start_timeout_s=config.start_timeout_s, step_timeout_s=config.step_timeout_s
+        )
+        return self._policy
+
+    def spawn_engines(self, model_path: Path) -> EngineGroup:
+        """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready."""
+        config = self._config.rollout
+        threads = max(1, (os.cpu_count() or 1) // config.num_engines)
+        workers = []
+        for index in range(config.num_engines):
+            setup = EngineSetup(
+                config=config,
+                index=index,
+                seed=self._config.run.seed,
+                device="cuda" if config.gpus_per_engine > 0 else "cpu",
+                num_threads=threads,
+                log_dir=self._log_dir,
+                model_path=model_path,
+            )
+            options = self._options(self._config.policy.num_workers + index, threads)
+            workers.append(ray.remote(RolloutWorker).options(**options).remote(setup))
+        self._engines = EngineGroup(
+            workers,
+            start_timeout_s=config.start_timeout_s,
+            generate_timeout_s=config.generate_timeout_s,
+            sync_timeout_s=config.sync_timeout_s,
+        )
+        return self._engines
+
+    def _options(self, bundle: int, threads: int) -> dict[str, object]:
+        resources = required_bundles(self._config)[bundle]
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._placement, placement_group_bundle_index=bundle
+            ),
+            # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core.
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+        }
+
+    def _start_ray(self) -> None:
+        """Join `cluster.address`, or start Ray on loopback with token authentication and no dashboard."""
+        address = self._config.cluster.address
+        if address is None:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
+            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+            ray.init(
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        self._owns_ray = True
+
+    def _reserve(self) -> PlacementGroup:
+        """Reserve all workers together, or say within the deadline what is missing."""
+        bundles = required_bundles(self._config)
+        required = total(bundles)
+        names = sorted(required)
+        present = ray.cluster_resources()
+        remedy = (
+            "Lower policy.num_workers, rollout.num_engines, policy.cpus_per_worker or rollout.cpus_per_engine "
+            "(on GPUs policy.gpus_per_worker, rollout.gpus_per_engine), or end other runs on this cluster."
+        )
+        if any(present.get(name, 0.0) < amount for name, amount in required.items()):
+            raise PlacementError(
+                f"phase placement: the run requires {describe(required, names)}; "
+                f"the cluster has {describe(present, names)}. {remedy}"
+            )
+        group = placement_group(bundles, strategy="PACK")
+        timeout_s = self._config.cluster.placement_timeout_s
+        ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+        if not ready:
+            free = ray.available_resources()
+            remove_placement_group(group)
+            raise PlacementError(
+                f"phase placement: no placement within {timeout_s:.0f} s: the run requires "
+                f"{describe(required, names)}; free are {describe(free, names)} "
+                f"of {describe(present, names)}. {remedy}"
+            )
+        return group

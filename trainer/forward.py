@@ -1,0 +1,121 @@
+"""MicroBatch -> log-probs and entropy of its response tokens. The only place where tokens shift by one.
+
+The full-vocabulary logits of at most `chunk_tokens` tokens exist at a time, in the forward and in the backward
+pass: each chunk is checkpointed, which costs one more matmul with the head and saves everything else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from trainer.batch import MicroBatch
+
+FLOOR_TOKENS = 64
+"""Response tokens on which the head's rounding is measured."""
+FLOOR_VOCAB_ROWS = 8192
+"""Head rows converted to float64 at a time: bounds the memory of the measurement."""
+
+
+class TokenScores(NamedTuple):
+    """What the policy says about a micro-batch's tokens."""
+
+    logprobs: Tensor
+    """[T] float32, log pi_theta at the sampling temperature; 0 off the response mask."""
+    entropy: Tensor
+    """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
+    floor_delta: Tensor | None
+    """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
+
+
+def score_chunk(
+    hidden: Tensor, targets: Tensor, head_weight: Tensor, head_bias: Tensor | None, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Hidden [C, H], targets [C] -> (log-probs [C], entropy [C]), float32."""
+    logits = linear(hidden, head_weight, head_bias).float() / temperature
+    log_normalizer = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
+    probs = torch.exp(logits - log_normalizer[:, None])
+    entropy = log_normalizer - (probs * logits).sum(-1)
+    return logprobs, entropy
+
+
+def head_floor(
+    hidden: Tensor, targets: Tensor, head: nn.Linear, *, engine_dtype: torch.dtype, temperature: float
+) -> Tensor:
+    """Log-prob error that the engine's head arithmetic alone causes: [F] float64.
+
+    The same hidden states go through the head twice: in `engine_dtype` with a float32 log-softmax, as an
+    engine does, and in float64. Everything else being equal, K3 of the difference is the smallest mismatch
+    that two correct engines can show.
+    """
+    hidden, targets = hidden[:FLOOR_TOKENS].detach(), targets[:FLOOR_TOKENS]
+    bias = None if head.bias is None else head.bias.detach()
+    weight = head.weight.detach()
+    rounded = linear(hidden.to(engine_dtype), weight.to(engine_dtype), None if bias is None else bias.to(engine_dtype))
+    exact = torch.cat([hidden.double() @ rows.double().T for rows in weight.split(FLOOR_VOCAB_ROWS)], dim=-1)
+    if bias is not None:
+        exact = exact + bias.double()
+    deltas = []
+    for logits in (rounded.float(), exact):
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        deltas.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).double())
+    return deltas[0] - deltas[1]
+
+
+class ScoringModel(nn.Module):
+    """A causal language model whose forward scores tokens instead of returning logits.
+
+    It is the FSDP root: head and embedding are gathered for the whole of forward and backward, and the head
+    runs inside, chunk by chunk.
+    """
+
+    def __init__(self, causal_lm: nn.Module, *, chunk_tokens: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+        floor_dtype: torch.dtype | None = None,
+    ) -> TokenScores:
+        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding."""
+        decoder = self.causal_lm.get_decoder()
+        head = self.causal_lm.get_output_embeddings()
+        hidden = decoder(
+            input_ids=micro.token_ids[None],
+            position_ids=micro.position_ids[None],
+            use_cache=False,  # with a cache, packed sequences would attend to each other
+            cu_seqlens=micro.cu_seqlens,
+            max_seqlen=micro.max_seqlen,
+        ).last_hidden_state[0]
+        # Token t is predicted from position t - 1; a response never starts a sequence.
+        hidden = hidden[micro.response_index - 1]
+        targets = micro.token_ids[micro.response_index]
+        logprobs, entropies = [], []
+        for rows, chunk_targets in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
+            chunk_logprobs, entropy = checkpoint(
+                score_chunk, rows, chunk_targets, head.weight, head.bias, temperature, use_reentrant=False
+            )
+            logprobs.append(chunk_logprobs)
+            entropies.append(entropy if entropy_grad else entropy.detach())
+        zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
+        # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
+        anchor = zeros + hidden.sum().float() * 0
+        floor = None
+        if floor_dtype is not None:
+            with torch.no_grad():
+                floor = head_floor(hidden, targets, head, engine_dtype=floor_dtype, temperature=temperature)
+        return TokenScores(
+            logprobs=anchor.index_put((micro.response_index,), torch.cat(logprobs)),
+            entropy=zeros.index_put((micro.response_index,), torch.cat(entropies)),
+            floor_delta=floor,
+        )

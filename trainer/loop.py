@@ -1,0 +1,125 @@
+"""train(config): the whole system in one page.
+
+    Prompt -collect-> SampleGroup (tokens, pi_rollout log-probs, rewards)      rollout/collect.py
+           -advantages, pack-> TrainBatch ([T] tensors, denominators fixed)    trainer/packing.py
+           -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
+           -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
+           -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking.py
+
+The weights that sample step k have version = completed optimizer steps; each sample carries it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.collect import Collected, Collector, CollectPlan
+from rollout.data import PromptStream
+from rollout.evaluate import evaluate
+
+from rollout.engine_group import EngineGroup
+from trainer.batch import TrainBatch
+from trainer.cluster import Cluster
+from trainer.config import TrainConfig
+from trainer.metrics import StepTimer
+from trainer.packing import assign_advantages, pack, split_mini_batches
+from trainer.report import write_report
+from trainer.task import Task, load_task
+from trainer.tracking import Tracker, sample_rows
+from trainer.weight_sync import sync_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """Where a finished run left its results."""
+
+    run_dir: Path
+    report_path: Path
+
+
+def train(config: TrainConfig) -> RunResult:
+    """Run `config.run.num_steps` rollout steps; returns the run directory and the path of the report."""
+    run_dir = Path(config.run.dir)
+    with Tracker(config, run_dir=run_dir) as tracker:
+        task = load_task(config, progress=tracker.console.base_model_progress)
+        tracker.console.phase("starting Ray, the policy and the rollout engines")
+        with Cluster(config, log_dir=run_dir / "logs") as cluster:
+            policy = cluster.spawn_policy(task.model_path)
+            engines = cluster.spawn_engines(task.model_path)
+            policy.wait_ready()
+            for info in engines.wait_ready():
+                tracker.console.phase(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+            tracker.console.phase(str(sync_weights(policy, engines, policy_version=0)))
+            collector = build_collector(config, task, engines)
+            policy_version = 0
+            timer = StepTimer()
+            for step in range(1, config.run.num_steps + 1):
+                # The first evaluation sees the untouched policy, the later ones what the step made of it.
+                evaluation = evaluate_policy(config, task, engines, timer) if step == 1 else {}
+                with timer.phase("rollout"):
+                    collected = collector.collect(step, policy_version)
+                timer.move(collected.stats.reward_s, source="rollout", target="reward")
+                with timer.phase("pack"):
+                    batch = build_batch(config, collected)
+                with timer.phase("train"):
+                    report = policy.train(batch, step=step)
+                policy_version += report.num_optimizer_steps
+                with timer.phase("sync"):
+                    sync = sync_weights(policy, engines, policy_version=policy_version)
+                if is_evaluated(config, step):
+                    evaluation = evaluate_policy(config, task, engines, timer)
+                metrics = (
+                    collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics() | evaluation
+                )
+                metrics |= timer.lap()
+                with timer.phase("log"):
+                    tracker.log(step, metrics, sample_rows(collected.groups))
+        return RunResult(run_dir=run_dir, report_path=write_report(run_dir))
+
+
+def build_collector(config: TrainConfig, task: Task, engines: EngineGroup) -> Collector:
+    """The collector that turns prompts into rewarded groups with `engines`."""
+    return Collector(
+        sampler=engines,
+        prompts=PromptStream(task.dataset.train, seed=config.run.seed),
+        scorer=task.scorer,
+        collect=config.collect,
+        sampling=config.sampling,
+        plan=CollectPlan(
+            prompts_per_step=config.batch.prompts_per_step,
+            group_size=config.batch.group_size,
+            seed=config.run.seed,
+            stop_token_ids=task.stop_token_ids,
+        ),
+    )
+
+
+def build_batch(config: TrainConfig, collected: Collected) -> TrainBatch:
+    """Advantages, mini-batches (one per optimizer step) and packed micro-batches for every rank."""
+    assign_advantages(collected.groups, config.advantage)
+    return pack(
+        split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
+        num_ranks=config.policy.num_workers,
+        max_tokens=config.batch.max_tokens_per_microbatch,
+    )
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Whether the policy is evaluated after `step`: every `eval.every` steps, and after the last."""
+    due = config.eval.every > 0 and step % config.eval.every == 0
+    return (due and step > 1) or step == config.run.num_steps
+
+
+def evaluate_policy(config: TrainConfig, task: Task, engines: EngineGroup, timer: StepTimer) -> dict[str, float | None]:
+    """Held-out accuracy, greedy and sampled, as metrics."""
+    with timer.phase("eval"):
+        result = evaluate(
+            engines,
+            task.dataset.heldout[: config.eval.max_prompts],
+            task.scorer,
+            sampling=config.sampling,
+            seed=config.run.seed,
+            stop_token_ids=task.stop_token_ids,
+        )
+    return result.metrics()

@@ -1,0 +1,82 @@
+"""Model directory -> ScoringModel sharded with FSDP2.
+
+Called by every rank of `trainer/worker.py`. Weights are float32 masters; forward and backward run in
+`policy.dtype`; gradients are reduced in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rollout.config import DType
+from rollout.hf import AutoConfig, AutoModelForCausalLM
+from trainer.attention import PACKED_ATTENTION
+from trainer.forward import ScoringModel
+
+TORCH_DTYPES = {
+    DType.float32: torch.float32,
+    DType.bfloat16: torch.bfloat16,
+    DType.float16: torch.float16,
+}
+
+ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config fields of models whose logits are not head(hidden): scoring them with the plain head would be wrong."""
+
+
+def load_causal_lm(path: Path) -> nn.Module:
+    """A float32 causal language model from safetensors, without remote code.
+
+    Raises ValueError for models whose logits are more than head(hidden states).
+    """
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for name in ALTERED_LOGITS:
+        value = getattr(hf_config, name, None)
+        if value not in (None, 1, 1.0):
+            raise ValueError(f"model.path={path}: {name}={value} is not supported by the packed scorer")
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=hf_config,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
+        attn_implementation=PACKED_ATTENTION,
+    )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model.path={path} is not a torch model")
+    return model
+
+
+def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the decoder: the units that FSDP shards one by one."""
+    lists = [module for module in causal_lm.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ValueError(f"{type(causal_lm).__name__} has no list of decoder layers to shard")
+    return list(max(lists, key=len))
+
+
+def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
+    """Apply FSDP2 in place: one unit per decoder layer, the rest (embedding, final norm, head) in the root.
+
+    Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=TORCH_DTYPES[dtype], reduce_dtype=torch.float32)
+    for layer in decoder_layers(model.causal_lm):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name and whole tensor of every parameter, one at a time.
+
+    Gathering is a collective: every rank must walk the iterator to its end. Tied parameters come once.
+    """
+    for name, parameter in model.causal_lm.named_parameters():
+        tensor = parameter.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

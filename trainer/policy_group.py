@@ -1,0 +1,63 @@
+"""PolicyGroup: a typed handle over the FSDP workers. One method per verb of `trainer/worker.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from rollout.engine_group import GRACE_S, gather
+from trainer.batch import MicroBatch, TrainBatch
+from trainer.worker import PolicyInfo, TrainReport
+
+
+class PolicyGroup:
+    """All FSDP ranks as one. Collectives inside the verbs need every rank: each call goes to all of them."""
+
+    def __init__(self, workers: Sequence[ActorHandle[Any]], *, start_timeout_s: float, step_timeout_s: float) -> None:
+        self._workers = list(workers)
+        self._names = [f"policy {rank}" for rank in range(len(self._workers))]
+        self._starting = [worker.setup.remote() for worker in self._workers]
+        self._start_timeout_s = start_timeout_s
+        self._step_timeout_s = step_timeout_s
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def wait_ready(self) -> list[PolicyInfo]:
+        """Return when every rank has loaded and sharded the model; they began when the group was made."""
+        return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
+
+    def train(self, batch: TrainBatch, *, step: int) -> TrainReport:
+        """One rollout step on all ranks; the report's metrics are global."""
+        refs = [
+            worker.train.remote(mini_batches, step)
+            for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
+        ]
+        reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
+        return reports[0]
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Trainer log-probs [T] of each micro-batch under the current weights."""
+        refs = [worker.logprobs.remote(list(micro_batches)) for worker in self._workers]
+        answers: list[list[Tensor]] = self._gather(refs, phase="logprobs", deadline_s=self._step_timeout_s)
+        return answers[0]
+
+    def weight_buckets(self, *, policy_version: int) -> ray.ObjectRef[Any]:
+        """Reference to the list of WeightBucket with all weights, in the object store."""
+        refs = [worker.weight_buckets.remote(policy_version) for worker in self._workers]
+        self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
+        return refs[0]
+
+    def stop(self) -> None:
+        """End every rank; one that does not answer is killed."""
+        refs = [worker.stop.remote() for worker in self._workers]
+        ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+        for worker in self._workers:
+            ray.kill(worker)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
+        return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

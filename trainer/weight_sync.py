@@ -1,0 +1,79 @@
+"""Policy -> engines: all weights after every step, verified. The receipt is printed and logged.
+
+Rank 0 flattens the gathered weights into buckets with a digest per tensor; every engine loads them, then proves
+that what it holds is bitwise what was sent. A wrong byte, name or version ends the run with the tensor's name.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rollout.engine import WeightSyncError
+from rollout.engine_group import EngineGroup
+from trainer.policy_group import PolicyGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """The receipt of one weight sync."""
+
+    policy_version: int
+    num_tensors: int
+    num_bytes: int
+    """Bytes of one copy of the weights."""
+    num_engines: int
+    seconds: float
+    """From the first gather to the last verified engine."""
+    gather_s: float
+    """Seconds in which the ranks gathered and flattened."""
+    load_s: float
+    """Seconds of the slowest engine's load."""
+    verify_s: float
+    """Seconds of the slowest engine's verification."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes delivered to all engines / seconds, in 1e9 bytes per second."""
+        return self.num_bytes * self.num_engines / self.seconds / 1e9
+
+    def metrics(self) -> dict[str, float | None]:
+        return {
+            "sync/seconds": self.seconds,
+            "sync/bytes": float(self.num_bytes),
+            "sync/gb_per_s": self.gb_per_s,
+            "sync/gather_s": self.gather_s,
+            "sync/load_s": self.load_s,
+            "sync/verify_s": self.verify_s,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
+            f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) in {self.seconds:.2f} s "
+            f"({self.gb_per_s:.3f} GB/s), digests equal"
+        )
+
+
+def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
+    """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
+    started = time.perf_counter()
+    buckets = policy.weight_buckets(policy_version=policy_version)
+    gathered = time.perf_counter()
+    reports = engines.load_weights(buckets)
+    for index, report in enumerate(reports):
+        if report.policy_version != policy_version or report.num_tensors != reports[0].num_tensors:
+            raise WeightSyncError(
+                f"phase weight sync: engine {index} holds version {report.policy_version} with "
+                f"{report.num_tensors} tensors; expected version {policy_version} with {reports[0].num_tensors}"
+            )
+    return SyncReport(
+        policy_version=policy_version,
+        num_tensors=reports[0].num_tensors,
+        num_bytes=reports[0].num_bytes,
+        num_engines=len(engines),
+        seconds=time.perf_counter() - started,
+        gather_s=gathered - started,
+        load_s=max(report.load_s for report in reports),
+        verify_s=max(report.verify_s for report in reports),
+    )
