@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -144,19 +145,17 @@ class Cluster:
         }
 
     def _start_ray(self) -> None:
-        """Join `cluster.address`, or start Ray on loopback with token authentication and no dashboard."""
-        address = self._config.cluster.address
-        if address is None:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
-            os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(
-                include_dashboard=False,
-                _node_ip_address="127.0.0.1",
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+        """Join `cluster.address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._config.cluster.address is not None:
+            ray.init(address=self._config.cluster.address, **quiet)
         else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same
+            # variable. Both must be set, because Ray read the variable when it was imported.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(include_dashboard=False, **quiet)
         self._owns_ray = True
 
     def _reserve(self) -> PlacementGroup:
