@@ -52,6 +52,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start_ray(address: str | None) -> None:
+    """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        ray.init(address=address, **quiet)
+        return
+    # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
+    # Both must be set, because Ray read the variable when it was imported.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(include_dashboard=False, **quiet)
+
+
 class Cluster:
     """The Ray cluster of one run, as a context manager: leaving it ends every worker and what they started."""
 
@@ -65,7 +79,8 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         if not ray.is_initialized():
-            self._start_ray()
+            start_ray(self._config.cluster.address)
+            self._owns_ray = True
         try:
             self._placement = self._reserve()
         except BaseException:
@@ -143,20 +158,6 @@ class Cluster:
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core.
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
         }
-
-    def _start_ray(self) -> None:
-        """Join `cluster.address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._config.cluster.address is not None:
-            ray.init(address=self._config.cluster.address, **quiet)
-        else:
-            # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same
-            # variable. Both must be set, because Ray read the variable when it was imported.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            ray.init(include_dashboard=False, **quiet)
-        self._owns_ray = True
 
     def _reserve(self) -> PlacementGroup:
         """Reserve all workers together, or say within the deadline what is missing."""
