@@ -312,6 +312,6 @@ class _StepTotals:
         return {
             **self.mismatch.metrics(),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
-            **self.loss.metrics(),
+            **self.loss.metrics(optimizer_steps=len(self.grad_norms)),
             "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
         }

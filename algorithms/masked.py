@@ -1,0 +1,95 @@
+"""Masked and segmented reductions: packed per-token tensors -> scalars or one value per sequence.
+
+Used by every other module of this package. It is the only place where a mask or a token count divides, and it says
+what an empty one gives. Nothing here reads a value on the host.
+
+T: packed tokens, N: sequences. `cu_seqlens` [N+1] int32 holds the first token of each sequence; a sequence may be
+empty, and tokens from `cu_seqlens[-1]` on are padding that belongs to no sequence.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def require_packed(response_mask: Tensor, **per_token: Tensor) -> None:
+    """Check that every tensor fits `response_mask` [T] bool, and is float32 (float64 is accepted).
+
+    Raises:
+        ValueError: a wrong shape or dtype, naming the tensor. Reads no values.
+    """
+    if response_mask.dtype != torch.bool or response_mask.dim() != 1:
+        raise ValueError(
+            f"response_mask must be a [T] bool tensor, got {list(response_mask.shape)} {response_mask.dtype}. "
+            "Masks are never floats."
+        )
+    for name, tensor in per_token.items():
+        if tensor.shape != response_mask.shape:
+            raise ValueError(
+                f"{name} must have the shape of response_mask {list(response_mask.shape)}, got {list(tensor.shape)}. "
+                "Every per-token tensor is packed, [T]."
+            )
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32, got {tensor.dtype}. Cast where it is computed: a half-precision log-prob "
+                "is itself a mismatch."
+            )
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of values [T] where mask [T] is True -> scalar; 0 for an empty mask. Values off the mask may be NaN."""
+    return torch.where(mask, values, 0.0).sum()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of values [T] where mask [T] is True -> scalar; 0 for an empty mask. Values off the mask may be NaN."""
+    return divide_by_count(masked_sum(values, mask), mask.sum())
+
+
+def divide_by_count(values: Tensor, count: float | Tensor) -> Tensor:
+    """values / count, with counts below 1 taken as 1: a sum over nothing stays 0 instead of becoming NaN."""
+    return values / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+
+
+def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum of values [T] over each sequence -> [N], same dtype; 0 for an empty sequence.
+
+    Accumulates in float64, so that the result does not depend on where in the pack a sequence lies.
+    """
+    num_segments = cu_seqlens.numel() - 1
+    # One slot more than sequences: padding behind the last one is summed there and dropped.
+    sums = values.new_zeros(num_segments + 1, dtype=torch.float64)
+    sums = sums.index_add(0, _segment_ids(cu_seqlens, values.shape[0]), values.double())
+    return sums[:num_segments].to(values.dtype)
+
+
+def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean of values [T] over the mask-True tokens of each sequence -> [N]; 0 for a sequence without any."""
+    totals = segment_sum(torch.where(mask, values, 0.0), cu_seqlens)
+    return divide_by_count(totals, segment_sum(mask.to(values.dtype), cu_seqlens))
+
+
+def segment_min(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Minimum of values [T] over each sequence -> [N], same dtype; +inf for an empty sequence."""
+    num_segments = cu_seqlens.numel() - 1
+    minima = values.new_full((num_segments + 1,), math.inf)
+    minima = minima.scatter_reduce(0, _segment_ids(cu_seqlens, values.shape[0]), values, reduce="amin")
+    return minima[:num_segments]
+
+
+def segment_expand(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:
+    """One value per sequence [N] -> the value of each token's sequence [T], T = num_tokens; 0 on padding.
+
+    `num_tokens` is an argument because `cu_seqlens[-1]` lies on the device, and reading it would wait for it.
+    """
+    padded = torch.cat([values, values.new_zeros(1)])
+    return padded[_segment_ids(cu_seqlens, num_tokens)]
+
+
+def _segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Sequence of each token [T] int64; N for padding. Empty sequences own no token."""
+    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)

@@ -1,0 +1,253 @@
+"""The six modes against the golden vector and against bounds worked by hand."""
+
+import math
+
+import pytest
+import torch
+from algorithm_cases import MODES, packed
+from torch import Tensor
+
+from algorithms.correction import (
+    BypassConfig,
+    BypassLoss,
+    Correction,
+    CorrectionConfig,
+    Level,
+    MISBound,
+    MISConfig,
+    PPOISConfig,
+    RecomputeConfig,
+    TISConfig,
+    VanillaISConfig,
+    correct,
+)
+
+ROLLOUT = -3.0
+GOLDEN = ((0.1, -0.3, 0.9), (0.0, -2.5))
+RHO = (1.10517, 0.74082, 2.45960, 1.0, 0.0820850)
+
+
+def on_gaps(config: CorrectionConfig, *responses: tuple[float, ...]) -> Correction:
+    """The correction of responses whose tokens have these Delta, every token on the mask."""
+    delta = torch.tensor([value for response in responses for value in response])
+    rollout = torch.full_like(delta, ROLLOUT)
+    return correct(
+        config,
+        old_logprobs=rollout + delta,
+        rollout_logprobs=rollout,
+        response_mask=torch.ones_like(delta, dtype=torch.bool),
+        cu_seqlens=packed(*map(len, responses)),
+    )
+
+
+def assert_weights(correction: Correction, *expected: float) -> None:
+    torch.testing.assert_close(correction.weight, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_golden_token_weights() -> None:
+    assert_weights(on_gaps(VanillaISConfig(), *GOLDEN), *RHO)
+    tis = on_gaps(TISConfig(), *GOLDEN)
+    assert_weights(tis, 1.10517, 0.74082, 2.0, 1.0, 0.0820850)
+    assert abs(tis.weight.mean().item() - 0.98561483) < 1e-5
+    assert tis.clipped is not None and tis.clipped.tolist() == [False, False, True, False, False]
+    assert tis.keep.all()
+    mis = on_gaps(MISConfig(), *GOLDEN)
+    assert_weights(mis, 1.10517, 0.74082, 0.0, 1.0, 0.0)
+    assert mis.keep.tolist() == [True, True, False, True, False]
+    assert mis.clipped is None
+    truncate = on_gaps(MISConfig(bound=MISBound.truncate), *GOLDEN)
+    assert_weights(truncate, 1.10517, 0.74082, 2.0, 1.0, 0.0)
+    assert truncate.keep.tolist() == [True, True, True, True, False]
+    assert truncate.clipped is not None and truncate.clipped.tolist() == [False, False, True, False, False]
+
+
+def test_golden_sequence_and_geometric_weights() -> None:
+    a, b = 2.01375, 0.0820850
+    assert_weights(on_gaps(VanillaISConfig(level=Level.sequence), *GOLDEN), a, a, a, b, b)
+    assert_weights(on_gaps(TISConfig(level=Level.sequence), *GOLDEN), 2, 2, 2, b, b)
+    a, b = 1.26280, 0.286505
+    assert_weights(on_gaps(VanillaISConfig(level=Level.geometric), *GOLDEN), a, a, a, b, b)
+    mis = on_gaps(MISConfig(level=Level.geometric), *GOLDEN)
+    assert_weights(mis, a, a, a, 0, 0)
+    assert mis.keep.tolist() == [True, True, True, False, False]
+    mis = on_gaps(MISConfig(level=Level.sequence, low=0.05), *GOLDEN)
+    assert mis.keep.tolist() == [False, False, False, True, True]
+
+
+def test_modes_without_a_weight() -> None:
+    for config in (RecomputeConfig(), PPOISConfig(), BypassConfig()):
+        correction = on_gaps(config, *GOLDEN)
+        assert correction.weight.tolist() == [1, 1, 1, 1, 1]
+        assert correction.keep.all()
+        assert correction.clipped is None
+
+
+def test_bypass_reinforce_reports_its_weight_at_pi_old() -> None:
+    config = BypassConfig(loss=BypassLoss.reinforce)
+    assert_weights(on_gaps(config, *GOLDEN), 1.10517, 0.74082, 2.0, 1.0, 0.0820850)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_anchor_is_mu_for_ppo_is_and_bypass_and_pi_old_elsewhere(name: str) -> None:
+    correction = on_gaps(MODES[name], *GOLDEN)
+    delta = torch.tensor([0.0] * 5 if name.startswith(("ppo_is", "bypass")) else [*GOLDEN[0], *GOLDEN[1]])
+    assert torch.equal(correction.anchor_logprobs, ROLLOUT + delta)
+
+
+def test_a_ratio_on_a_bound_is_inside_it() -> None:
+    for delta in (math.log(2), math.log(0.5)):
+        # ROLLOUT + delta would round; 0 as rollout log-prob keeps Delta exact.
+        correction = correct(
+            MISConfig(),
+            old_logprobs=torch.tensor([delta]),
+            rollout_logprobs=torch.zeros(1),
+            response_mask=torch.ones(1, dtype=torch.bool),
+            cu_seqlens=packed(1),
+        )
+        assert correction.keep.tolist() == [True]
+
+
+def test_bounds_are_on_pi_train_over_mu_and_not_on_its_inverse() -> None:
+    # With 1/rho in [0.6, 1.6] the verdicts swap: 1/0.55 = 1.82 is outside, 1/1.5 = 0.67 inside, 1/1.65 = 0.606 too.
+    gaps = (math.log(0.55), math.log(1.5), math.log(1.65))
+    correction = on_gaps(MISConfig(low=0.6, high=1.6), gaps)
+    assert correction.keep.tolist() == [False, True, False]
+    correction = on_gaps(MISConfig(low=0.6, high=1.6, bound=MISBound.truncate), gaps)
+    assert correction.keep.tolist() == [False, True, True]
+    assert_weights(correction, 0.0, 1.5, 1.6)
+
+
+def test_bounds_see_the_log_ratio_before_the_clamp() -> None:
+    # e^25 is above 1e9 = e^20.7, but e^20, where the clamp puts it, is below.
+    correction = on_gaps(MISConfig(high=1e9), (25.0, 20.5))
+    assert correction.keep.tolist() == [False, True]
+    assert_weights(correction, 0.0, math.exp(20))
+    assert_weights(on_gaps(VanillaISConfig(), (25.0, -25.0)), math.exp(20), math.exp(-20))
+    assert_weights(on_gaps(TISConfig(cap=1e9), (25.0,)), math.exp(20))
+
+
+def test_sequence_sums_are_clamped_after_summing() -> None:
+    # 30 - 29 = 1 although 30 is beyond the clamp: the sum comes first.
+    level = Level.sequence
+    assert_weights(on_gaps(VanillaISConfig(level=level), (30.0, -29.0)), math.e, math.e)
+    assert_weights(on_gaps(VanillaISConfig(level=level), (15.0, 15.0)), math.exp(20), math.exp(20))
+
+
+def test_veto_rejects_the_whole_response_and_no_other() -> None:
+    responses = ((0.0, -10.0, 0.1), (0.2, -0.3))  # e^-10 = 4.5e-5 < 1e-4
+    assert on_gaps(MISConfig(), *responses).keep.tolist() == [False, False, False, True, True]
+    assert on_gaps(MISConfig(veto=0.0), *responses).keep.tolist() == [True, False, True, True, True]
+    assert on_gaps(MISConfig(veto=1e-5), *responses).keep.tolist() == [True, False, True, True, True]
+    low = MISConfig(bound=MISBound.truncate, low=1e-6)
+    assert on_gaps(low, *responses).keep.tolist() == [False, False, False, True, True]
+
+
+def test_veto_looks_at_the_mask_only() -> None:
+    correction = correct(
+        MISConfig(),
+        old_logprobs=torch.tensor([-50.0, -1.0]),
+        rollout_logprobs=torch.tensor([0.0, -1.0]),
+        response_mask=torch.tensor([False, True]),
+        cu_seqlens=packed(2),
+    )
+    assert correction.keep.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_pi_old_may_be_missing_only_where_it_is_not_needed(name: str) -> None:
+    rollout = torch.tensor([-1.0, -2.0, math.nan])
+
+    def without_old() -> Correction:
+        return correct(
+            MODES[name],
+            old_logprobs=None,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(3, dtype=torch.bool),
+            cu_seqlens=packed(3),
+        )
+
+    if name.startswith(("ppo_is", "bypass")):
+        correction = without_old()
+        assert correction.anchor_logprobs.tolist() == [-1, -2, 0]
+        assert correction.weight.tolist() == [1, 1, 0]
+        assert correction.keep.tolist() == [True, True, False]
+    else:
+        with pytest.raises(ValueError, match=rf"correction={MODES[name].mode} needs old_logprobs.*correction=bypass"):
+            without_old()
+
+
+INVALID = [
+    (-1.0, -math.inf),
+    (-1.0, math.nan),
+    (-1.0, math.inf),
+    (-1.0, 0.5),
+    (-math.inf, -1.0),
+    (math.nan, -1.0),
+    (math.inf, -1.0),
+    (-math.inf, -math.inf),
+]
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(("old", "rollout"), INVALID)
+def test_an_invalid_token_is_rejected_in_every_mode(name: str, old: float, rollout: float) -> None:
+    correction = correct(
+        MODES[name],
+        old_logprobs=torch.tensor([-1.0, old, -1.0]),
+        rollout_logprobs=torch.tensor([-1.0, rollout, -1.0]),
+        response_mask=torch.ones(3, dtype=torch.bool),
+        cu_seqlens=packed(2, 1),
+    )
+    assert correction.keep.tolist()[1:] == [False, True]
+    assert correction.weight.tolist()[1:] == [0, 1]
+    assert correction.anchor_logprobs.tolist() == [-1, 0, -1]
+    # Without this token the response has no weight of its own; and a veto counts it as catastrophic.
+    whole = name.startswith("mis") or name.endswith(("sequence", "geometric"))
+    assert correction.keep.tolist()[0] is not whole
+
+
+def test_log_mu_a_rounding_above_zero_is_valid() -> None:
+    assert on_gaps(RecomputeConfig(), (0.0,)).keep.all()
+    correction = correct(
+        RecomputeConfig(),
+        old_logprobs=torch.zeros(2),
+        rollout_logprobs=torch.tensor([9e-5, 2e-4]),
+        response_mask=torch.ones(2, dtype=torch.bool),
+        cu_seqlens=packed(2),
+    )
+    assert correction.keep.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_off_the_mask_everything_is_defined_and_nothing_is_changed(name: str) -> None:
+    old = torch.tensor([math.nan, -1.0, 7.0, -math.inf])
+    rollout = torch.tensor([math.inf, -1.0, 9.0, math.nan])
+    mask = torch.tensor([False, True, False, False])
+    before = (old.clone(), rollout.clone(), mask.clone())
+    old.requires_grad_()
+    correction = correct(
+        MODES[name], old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, cu_seqlens=packed(3, 0)
+    )
+    assert correction.anchor_logprobs.tolist() == [0, -1, 0, 0]
+    assert correction.weight.tolist() == [1, 1, 1, 1]
+    assert correction.keep.tolist() == [False, True, False, False]
+    assert not correction.weight.requires_grad and not correction.anchor_logprobs.requires_grad
+    after: tuple[Tensor, ...] = (old.detach(), rollout, mask)
+    for kept, now in zip(before, after, strict=True):
+        torch.testing.assert_close(now, kept, equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_mode_without_a_case_is_refused() -> None:
+    with pytest.raises(TypeError, match="CorrectionConfig"):
+        on_gaps(CorrectionConfig(), (0.0,))
+
+
+def test_half_precision_logprobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="old_logprobs must be float32"):
+        correct(
+            TISConfig(),
+            old_logprobs=torch.zeros(1, dtype=torch.bfloat16),
+            rollout_logprobs=torch.zeros(1),
+            response_mask=torch.ones(1, dtype=torch.bool),
+            cu_seqlens=packed(1),
+        )
