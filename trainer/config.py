@@ -88,13 +88,13 @@ class ArithmeticModelConfig(ModelConfig):
     """A small Qwen2 trained on the spot on demonstrations of mixed quality, and cached; see trainer/base_model.py."""
 
     kind: ClassVar[str] = "arithmetic"
-    hidden_size: int = 128
+    hidden_size: int = 64
     """Width of the residual stream; a multiple of 32 (the head size)."""
     num_layers: int = 3
     """Transformer blocks."""
     wrong_fraction: float = 0.6
     """Share of demonstrations whose author forgets to carry."""
-    num_steps: int = 1500
+    num_steps: int = 1200
     """Supervised optimizer steps."""
     seed: int = 0
     """Decides initialisation and demonstrations."""

@@ -1,0 +1,260 @@
+"""The real command line, in a process of its own: help, exit codes, messages, Hydra's features, completion."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_process import HEAVY, parity
+
+from trainer.cli import run
+
+
+@pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["doctor", "--help"], ["train", "--help"]])
+def test_help_appears_at_once(words: list[str], tmp_path: Path) -> None:
+    outcome = parity(*words, cwd=tmp_path, watched=(*HEAVY, "hydra", "omegaconf", "rich"))
+    assert outcome.code == 0
+    assert outcome.loaded == ()
+    assert outcome.cpu_s < 0.5
+    assert "parity" in outcome.out
+    assert outcome.err == ""
+
+
+def test_recipes_lists_what_each_is_for(tmp_path: Path) -> None:
+    outcome = parity("recipes", cwd=tmp_path, watched=(*HEAVY, "hydra"))
+    assert outcome.code == 0
+    assert outcome.loaded == ()
+    header, *rows = outcome.out.splitlines()
+    assert header.split() == ["recipe", "question", "hardware", "verified"]
+    row = next(row for row in rows if row.startswith("gsm8k_grpo_qwen2.5_0.5b "))
+    assert "How far does GRPO" in row
+    assert "2 GPUs" in row
+    assert "not yet run on a GPU" in row
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "parity recipes"),
+        (["trian"], "command is not known, got 'trian'. Did you mean parity train?"),
+        (["recipes", "x"], "parity recipes takes no arguments, got 'x'."),
+        (["train"], "recipe must be given, got None. parity train <recipe>; recipes: arithmetic_dapo, arithmetic_grpo"),
+        (["train", "--dry-run"], "recipe must be given"),
+        (
+            ["train", "arithmetic_grp"],
+            "recipe is not known, got 'arithmetic_grp'. Did you mean arithmetic_grpo? Recipe",
+        ),
+        (["train", "./nosuch.yaml"], "recipe must be an existing file, got './nosuch.yaml'."),
+        (["train", "a/b"], "recipe must be the name of a recipe or end in .yaml, got 'a/b'."),
+    ],
+)
+def test_a_command_that_cannot_be_understood(
+    words: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert expected in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    outcome = parity(
+        "train",
+        "arithmetic_grpo",
+        "loss.clip_hihg=0.3",
+        "--dryrun",
+        "correction=mis",
+        "correction.cap=3",
+        "batch.group_size=1",
+        "reward.overlong_buffer_tokens=999",
+        "optim.lr=abc",
+        "colect=dynamic",
+        cwd=tmp_path,
+        watched=HEAVY,
+    )
+    assert outcome.code == 2
+    assert outcome.loaded == ()
+    assert outcome.cpu_s < 3
+    title, *lines = outcome.err.splitlines()
+    assert title == "parity train arithmetic_grpo: 7 problems, nothing was started"
+    assert [line.split()[1] for line in lines] == [
+        "flag",
+        "loss.clip_hihg",
+        "correction.cap",
+        "optim.lr",
+        "colect",
+        "batch.group_size",
+        "reward.overlong_buffer_tokens",
+    ]
+    assert lines[0] == "  - flag is not known, got '--dryrun'. Did you mean --dry-run? See parity train --help."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> None:
+    outcome = parity("train", "arith", "--config-dir", "nosuch", "--multi-run", cwd=tmp_path)
+    assert outcome.code == 2
+    assert [line.split()[1] for line in outcome.err.splitlines()[1:]] == ["recipe", "flag", "--config-dir"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--cfg", "job", "--dry-run"], "flags cannot be combined, got '--cfg --dry-run'."),
+        (["--cfg", "jobb"], "invalid choice: 'jobb'"),
+        (["--resolve"], "--resolve has no effect without --cfg"),
+        (["--config-name", "x"], "--config-name has no effect: the recipe is the config, got 'x'."),
+        (["--config-path", "x"], "--config-path has no effect"),
+        (["--experimental-rerun", "x.pickle"], "--experimental-rerun is refused: it unpickles a file"),
+    ],
+)
+def test_flags_that_cannot_be_used(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "arithmetic_grpo", *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    outcome = parity("train", "--dry-run", "arithmetic_grpo", "rollout=torch", cwd=tmp_path, watched=HEAVY)
+    assert (outcome.code, outcome.err, outcome.loaded) == (0, "", ())
+    labels = [line.split()[0] for line in outcome.out.splitlines() if not line.startswith(" ")]
+    assert labels == [
+        "recipe",
+        "model",
+        "batch",
+        "objective",
+        "forwards",
+        "memory",
+        "placement",
+        "evaluation",
+        "files",
+        "tracking",
+    ]
+    assert "L = -sum m * sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.2) * A" in outcome.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_sweep_prints_every_plan(tmp_path: Path) -> None:
+    outcome = parity("train", "arithmetic_grpo", "-m", "correction=tis,bypass", "--dry-run", cwd=tmp_path)
+    assert outcome.code == 0
+    assert "run 1 of 2: correction=tis\n" in outcome.out
+    assert "run 2 of 2: correction=bypass\n" in outcome.out
+    assert outcome.out.count("objective") == 2
+    assert "PPOclip(pi_theta/mu, 0.2, 0.2)" in outcome.out
+
+
+def test_a_sweep_with_one_bad_combination_starts_nothing(tmp_path: Path) -> None:
+    outcome = parity("train", "arithmetic_grpo", "-m", "correction=tis,mis", "correction.cap=3", cwd=tmp_path)
+    assert outcome.code == 2
+    assert "[correction=mis] correction.cap is not a key of correction=mis, got 3." in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_shows_the_composed_config(tmp_path: Path) -> None:
+    outcome = parity("train", "arithmetic_grpo", "loss.clip_high=0.28", "--cfg", "job", "-p", "loss", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "clip_high: 0.28\n" in outcome.out
+    assert "aggregation: seq_mean_token_mean\n" in outcome.out
+
+
+def test_cfg_shows_a_config_that_is_not_complete_yet(tmp_path: Path) -> None:
+    outcome = parity("train", "gsm8k_grpo_qwen2.5_0.5b", "--cfg", "job", "--resolve", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert "train_path: ''\n" in outcome.out
+    assert "recipe: gsm8k_grpo_qwen2.5_0.5b\n" in outcome.out
+    refused = parity("train", "gsm8k_grpo_qwen2.5_0.5b", "--dry-run", cwd=tmp_path)
+    assert refused.code == 2
+    assert "data.train_path must be set" in refused.err
+    assert "data.eval_path must be set" in refused.err
+
+
+def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "correction").mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [arithmetic_grpo, override /correction: wide, _self_]\n")
+    (own / "correction/wide.yaml").write_text("defaults: [tis, _self_]\ncap: 9\n")
+    by_dir = parity("train", "mine", "--config-dir", "own", "--dry-run", cwd=tmp_path)
+    assert by_dir.code == 0, by_dir.err
+    assert "min(pi_old/mu, 9)" in by_dir.out
+    by_path = parity("train", "own/mine.yaml", "--cfg", "job", "-p", "correction", cwd=tmp_path)
+    assert by_path.code == 0, by_path.err
+    assert "cap: 9.0\n" in by_path.out
+    group_only = parity("train", "arithmetic_grpo", "correction=wide", "-cd", "own", "--dry-run", cwd=tmp_path)
+    assert group_only.code == 0, group_only.err
+    assert "min(pi_old/mu, 9)" in group_only.out
+    typo = parity("train", "mime", "--config-dir", "own", cwd=tmp_path)
+    assert "Did you mean mine?" in typo.err
+
+
+def test_a_recipe_called_like_the_start_of_all_recipes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("defaults: [/train]\n")
+    outcome = parity("train", "./train.yaml", "--dry-run", cwd=tmp_path)
+    assert outcome.code == 2
+    assert "must not be called train.yaml" in outcome.err
+
+
+def test_hydra_overrides_take_effect(tmp_path: Path) -> None:
+    outcome = parity("train", "arithmetic_grpo", "hydra.run.dir=there", "--dry-run", cwd=tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert f"{tmp_path}/there:" in outcome.out
+
+
+def completions(line: str, cwd: Path) -> list[str]:
+    outcome = parity("-sc", "query=bash", cwd=cwd, env={"COMP_LINE": line})
+    assert outcome.code == 0, outcome.err
+    return outcome.out.split()
+
+
+def test_completion_of_every_position(tmp_path: Path) -> None:
+    assert completions("parity ", tmp_path) == ["train", "recipes", "doctor"]
+    assert completions("parity train arithmetic_", tmp_path) == ["arithmetic_dapo", "arithmetic_grpo"]
+    assert completions("parity train arithmetic_grpo corr", tmp_path) == ["correction.", "correction="]
+    assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
+    assert completions("parity train arithmetic_grpo --dry-run correction=bypass correction.", tmp_path) == [
+        "correction.cap=",
+        "correction.loss=",
+    ]
+    assert completions("parity train arithmetic_grpo --dry", tmp_path) == ["--dry-run"]
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")
+def test_completion_in_a_real_bash(tmp_path: Path) -> None:
+    script = """
+    eval "$(parity train -sc install=bash)"
+    COMP_LINE="parity train arithmetic_grpo corr" COMP_POINT=33 COMP_CWORD=3
+    hydra_bash_completion
+    printf '%s\\n' "${COMPREPLY[@]}"
+    complete -p parity
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["/bin/bash", "-c", script], cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.stdout.split()[:2] == ["correction.", "correction="]
+    assert "-F hydra_bash_completion parity" in done.stdout
+
+
+def test_python_dash_m_is_the_same_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", "arithmetic_grpo", "x=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "x is not a key, got 1." in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    script = f"{Path(sys.executable).parent}/parity recipes | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["/bin/bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

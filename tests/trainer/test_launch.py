@@ -1,0 +1,134 @@
+"""What happens around a run: directories, last line, exit codes, errors. `train` itself is replaced, Hydra is not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from rollout.engine import EngineError
+from trainer.cli import run
+from trainer.config import TrainConfig
+
+Train = Callable[[TrainConfig], SimpleNamespace]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Train], None]:
+    """Put a function in the place of trainer.loop.train, and work in an empty directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["parity"])
+    # Whether the engine is installed is another test's question.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: SimpleNamespace(name=name))
+
+    def replace_train(train: Train) -> None:
+        module = ModuleType("trainer.loop")
+        module.train = train  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "trainer.loop", module)
+
+    return replace_train
+
+
+def finished(config: TrainConfig) -> SimpleNamespace:
+    return SimpleNamespace(run_dir=Path(config.run.dir), report_path=Path(config.run.dir) / "report.html")
+
+
+def test_the_last_line_is_the_report(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[TrainConfig] = []
+
+    def train(config: TrainConfig) -> SimpleNamespace:
+        seen.append(config)
+        assert list(Path(config.run.dir).iterdir()) == [], "the run finds its directory empty"
+        return finished(config)
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "correction=mis", "run.dir=out", "run.num_steps=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out/report.html")
+    assert (seen[0].run.dir, seen[0].run.recipe) == (str(tmp_path / "out"), "arithmetic_grpo")
+    assert (seen[0].correction.mode, seen[0].run.num_steps) == ("mis", 2)
+    assert Path.cwd() == tmp_path, "Hydra must not change the working directory"
+
+
+def test_every_run_of_a_sweep_has_a_directory_and_one_failure_does_not_stop_the_others(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[tuple[str, int, Path]] = []
+
+    def train(config: TrainConfig) -> SimpleNamespace:
+        seen.append((config.correction.mode, config.run.seed, Path(config.run.dir)))
+        if len(seen) == 2:
+            raise EngineError("engine 0: generate at version 3: no answer")
+        return finished(config)
+
+    use(train)
+    code = run(["train", "arithmetic_grpo", "-m", "correction=tis,mis", "run.seed=0,1", "hydra.sweep.dir=all"])
+    assert code == 1
+    assert [row[:2] for row in seen] == [("tis", 0), ("tis", 1), ("mis", 0), ("mis", 1)]
+    assert [row[2] for row in seen] == [tmp_path / "all" / str(index) for index in range(4)]
+    captured = capsys.readouterr()
+    assert "run 1: correction=tis run.seed=1 -> " in captured.out
+    assert captured.out.splitlines()[-1] == str(tmp_path / "all/3/report.html")
+    assert "1 of 4 runs failed" in captured.err
+    assert (tmp_path / "all/1/error.log").is_file()
+    assert not (tmp_path / "all/0/error.log").exists()
+
+
+def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        raise EngineError("engine 0: start: port 3 is in use, with key Bearer abcdefgh12345678")
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "parity train failed: engine 0: start: port 3 is in use, with key Bearer <redacted>",
+        f"The full traceback is in {tmp_path}/out/error.log.",
+    ]
+    log = (tmp_path / "out/error.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "in train" in log
+    assert "abcdefgh12345678" not in log
+
+
+def test_an_unexpected_error_says_its_type_and_place(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        raise KeyError("nosuch")
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 1
+    error = capsys.readouterr().err
+    assert "parity train failed: KeyError: 'nosuch' (" in error
+    assert "test_launch.py:" in error
+    assert "Traceback" not in error
+
+
+def test_ctrl_c_ends_with_130_and_says_what_stays(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        raise KeyboardInterrupt
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 130
+    assert f"interrupted; what was written stays in {tmp_path}/out" in capsys.readouterr().err
+
+
+def test_a_directory_in_use_is_refused_before_the_run(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use(finished)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.jsonl").write_text("kept")
+    assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 2
+    assert "run.dir must be absent or empty" in capsys.readouterr().err
+    assert (tmp_path / "out/metrics.jsonl").read_text() == "kept"

@@ -1,0 +1,214 @@
+"""The plan of a run: arithmetic worked by hand, sizes against real models, and what it says about this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from algorithms.config import BypassConfig, MISConfig, RecomputeConfig, RejectedDenominator
+from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
+from trainer.config import (
+    ArithmeticModelConfig,
+    BatchConfig,
+    ClusterConfig,
+    EvalConfig,
+    HFModelConfig,
+    PolicyConfig,
+    TrainConfig,
+)
+from trainer.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
+from trainer.plan import Machine, forwards, render_plan, size
+
+MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
+
+
+def arithmetic_config() -> TrainConfig:
+    return TrainConfig(
+        model=ArithmeticModelConfig(), data=ArithmeticDataConfig(), sampling=SamplingConfig(max_new_tokens=16)
+    )
+
+
+def plan(config: TrainConfig, *, machine: Machine = MACHINE) -> str:
+    return render_plan(config, machine=machine, output_dir=Path("/somewhere/out"))
+
+
+def test_batch_arithmetic_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    rows = str(tmp_path / "rows.jsonl")
+    config = TrainConfig(
+        model=HFModelConfig(path="some/model"),
+        data=FileDataConfig(train_path=rows, eval_path=rows, max_prompt_tokens=100),
+        sampling=SamplingConfig(max_new_tokens=200),
+        batch=BatchConfig(prompts_per_step=12, group_size=5, mini_batch_prompts=4, max_tokens_per_microbatch=1000),
+        policy=PolicyConfig(num_workers=3),
+    )
+    shape = batch_shape(config)
+    assert shape.tokens_per_sample == 300
+    assert shape.tokens_per_step == 12 * 5 * 300
+    assert shape.samples_per_optimizer_step == 20
+    # 20 samples on 3 ranks are at most 7 on one; 3 samples of 300 tokens fit into 1000.
+    assert shape.microbatches == 3
+    text = plan(config)
+    assert "12 prompts x 5 samples = 60 samples per step" in text
+    assert "3 optimizer steps per rollout, 20 samples each; 40 steps = 120 optimizer steps" in text
+    assert "at the cap 100 + 200 tokens per sample, 18,000 per step; 3 micro-batches of at most 1,000 tokens" in text
+
+
+def test_the_longest_arithmetic_prompt_is_exact() -> None:
+    from rollout.arithmetic import TOKENS, arithmetic_problems
+
+    data = ArithmeticDataConfig(max_operand=123)
+    config = replace(arithmetic_config(), data=data)
+    split = arithmetic_problems(data)
+    # Every character of a prompt is a token of its own.
+    assert set("".join(problem.prompt for problem in split.train)) <= set(TOKENS)
+    longest = max(len(problem.prompt) for problem in (*split.train, *split.heldout))
+    assert batch_shape(config).prompt_tokens == longest
+
+
+@pytest.mark.parametrize(("width", "layers"), [(128, 3), (64, 1)])
+def test_arithmetic_sizes_are_those_of_the_real_model(width: int, layers: int) -> None:
+    from trainer.base_model import _new_model
+
+    model = ArithmeticModelConfig(hidden_size=width, num_layers=layers)
+    network = _new_model(model, pad_token_id=0, eos_token_id=1)
+    shape = model_shape(replace(arithmetic_config(), model=model))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in network.parameters())
+    layer = network.model.layers[0]
+    assert shape.layer_parameters == sum(parameter.numel() for parameter in layer.parameters())
+    assert shape.vocab_size == network.lm_head.weight.shape[0]
+    heads = network.config.num_key_value_heads
+    assert shape.kv_size == 2 * heads * network.config.hidden_size // network.config.num_attention_heads
+
+
+def test_sizes_of_a_saved_model_come_from_its_files(tmp_path: Path) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    network = Qwen2ForCausalLM(config)
+    network.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1, "the test wants several files"
+    shape = model_shape(replace(arithmetic_config(), model=HFModelConfig(path=str(tmp_path)), data=_rows(tmp_path)))
+    assert shape.num_parameters == sum(parameter.numel() for parameter in network.parameters())
+    assert shape.root_parameters == 2 * 97 * 32 + 32
+    assert (shape.num_layers, shape.vocab_size, shape.kv_size) == (2, 97, 2 * 2 * 8)
+
+
+def _rows(directory: Path) -> FileDataConfig:
+    (directory / "rows.jsonl").touch()
+    return FileDataConfig(train_path=str(directory / "rows.jsonl"), eval_path=str(directory / "rows.jsonl"))
+
+
+def test_memory_by_hand() -> None:
+    config = replace(
+        arithmetic_config(),
+        model=ArithmeticModelConfig(hidden_size=128, num_layers=3),
+        policy=PolicyConfig(num_workers=4, dtype=DType.bfloat16, logprob_chunk_tokens=10),
+        rollout=SGLangConfig(num_engines=2),
+        batch=BatchConfig(prompts_per_step=3, group_size=3),
+    )
+    shape = model_shape(config)
+    n, layer = shape.num_parameters, shape.layer_parameters
+    memory = rank_memory(config, shape)
+    assert n % 4 == 0, "so that the shards below are exact"
+    assert (memory.weights, memory.gradients, memory.optimizer) == (n, n, 2 * n)
+    assert memory.gathered == 2 * (n - 3 * layer + 2 * layer)
+    assert memory.logits == 10 * shape.vocab_size * 4 * 3
+    assert memory.total == 4 * n + memory.gathered + memory.logits
+    engine = engine_memory(config, shape)
+    assert engine.weights == 2 * n
+    # 9 samples on 2 engines are at most 5 on one; 6 + 16 tokens; keys and values of 3 layers of width 128, bfloat16.
+    assert engine.kv_cache == 5 * 22 * 3 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (None, "is not a local directory"),
+        ({}, "config.json"),
+        ({"config.json": "{}"}, "num_attention_heads"),
+        ({"config.json": '{"num_attention_heads": '}, "config.json"),
+    ],
+)
+def test_an_unknown_size_says_why(tmp_path: Path, files: dict[str, str] | None, reason: str) -> None:
+    directory = tmp_path / "model"
+    if files is not None:
+        directory.mkdir()
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    config = replace(arithmetic_config(), model=HFModelConfig(path=str(directory)), data=_rows(tmp_path))
+    with pytest.raises(UnknownShapeError, match=reason):
+        model_shape(config)
+    assert "memory      unknown: " in plan(config)
+    assert "parameters unknown" in plan(config)
+
+
+def test_a_file_that_is_not_safetensors_is_unknown(tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 97}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    config = replace(arithmetic_config(), model=HFModelConfig(path=str(tmp_path)), data=_rows(tmp_path))
+    with pytest.raises(UnknownShapeError, match="not a safetensors file"):
+        model_shape(config)
+
+
+def test_forwards_and_their_reason() -> None:
+    config = arithmetic_config()
+    assert forwards(config) == (
+        "3 forward equivalents per token: 1 forward, 2 for its backward, none for pi_old: with one optimizer step per "
+        "rollout the training forward is pi_old"
+    )
+    twice = replace(config, batch=BatchConfig(mini_batch_prompts=8), correction=RecomputeConfig())
+    assert forwards(twice).startswith("4 forward equivalents")
+    assert "because one rollout serves 2 optimizer steps" in forwards(twice)
+    bypass = replace(twice, correction=BypassConfig())
+    assert forwards(bypass).startswith("3 forward equivalents")
+    assert "correction=bypass does without it" in forwards(bypass)
+    drop = replace(config, correction=MISConfig(rejected_denominator=RejectedDenominator.drop))
+    assert forwards(drop).startswith("4 forward equivalents")
+    assert "rejected tokens must be counted" in forwards(drop)
+
+
+def test_placement_is_compared_with_the_machine() -> None:
+    config = replace(
+        arithmetic_config(),
+        policy=PolicyConfig(num_workers=2, cpus_per_worker=1.0, gpus_per_worker=1.0),
+        rollout=SGLangConfig(num_engines=1, cpus_per_engine=0.5, gpus_per_engine=1.0),
+    )
+    assert "needs 2.5 CPU and 3 GPU; this machine has 2 CPU, 0 GPU, 16 GiB: IT DOES NOT FIT" in plan(config)
+    large = Machine(cpus=8, gpus=3, memory=2**38)
+    assert "this machine has 8 CPU, 3 GPU, 256 GiB: it fits" in plan(config, machine=large)
+    few_gpus = Machine(cpus=8, gpus=2, memory=2**38)
+    assert "IT DOES NOT FIT" in plan(config, machine=few_gpus)
+    elsewhere = replace(config, cluster=ClusterConfig(address="10.0.0.1:6379"))
+    assert "of the Ray cluster at 10.0.0.1:6379, which is not asked now" in plan(elsewhere)
+
+
+def test_evaluation_and_files() -> None:
+    config = replace(arithmetic_config(), eval=EvalConfig(every=5, max_prompts=7))
+    text = plan(config)
+    assert "before the first step, every 5 steps and after the last: up to 7 held-out prompts" in text
+    assert "/somewhere/out: metrics.jsonl, samples.jsonl" in text
+    assert "every" not in plan(replace(config, eval=EvalConfig(every=0)))
+
+
+def test_sizes_read_well() -> None:
+    assert [size(n) for n in (0, 999, 1024, 1536, 15 * 2**30, 2**50)] == [
+        "0 B",
+        "999 B",
+        "1 KiB",
+        "1.5 KiB",
+        "15 GiB",
+        "1.02e+03 TiB",
+    ]

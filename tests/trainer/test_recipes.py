@@ -1,0 +1,132 @@
+"""The recipes and configs that come with the project: complete headers, no restated default, shipped in the wheel."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.catalog import RecipeCard, find_recipe, read_card, recipe_files
+from trainer.compose import resolve
+from trainer.paths import config_dir, recipe_dir
+from trainer.session import hydra_session
+
+ROOT = Path(__file__).parents[2]
+RECIPES = recipe_files(recipe_dir())
+GIVEN = {"data.train_path": "{dir}/train.jsonl", "data.eval_path": "{dir}/eval.jsonl"}
+"""What a recipe over a user's own data leaves to the command line."""
+
+
+def given(directory: Path, name: str) -> list[str]:
+    if "data: file" not in RECIPES[name].read_text():
+        return []
+    words = []
+    for key, template in GIVEN.items():
+        path = Path(template.format(dir=directory))
+        path.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+        words.append(f"{key}={path}")
+    return words
+
+
+def leaves(content: DictConfig, above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted key and value of everything that a file sets, but for Hydra's part and the defaults list."""
+    for key in content:
+        name = f"{above}{key}"
+        if name in ("defaults", "hydra"):
+            continue
+        value = content._get_node(key)
+        if isinstance(value, DictConfig):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, content[key]
+
+
+def test_there_are_recipes_and_only_yaml() -> None:
+    assert {"arithmetic_grpo", "arithmetic_dapo", "gsm8k_grpo_qwen2.5_0.5b"} <= set(RECIPES)
+    for directory in (recipe_dir(), config_dir()):
+        assert {path.suffix for path in directory.rglob("*") if path.is_file()} == {".yaml"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_without_a_problem(name: str, tmp_path: Path) -> None:
+    resolution = resolve(RECIPES[name], given(tmp_path, name), own_dir=None, multirun=False)
+    assert [str(problem) for problem in resolution.problems] == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_short_and_states_what_it_is_for(name: str) -> None:
+    text = RECIPES[name].read_text()
+    assert len(text.splitlines()) <= 40
+    card = read_card(RECIPES[name])
+    stated = [getattr(card, field) for field in RecipeCard.__dataclass_fields__]
+    assert "not stated" not in stated
+    assert all(len(field) >= 10 for field in stated)
+    assert card.question.endswith("?")
+    assert card.verified.startswith(("no, ", "yes, "))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_restates_no_default(name: str, tmp_path: Path) -> None:
+    content = OmegaConf.load(RECIPES[name])
+    assert isinstance(content, DictConfig)
+    with hydra_session(RECIPES[name], None):
+        composed = compose(name)
+        choices = compose(name, return_hydra_config=True).hydra.runtime.choices
+        options = [f"{group}={choices[group]}" for group in ("model", "data", "rollout", "collect", "correction")]
+        plain = compose("train", overrides=options)
+    for key, _ in leaves(content):
+        assert OmegaConf.select(composed, key) != OmegaConf.select(plain, key), f"{key} restates a default"
+
+
+def test_the_main_config_sets_no_value() -> None:
+    content = OmegaConf.load(config_dir() / "train.yaml")
+    assert isinstance(content, DictConfig)
+    assert list(leaves(content)) == []
+
+
+def test_a_header_is_read_field_by_field(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "# Question: does it\n#   go on?\n# free text: here\n# Verified: no, never\nrun: {seed: 1}\n# Hardware: late\n"
+    )
+    assert read_card(path) == RecipeCard(
+        name="r", question="does it go on?", hardware="not stated", expected="not stated", verified="no, never"
+    )
+
+
+def test_ones_own_recipe_hides_one_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "arithmetic_grpo.yaml").write_text("defaults: [/train]\n")
+    assert find_recipe("arithmetic_grpo", own_dir=tmp_path) == (tmp_path / "arithmetic_grpo.yaml").resolve()
+    assert find_recipe("arithmetic_grpo", own_dir=None) == RECIPES["arithmetic_grpo"]
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_configs_and_recipes_where_they_are_found(tmp_path: Path) -> None:
+    # A copy, because building leaves its products beside the sources.
+    source = tmp_path / "source"
+    for name in ("algorithms", "rollout", "trainer", "configs", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source / name)
+    build = ["pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run([sys.executable, "-m", *build], check=True, capture_output=True, timeout=300)
+    site = tmp_path / "site"
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    code = (
+        "import sys, trainer.paths as p; from trainer.cli import run; print(p.config_dir()); print(p.recipe_dir()); "
+        "sys.exit(run(['train', 'arithmetic_grpo', '--dry-run']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == [str(site / "trainer/configs"), str(site / "trainer/recipes")]
+    assert "objective" in done.stdout

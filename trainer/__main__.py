@@ -1,0 +1,16 @@
+"""The command `parity`, also `python -m trainer`: words of the command line -> exit code. See trainer/cli.py."""
+
+from __future__ import annotations
+
+import sys
+
+from trainer.cli import run
+
+
+def main() -> int:
+    """Entry point of the console script: 0 done, 1 the run failed, 2 nothing was started, 130 interrupted."""
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Words of the command line -> exit code: `parity train`, `parity recipes`, `parity doctor`, shell completion.
+
+`train` checks everything with `trainer/compose.py` before it hands over to Hydra in `trainer/launch.py`. Only the
+standard library is imported here: help appears at once, and a mistake is reported before torch or Ray is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from algorithms.config import Problem
+from trainer.catalog import find_recipe, read_card, recipe_files
+from trainer.config import GROUPS
+from trainer.paths import recipe_dir
+
+if TYPE_CHECKING:
+    from trainer.arguments import TrainArguments
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
+
+COMMANDS = ("train", "recipes", "doctor")
+HELP_FLAGS = ("-h", "--help")
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+HELP = """\
+parity: RL training of language models that measures and corrects the rollout-training mismatch
+
+  parity recipes                               list the recipes
+  parity train <recipe> [key=value ...]        run one; a recipe is a name or a path to a .yaml file
+  parity train <recipe> --dry-run              check everything and print what would run
+  parity train <recipe> -m key=a,b [...]       one run per combination of the values
+  parity doctor                                check this machine
+  parity train --help                          everything about train
+
+Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 130 interrupted.
+Tab completion: eval "$(parity -sc install=bash)"
+"""
+
+TRAIN_HELP = """\
+parity train <recipe> [flags] [group=option ...] [key=value ...]
+
+  <recipe>             a name from `parity recipes`, or a path to a .yaml file of your own
+  group=option         {groups}
+  key=value            any key of the config, for example optim.lr=1e-5
+  +rollout.engine_args.NAME=value
+                       an option of the engine, passed through
+
+  --dry-run            check everything, print the plan, start nothing
+  -m, --multirun       one run per combination: -m correction=tis,mis run.seed=0,1
+  --cfg job            print the composed config (also: hydra, all); --resolve fills in interpolations
+  --package KEY        with --cfg: print this part only
+  --config-dir DIR     a directory with your own recipes and group options
+  --info [TOPIC]       Hydra's view: defaults, defaults-tree, config, plugins, searchpath
+  --help               with a recipe: its groups and its config
+  --hydra-help         Hydra's own groups; hydra.* keys can be overridden too
+
+Files go to run.dir (outputs/<recipe>/<time>), the runs of a sweep to hydra.sweep.dir. The last line printed by a
+run is the path of its report.
+"""
+
+USAGES = {
+    "recipes": "parity recipes\n\n  List the recipes of the project: question, hardware, whether it was verified.\n",
+    "doctor": "parity doctor\n\n  Check this machine, a line per check. Exit code 0 if a run is possible, else 1.\n",
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one command; returns its exit code."""
+    try:
+        return _dispatch(list(words))
+    except KeyboardInterrupt:
+        sys.stderr.write("parity: interrupted\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has left; the interpreter must not complain about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def report(problems: Sequence[Problem], *, command: str) -> int:
+    """Write every problem to stderr; returns the exit code of a refused command."""
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    lines = [f"{command}: {count}, nothing was started", *(f"  - {problem}" for problem in problems)]
+    sys.stderr.write("\n".join(lines) + "\n")
+    return REFUSED
+
+
+def _dispatch(words: list[str]) -> int:
+    if any(flag in words[:2] for flag in COMPLETION_FLAGS):
+        from trainer.completion import complete
+
+        return complete(words)
+    if not words:
+        sys.stderr.write(HELP)
+        return REFUSED
+    command, rest = words[0], words[1:]
+    if command in HELP_FLAGS:
+        sys.stdout.write(HELP)
+        return DONE
+    if command == "--version":
+        sys.stdout.write(f"parity-rl {version('parity-rl')}\n")
+        return DONE
+    if command == "train":
+        return _train(rest)
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"Did you mean parity {close[0]}? " if close else ""
+        unknown = Problem(key="command", rule="is not known", value=command, remedy=f"{hint}See parity --help.")
+        return report([unknown], command="parity")
+    if any(flag in rest for flag in HELP_FLAGS):
+        sys.stdout.write(USAGES[command])
+        return DONE
+    if rest:
+        name = f"parity {command}"
+        return report([Problem(key=name, rule="takes no arguments", value=" ".join(rest))], command=name)
+    return _recipes() if command == "recipes" else _doctor()
+
+
+def _recipes() -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("recipe", "question", "hardware", "verified", box=None, pad_edge=False, header_style="bold")
+    for path in recipe_files(recipe_dir()).values():
+        card = read_card(path)
+        table.add_row(card.name, card.question, card.hardware, card.verified)
+    console = Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=200)
+    console.print(table)
+    return DONE
+
+
+def _doctor() -> int:
+    from trainer.doctor import examine, render
+
+    findings = examine()
+    sys.stdout.write(render(findings))
+    return DONE if findings.can_run else FAILED
+
+
+def _train(words: list[str]) -> int:
+    if not any(not word.startswith("-") for word in words):
+        if any(flag in words for flag in HELP_FLAGS):
+            groups = "  ".join(f"{group}={'|'.join(options)}" for group, options in GROUPS.items())
+            sys.stdout.write(TRAIN_HELP.format(groups=groups))
+            return DONE
+        names = ", ".join(recipe_files(recipe_dir()))
+        remedy = f"parity train <recipe>; recipes: {names}."
+        return report([Problem(key="recipe", rule="must be given", value=None, remedy=remedy)], command="parity train")
+    from trainer.arguments import parse_train
+
+    arguments, problems = parse_train(words)
+    recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
+    if isinstance(recipe, Problem):
+        return report([recipe, *problems], command="parity train")
+    return _checked_train(recipe, arguments, problems)
+
+
+def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Problem]) -> int:
+    """Resolve everything, report all problems together, then print the plan or hand over to Hydra."""
+    from trainer.compose import resolve, start_problems
+
+    command = f"parity train {arguments.recipe}"
+    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
+    if arguments.inspection is not None:
+        # Showing a config needs no more than that it can be composed.
+        problems += resolution.composition_problems
+    else:
+        problems += resolution.problems
+        problems += start_problems(resolution)
+    if problems:
+        return report(problems, command=command)
+    if arguments.dry_run:
+        from trainer.plan import render_plans
+
+        sys.stdout.write(render_plans(resolution))
+        return DONE
+    from trainer.launch import launch
+
+    return launch(recipe, arguments)

@@ -1,0 +1,70 @@
+"""What the shell has of a command line -> what may follow, through Hydra's own completion.
+
+`eval "$(parity -sc install=bash)"` makes the shell call `parity -sc query=bash` with the line in $COMP_LINE. Commands
+and recipes are ours to complete; what follows a recipe is answered by Hydra, from the composed config.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from algorithms.config import Problem
+from trainer.catalog import find_recipe, recipe_files
+from trainer.cli import COMMANDS, COMPLETION_FLAGS, DONE, report
+from trainer.launch import hydra_main
+from trainer.paths import MAIN_CONFIG, config_dir, recipe_dir
+
+LINE = "COMP_LINE"
+"""Environment variable in which the shell passes the line up to the cursor."""
+FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
+
+
+def complete(words: Sequence[str]) -> int:
+    """Answer `parity [train] -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
+    arguments = [word for word in words if word not in (*COMPLETION_FLAGS, "train")]
+    start = config_dir() / f"{MAIN_CONFIG}.yaml"
+    if len(arguments) == 1 and arguments[0].startswith(("install=", "uninstall=")):
+        hydra_main(start, ["-sc", *arguments], own_dir=None, job=_no_job)
+        return DONE
+    if len(arguments) != 1 or not arguments[0].startswith("query=") or LINE not in os.environ:
+        remedy = 'eval "$(parity -sc install=bash)"; also zsh and fish.'
+        wrong = Problem(key="-sc", rule="must be followed by install=SHELL", value=" ".join(arguments), remedy=remedy)
+        return report([wrong], command="parity")
+    _query(arguments[0], os.environ[LINE])
+    return DONE
+
+
+def _query(query: str, line: str) -> None:
+    """Write the words that may stand at the end of `line`, separated by spaces."""
+    typed = line.split()[1:] + ([""] if not line or line[-1].isspace() else [])
+    last = typed[-1] if typed else ""
+    if len(typed) <= 1:
+        _offer(COMMANDS, last)
+    elif typed[0] != "train":
+        return
+    elif len(typed) == 2:
+        files = [path.name for path in Path().glob("*.yaml")] if last else []
+        _offer([*recipe_files(recipe_dir()), *files], last)
+    elif last.startswith("-"):
+        _offer(FLAGS, last)
+    else:
+        recipe = find_recipe(typed[1], own_dir=None)
+        if isinstance(recipe, Path):
+            # Our own flags are no part of what Hydra can parse.
+            rest = [word for word in typed[2:] if not word.startswith("--")]
+            os.environ[LINE] = " ".join(["parity", *rest])
+            hydra_main(recipe, ["-sc", query], own_dir=None, job=_no_job)
+
+
+def _offer(candidates: Sequence[str], start: str) -> None:
+    sys.stdout.write(" ".join(word for word in candidates if word.startswith(start)) + "\n")
+
+
+def _no_job(composed: DictConfig) -> None:
+    """Completion starts no run."""
+    raise RuntimeError(f"completion must not run anything, but Hydra started {composed.run.recipe}")

@@ -1,0 +1,84 @@
+"""Words of the command line -> parsed overrides, and a sweep -> the overrides of each of its runs.
+
+Each word is parsed by itself, so that one that cannot be read does not hide the others. Used by `trainer/compose.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from algorithms.config import Problem
+
+
+def recipe_override(name: str) -> str:
+    """The override with which the command line records the recipe's name in the config."""
+    escaped = name.replace("\\", "\\\\").replace("'", "\\'")
+    return f"run.recipe='{escaped}'"
+
+
+def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:
+    """Parse `words`; those that cannot be read or cannot take effect become Problems instead."""
+    parser = OverridesParser.create(config_loader=loader)
+    parsed: list[Override] = []
+    problems: list[Problem] = []
+    for word in words:
+        try:
+            override = parser.parse_overrides([word])[0]
+        except HydraException as error:
+            problems.append(_unreadable(word, error))
+            continue
+        found = _without_effect(override, word, multirun=multirun)
+        if found is None:
+            parsed.append(override)
+        else:
+            problems.append(found)
+    return parsed, problems
+
+
+def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
+    """Overrides of every run of a sweep, in the order in which Hydra's basic sweeper starts them.
+
+    The last of several overrides of one key wins, as it does there. Without a sweep there is one run.
+    """
+    choices: dict[str, list[str]] = {}
+    for override in overrides:
+        key = override.get_key_element()
+        if override.is_sweep_override():
+            choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        else:
+            choices[key] = [override.input_line or key]
+    return list(itertools.product(*choices.values()))
+
+
+def _unreadable(word: str, error: HydraException) -> Problem:
+    if "=" not in word:
+        return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
+    # Hydra puts the reason between the word itself and a link.
+    reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
+    return Problem(
+        key=word.partition("=")[0],
+        rule=f"cannot be read ({reason})",
+        value=word,
+        remedy="Quote a value that holds special characters: \"key='a=b, c'\".",
+    )
+
+
+def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem | None:
+    key, value = override.key_or_group, word.partition("=")[2]
+    if key == "run.recipe":
+        return Problem(key=key, rule="is set by the command line", value=value, remedy="Remove it.")
+    if not override.is_sweep_override():
+        return None
+    if not multirun:
+        remedy = f"Add -m for one run per value; a list is written [a,b], a text with commas \"{key}='a,b'\"."
+        return Problem(key=key, rule="must be one value", value=value, remedy=remedy)
+    if override.is_hydra_override() or not override.is_discrete_sweep():
+        remedy = "Name the values of a key that is not Hydra's: key=a,b,c."
+        return Problem(key=key, rule="cannot be swept", value=value, remedy=remedy)
+    return None

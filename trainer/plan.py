@@ -1,0 +1,189 @@
+"""TrainConfig -> the plan that `parity train <recipe> --dry-run` prints: what a run does, costs and needs.
+
+Resolved from the configuration and this machine alone: no torch, no Ray, no network, nothing is loaded or written.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from algorithms.objective import objective
+from trainer.compose import Resolution
+from trainer.config import ArithmeticModelConfig, HFModelConfig, TrainConfig
+from trainer.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
+
+LABEL_WIDTH = 11
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine offers."""
+
+    cpus: int
+    """Logical cores that this process may use."""
+    gpus: int
+    """NVIDIA devices that this process may use."""
+    memory: int
+    """Bytes of memory, free and used."""
+
+
+def this_machine() -> Machine:
+    """Look at the machine without torch."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = len(glob.glob("/dev/nvidia[0-9]*"))
+    if visible is not None:
+        devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    return Machine(cpus=len(cores), gpus=devices, memory=psutil.virtual_memory().total)
+
+
+def render_plans(resolution: Resolution) -> str:
+    """The plan of every run that the command would start, as text that ends in a line break."""
+    machine = this_machine()
+    # Each run's configuration was composed at a time of its own; Hydra names the directory once, for all of them.
+    directory = resolution.runs[0].output_dir
+    plans = []
+    for index, run in enumerate(resolution.runs):
+        if run.config is None or directory is None:
+            raise ValueError(f"a run with problems has no plan: {run.overrides}")
+        title = f"run {index + 1} of {len(resolution.runs)}: {' '.join(run.overrides)}\n" if resolution.multirun else ""
+        output_dir = directory / str(index) if resolution.multirun else directory
+        plans.append(f"{title}{render_plan(run.config, machine=machine, output_dir=output_dir)}\n")
+    return "\n".join(plans)
+
+
+def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> str:
+    """The plan as text, one labelled line per fact."""
+    lines = []
+    previous = ""
+    for label, text in _facts(config, machine, output_dir):
+        shown = "" if label == previous else label
+        lines.append(f"{shown:<{LABEL_WIDTH}} {text}")
+        previous = label
+    return "\n".join(lines)
+
+
+def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[tuple[str, str]]:
+    yield "recipe", f"{config.run.recipe}, seed {config.run.seed}"
+    yield "model", _model(config)
+    for line in _batch(config):
+        yield "batch", line
+    yield "objective", objective(config.correction, config.loss)
+    yield "forwards", forwards(config)
+    for line in _memory(config):
+        yield "memory", line
+    for line in _placement(config, machine):
+        yield "placement", line
+    yield "evaluation", _evaluation(config)
+    yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, report, logs, config.yaml"
+    yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
+
+
+def forwards(config: TrainConfig) -> str:
+    """Cost of training per token, and why a separate forward for pi_old is or is not among it."""
+    steps, mode = config.batch.optimizer_steps_per_rollout, config.correction.mode
+    if config.correction.needs_prepass:
+        reason = "and 1 for pi_old, because rejected tokens must be counted before the first optimizer step"
+    elif config.needs_old_logprobs_pass:
+        reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
+    elif not config.correction.needs_old_logprobs:
+        reason = f"none for pi_old: correction={mode} does without it"
+    else:
+        reason = "none for pi_old: with one optimizer step per rollout the training forward is pi_old"
+    return f"{config.forwards_per_token} forward equivalents per token: 1 forward, 2 for its backward, {reason}"
+
+
+def _model(config: TrainConfig) -> str:
+    model = config.model
+    if isinstance(model, ArithmeticModelConfig):
+        name = f"arithmetic (Qwen2, width {model.hidden_size}, {model.num_layers} layers; trained on the spot, cached)"
+    elif isinstance(model, HFModelConfig):
+        name = f"{model.path} at revision {model.revision or 'main'}"
+    else:
+        name = model.kind
+    try:
+        count = f"{model_shape(config).num_parameters:,} parameters"
+    except UnknownShapeError:
+        count = "parameters unknown"
+    return f"{name}, {count}; data={config.data.kind}"
+
+
+def _batch(config: TrainConfig) -> Iterator[str]:
+    batch, shape = config.batch, batch_shape(config)
+    steps = batch.optimizer_steps_per_rollout
+    yield (
+        f"{batch.prompts_per_step} prompts x {batch.group_size} samples = {batch.samples_per_step} samples per step "
+        f"(collect={config.collect.kind})"
+    )
+    yield (
+        f"{_plural(steps, 'optimizer step')} per rollout, {shape.samples_per_optimizer_step} samples each; "
+        f"{_plural(config.run.num_steps, 'step')} = {_plural(steps * config.run.num_steps, 'optimizer step')}"
+    )
+    yield (
+        f"at the cap {shape.prompt_tokens} + {config.sampling.max_new_tokens} tokens per sample, "
+        f"{shape.tokens_per_step:,} per step; {_plural(shape.microbatches, 'micro-batch', 'micro-batches')} of at most "
+        f"{batch.max_tokens_per_microbatch:,} tokens per rank and optimizer step"
+    )
+
+
+def _memory(config: TrainConfig) -> Iterator[str]:
+    try:
+        shape = model_shape(config)
+    except UnknownShapeError as error:
+        yield f"unknown: {error}"
+        return
+    rank, engine = rank_memory(config, shape), engine_memory(config, shape)
+    yield (
+        f"each of {_plural(config.policy.num_workers, 'rank')}: {size(rank.total)} = weights {size(rank.weights)} "
+        f"+ gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} + gathered {size(rank.gathered)} "
+        f"+ logits {size(rank.logits)}; activations come on top"
+    )
+    yield (
+        f"each of {_plural(config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
+        f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
+    )
+
+
+def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
+    policy, rollout = config.policy, config.rollout
+    cpus = policy.num_workers * policy.cpus_per_worker + rollout.num_engines * rollout.cpus_per_engine
+    gpus = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
+    yield (
+        f"{_plural(policy.num_workers, 'FSDP rank')} ({policy.cpus_per_worker:g} CPU, {policy.gpus_per_worker:g} GPU "
+        f"each), {_plural(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.cpus_per_engine:g} CPU, "
+        f"{rollout.gpus_per_engine:g} GPU each)"
+    )
+    needs = f"needs {cpus:g} CPU and {gpus:g} GPU"
+    if config.cluster.address is not None:
+        yield f"{needs} of the Ray cluster at {config.cluster.address}, which is not asked now"
+        return
+    fits = cpus <= machine.cpus and gpus <= machine.gpus
+    verdict = "it fits" if fits else "IT DOES NOT FIT"
+    yield f"{needs}; this machine has {machine.cpus} CPU, {machine.gpus} GPU, {size(machine.memory)}: {verdict}"
+
+
+def _evaluation(config: TrainConfig) -> str:
+    every = f", every {config.eval.every} steps" if config.eval.every else ""
+    return (
+        f"before the first step{every} and after the last: up to {config.eval.max_prompts} held-out prompts, "
+        "greedy and sampled"
+    )
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that keeps the number short: "15.3 GiB"."""
+    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while amount >= 1000 and len(units) > 1:
+        amount /= 1024
+        units.pop(0)
+    return f"{amount:.3g} {units[0]}"
+
+
+def _plural(count: int, noun: str, plural: str = "") -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
