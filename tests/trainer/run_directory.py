@@ -1,0 +1,105 @@
+"""A run directory as a run leaves it, with made-up numbers of realistic shape, for the tests of the report."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from pathlib import Path
+
+from rollout.config import ArithmeticDataConfig, DynamicCollectConfig
+from rollout.types import FinishReason
+from trainer.config import ArithmeticModelConfig, RunConfig, SamplingConfig, TrackingConfig, TrainConfig, WandbMode
+from trainer.console import Console
+from trainer.tracking import SampleRow, Tracker
+
+
+def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, float | None]:
+    """Metrics of one step: accuracy rises from 0.4 to 0.95, K3 grows slowly, every ninth floor is missing."""
+    progress = step / num_steps
+    accuracy = 0.4 + 0.55 * (1 - math.exp(-3 * progress)) + noise.gauss(0, 0.02)
+    k3 = 2.6e-6 * math.exp(0.9 * progress + noise.gauss(0, 0.18))
+    seconds = {"rollout": 1.2, "reward": 0.03, "pack": 0.01, "train": 0.7, "sync": 0.09, "log": 0.004}
+    seconds = {name: value * math.exp(noise.gauss(0, 0.08)) for name, value in seconds.items()}
+    seconds["unattributed"] = 0.01
+    evaluated = step in (1, num_steps) or step % 10 == 0
+    if evaluated:
+        seconds["eval"] = 0.8
+    total = sum(seconds.values())
+    version = 0 if step == 1 else step
+    return {
+        "reward/mean": accuracy - 0.02,
+        "reward/accuracy": accuracy,
+        "mismatch/k1": k3 * 0.2,
+        "mismatch/k3": k3,
+        "mismatch/k3_floor": None if step % 9 == 0 else 2.4e-6,
+        "mismatch/k3_max": k3 * 90,
+        "mismatch/abs_logdiff_mean": math.sqrt(2 * k3) * 0.8,
+        "mismatch/prob_diff_max": 0.01 * math.exp(noise.gauss(0, 0.3)),
+        "mismatch/ess/raw_token": 0.9997 - 4 * k3,
+        "mismatch/ess/applied_token": 0.9999,
+        "mismatch/is/clip_frac": max(0.0, noise.gauss(1e-4, 1e-4)),
+        "mismatch/kept_frac": 1.0,
+        "policy/entropy": 0.62 * math.exp(-1.4 * progress) + 0.02,
+        "optim/grad_norm": 0.12 * math.exp(noise.gauss(0, 0.3)),
+        "optim/lr": 3e-4,
+        "loss/policy": noise.gauss(-0.002, 0.004),
+        "loss/clip_frac_high": abs(noise.gauss(0.002, 0.001)),
+        "loss/clip_frac_low": abs(noise.gauss(0.001, 0.001)),
+        "rollout/policy_version": step - 1,
+        "rollout/num_samples": 128,
+        "rollout/response_tokens_mean": 4.4 + noise.gauss(0, 0.1),
+        "rollout/truncated_frac": 0.03 * math.exp(-5 * progress),
+        "rollout/groups_generated": 24,
+        "rollout/groups_kept": 16,
+        "rollout/groups_dropped/all_correct": round(8 * progress),
+        "rollout/groups_dropped/all_wrong": 8 - round(8 * progress),
+        "rollout/groups_dropped/never": 0,
+        "rollout/tokens_per_s": 128 * 4.4 / seconds["rollout"],
+        "rollout/rounds": 1,
+        "sync/gb_per_s": 0.9 + noise.gauss(0, 0.05),
+        "sync/bytes": 2_650_000,
+        "sync/seconds": 0.003,
+        **{f"time/{name}_s": value for name, value in seconds.items()},
+        "time/step_s": total,
+        "perf/unattributed_frac": seconds["unattributed"] / total,
+        **(
+            {"eval/accuracy": accuracy, "eval/accuracy_sampled": accuracy - 0.06, "eval/policy_version": version}
+            if evaluated
+            else {}
+        ),
+    }
+
+
+def step_samples(step: int, num_steps: int, noise: random.Random) -> list[SampleRow]:
+    rows = []
+    for prompt_id in range(8):
+        left, right = noise.randrange(10, 99), noise.randrange(10, 99)
+        correct = noise.random() < 0.4 + 0.55 * step / num_steps
+        rows.append(
+            SampleRow(
+                prompt_id=prompt_id, sample_index=0, prompt=f"{left}+{right}=",
+                response=str(left + right if correct else left + right - 10), answer=str(left + right),
+                reward=float(correct), correct=correct, advantage=noise.gauss(0, 1), num_response_tokens=4,
+                finish_reason=FinishReason.length if prompt_id == 3 else FinishReason.stop, policy_version=step - 1,
+                rollout_logprob_mean=-abs(noise.gauss(0.1, 0.1)), k3=3e-6 * math.exp(noise.gauss(0, 1)),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def write_run(run_dir: Path, *, num_steps: int = 40, extra_samples: tuple[SampleRow, ...] = ()) -> Path:
+    """Let a real Tracker write `num_steps` made-up steps; `extra_samples` go with the last one."""
+    noise = random.Random(7)
+    config = TrainConfig(
+        run=RunConfig(recipe="arithmetic_dapo", num_steps=num_steps, dir=str(run_dir)),
+        model=ArithmeticModelConfig(), data=ArithmeticDataConfig(), collect=DynamicCollectConfig(),
+        sampling=SamplingConfig(max_new_tokens=16), tracking=TrackingConfig(wandb=WandbMode.disabled),
+    )  # fmt: skip
+    with Tracker(config, run_dir=run_dir, console=Console(num_steps, stream=io.StringIO())) as tracker:
+        for step in range(1, num_steps + 1):
+            samples = step_samples(step, num_steps, noise)
+            if step == num_steps:
+                samples = [*extra_samples, *samples]
+            tracker.log(step, step_metrics(step, num_steps, noise), samples)
+    return run_dir

@@ -1,0 +1,366 @@
+"""trainer/tracking.py with its W&B side: real files, a real W&B process (offline), real failures."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import wandb_file
+
+import trainer.wandb_sink as wandb_sink
+from rollout.config import ArithmeticDataConfig, SGLangConfig
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+from trainer.compose import resolve
+from trainer.config import (
+    ArithmeticModelConfig,
+    MISConfig,
+    RunConfig,
+    SamplingConfig,
+    TrackingConfig,
+    TrainConfig,
+    WandbMode,
+)
+from trainer.console import Console
+from trainer.tracking import SampleRow, Tracker, sample_rows, select_rows
+from trainer.wandb_sink import WandbSink, has_wandb_key
+
+SECRET = "pl4nted-s3cret-value"
+
+
+@pytest.fixture(autouse=True)
+def no_wandb_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing in these tests may depend on, or use, a login of the machine."""
+    for name in list(os.environ):
+        if name.startswith("WANDB_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+
+
+def make_config(mode: WandbMode = WandbMode.disabled, **changes: object) -> TrainConfig:
+    base = TrainConfig(
+        run=RunConfig(recipe="arithmetic_grpo", num_steps=4),
+        model=ArithmeticModelConfig(),
+        data=ArithmeticDataConfig(),
+        sampling=SamplingConfig(max_new_tokens=16),
+        tracking=TrackingConfig(wandb=mode, wandb_timeout_s=3.0, samples_per_step=3),
+    )
+    return replace(base, **changes)
+
+
+def make_tracker(config: TrainConfig, run_dir: Path) -> tuple[Tracker, io.StringIO]:
+    stream = io.StringIO()
+    return Tracker(config, run_dir=run_dir, console=Console(config.run.num_steps, stream=stream)), stream
+
+
+def row(prompt_id: int, sample_index: int, k3: float | None = None, response: str = "42") -> SampleRow:
+    return SampleRow(
+        prompt_id=prompt_id, sample_index=sample_index, prompt="40+2=", response=response, answer="42", reward=1.0,
+        correct=True, advantage=0.5, num_response_tokens=3, finish_reason=FinishReason.stop, policy_version=7,
+        rollout_logprob_mean=-0.25, k3=k3,
+    )  # fmt: skip
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "new" / "run"
+    tracker, stream = make_tracker(make_config(), run_dir)
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.5, "policy/entropy": None}, [row(1, 0), row(1, 1), row(2, 0), row(3, 0)])
+        # Written at once, not when the run ends.
+        assert read_lines(run_dir / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5, "policy/entropy": None}]
+        assert len(read_lines(run_dir / "samples.jsonl")) == 3
+        tracker.log(2, {"mismatch/k3": float("nan"), "optim/grad_norm": float("inf"), "reward/mean": 1})
+    assert read_lines(run_dir / "metrics.jsonl")[1] == {
+        "step": 2, "mismatch/k3": None, "optim/grad_norm": None, "reward/mean": 1,
+        "nonfinite": ["mismatch/k3", "optim/grad_norm"],
+    }  # fmt: skip
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["status"], status["last_step"], status["num_steps"], status["tracker_errors"]) == (
+        "completed",
+        2,
+        4,
+        0,
+    )
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert environment["versions"]["torch"] and environment["python"].startswith("3.")
+    assert "step 1/4 | reward 0.50" in stream.getvalue()
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "status.json",
+    ]  # fmt: skip
+
+
+def test_a_sample_is_written_whole(tmp_path: Path) -> None:
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with tracker:
+        tracker.log(1, {}, [row(5, 2, k3=1e-5, response="<b>\u2028\ud800é")])
+    assert read_lines_by_newline(tmp_path / "run" / "samples.jsonl") == [
+        {
+            "step": 1, "prompt_id": 5, "sample_index": 2, "prompt": "40+2=", "response": "<b>\u2028?é", "answer": "42",
+            "reward": 1.0, "correct": True, "advantage": 0.5, "num_response_tokens": 3, "finish_reason": "stop",
+            "policy_version": 7, "rollout_logprob_mean": -0.25, "k3": 1e-5,
+        }
+    ]  # fmt: skip
+
+
+def read_lines_by_newline(path: Path) -> list[dict[str, object]]:
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_the_saved_config_composes_to_the_same_run(tmp_path: Path) -> None:
+    config = make_config(
+        correction=MISConfig(high=3.0),
+        rollout=SGLangConfig(engine_args={"mem_fraction_static": 0.5, "note": "${not.an.interpolation}", "n": [1, 2]}),
+    )
+    config.run.dir = str(tmp_path / "run")
+    tracker, _ = make_tracker(config, tmp_path / "run")
+    with tracker:
+        pass
+    resolution = resolve(tmp_path / "run" / "config.yaml", [], own_dir=None, multirun=False)
+    assert not resolution.problems, [str(problem) for problem in resolution.problems]
+    composed = resolution.runs[0].config
+    assert composed is not None
+    assert replace(composed, run=config.run) == config
+    assert (composed.run.num_steps, composed.run.seed) == (config.run.num_steps, config.run.seed)
+    assert composed.run.dir != config.run.dir
+
+
+def test_no_secret_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_args = {"hf_token": SECRET, "nested": {"headers": [{"authorization": SECRET}]}, "max_total_tokens": 99}
+    monkeypatch.setattr(sys, "argv", ["parity", f"+rollout.engine_args.hf_token={SECRET}", "--api-key", SECRET])
+    tracker, stream = make_tracker(
+        make_config(WandbMode.offline, rollout=SGLangConfig(engine_args=engine_args)), tmp_path / "run"
+    )
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in written)
+    holders = [str(path) for path in written if SECRET.encode() in path.read_bytes()]
+    assert not holders
+    assert SECRET not in stream.getvalue()
+    assert "max_total_tokens: 99" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("found", ["metrics.jsonl", "notes.txt"])
+def test_a_directory_in_use_is_refused(tmp_path: Path, found: str) -> None:
+    (tmp_path / found).write_text("")
+    tracker, _ = make_tracker(make_config(), tmp_path)
+    with pytest.raises(RuntimeError, match=rf"run\.dir must be absent or empty, .* holds {found}"):
+        tracker.__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [found], "a refused run leaves nothing behind"
+
+
+def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("")
+    tracker, _ = make_tracker(make_config(), tmp_path)
+    with tracker:
+        tracker.log(1, {})
+
+
+def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from trainer.tracking import _take_directory\n"
+        f"lock = _take_directory(Path({str(tmp_path / 'run')!r})); sys.stdout.write('locked'); sys.stdout.flush()\n"
+        "time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.read(6) == b"locked"
+        tracker, _ = make_tracker(make_config(), tmp_path / "run")
+        with pytest.raises(RuntimeError, match=f"is in use by process {other.pid}"):
+            tracker.__enter__()
+    finally:
+        other.kill()
+        other.wait(10)
+        assert other.stdout is not None
+        other.stdout.close()
+    with make_tracker(make_config(), tmp_path / "run")[0]:
+        pass  # the lock of a killed run is gone
+
+
+def test_a_full_disk_stops_the_run_only_for_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker, stream = make_tracker(make_config(), tmp_path / "run")
+    with pytest.raises(OSError, match="No space left"), tracker:
+        assert tracker._samples is not None and tracker._metrics is not None
+        tracker._samples.close()
+        tracker._samples = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        tracker.log(1, {"reward/mean": 0.5}, [row(1, 0)])
+        tracker.log(2, {"reward/mean": 0.5}, [row(1, 0)])
+        assert tracker.errors == 2
+        assert stream.getvalue().count("samples.jsonl failed and the run goes on") == 1
+        tracker._metrics.close()
+        tracker._metrics = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        tracker.log(3, {"reward/mean": 0.5})
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
+
+
+def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with pytest.raises(RuntimeError, match="open tracker"):
+        tracker.log(1, {})
+    with tracker:
+        tracker.log(3, {})
+        with pytest.raises(ValueError, match="step 3 came after step 3"):
+            tracker.log(3, {})
+        with pytest.raises(ValueError, match="'step' is taken"):
+            tracker.log(4, {"step": 4.0})
+        with pytest.raises(TypeError, match="'reward/mean' must be a number"):
+            tracker.log(4, {"reward/mean": "high"})  # type: ignore[dict-item]
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [3]
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt), tracker:
+        raise KeyboardInterrupt
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "interrupted"
+
+
+def test_sample_rows_and_selection() -> None:
+    sample = Sample(
+        prompt_id=4, sample_index=1, token_ids=[1, 2, 3, 4], response_mask=[False, True, True, False],
+        rollout_logprobs=[0.0, -1.0, -0.5, 0.0], policy_version=3, finish_reason=FinishReason.length, text="no",
+        reward=0.0, correct=False, advantage=-1.0,
+    )  # fmt: skip
+    group = SampleGroup(prompt=Prompt(prompt_id=4, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
+    (made,) = sample_rows([group], k3={(4, 1): 2e-6})
+    assert (made.rollout_logprob_mean, made.num_response_tokens, made.k3, made.answer) == (-0.75, 2, 2e-6, "2")
+    assert sample_rows([group])[0].k3 is None
+
+    without = [row(prompt, index) for prompt in (1, 2, 3) for index in (0, 1)]
+    assert [(r.prompt_id, r.sample_index) for r in select_rows(without, 4)] == [(1, 0), (2, 0), (3, 0), (1, 1)]
+    with_k3 = [row(1, 0, 1e-6), row(1, 1, 9e-6), row(2, 0, 2e-6), row(2, 1, 5e-6)]
+    assert [r.k3 for r in select_rows(with_k3, 3)] == [9e-6, 1e-6, 2e-6]
+    assert select_rows(with_k3, 0) == []
+
+
+def test_wandb_offline_has_every_row(tmp_path: Path) -> None:
+    tracker, stream = make_tracker(make_config(WandbMode.auto), tmp_path / "run")
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.25, "mismatch/k3": float("nan")})
+        tracker.log(2, {"reward/mean": 0.5, "policy/entropy": None})
+    assert wandb_file.history(tmp_path / "run") == [
+        {"global_step": 1, "reward/mean": 0.25},
+        {"global_step": 2, "reward/mean": 0.5},
+    ]
+    assert wandb_file.exit_code(tmp_path / "run") == 0
+    started = next(r.run for r in wandb_file.records(tmp_path / "run") if r.WhichOneof("record_type") == "run")
+    assert started.run_id == (tmp_path / "run" / "wandb_run_id").read_text().strip()
+    config = {item.key: json.loads(item.value_json) for item in started.config.update}
+    assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
+    assert "wandb: " not in (tmp_path / "run" / "wandb.log").read_text()
+    offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
+    assert f"W&B: offline; upload later with: wandb sync {offline}" in stream.getvalue()
+
+
+def test_an_unreachable_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never answers
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        config = make_config(WandbMode.auto)
+        config.tracking.wandb_timeout_s = 1.0
+        tracker, stream = make_tracker(config, tmp_path / "run")
+        before = time.monotonic()
+        with tracker:
+            assert time.monotonic() - before < 1.0, "the run must not wait for W&B"
+            tracker.log(1, {"reward/mean": 0.25})
+        assert time.monotonic() - before < 30
+    assert wandb_file.history(tmp_path / "run") == [{"global_step": 1, "reward/mean": 0.25}]
+    assert "W&B: offline (online: CommError" in stream.getvalue()
+    assert "upload later with: wandb sync" in stream.getvalue()
+    assert tracker.errors == 1
+
+
+def test_online_without_a_key_means_offline(tmp_path: Path) -> None:
+    tracker, stream = make_tracker(make_config(WandbMode.online), tmp_path / "run")
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.25})
+    assert "W&B: offline (online: UsageError" in stream.getvalue()
+    assert len(wandb_file.history(tmp_path / "run")) == 1
+
+
+def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text("raise ImportError('no such package here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.25})
+    assert "W&B: off (the package wandb cannot be imported: ImportError: no such package here)" in stream.getvalue()
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+def test_a_hanging_wandb_cannot_hold_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(wandb_sink, "_GRACE_S", 1.0)
+    lines: list[str] = []
+    sink = WandbSink(
+        TrackingConfig(wandb=WandbMode.offline, wandb_timeout_s=1.0),
+        run_dir=tmp_path, name="run", record={}, report=lines.append,
+    )  # fmt: skip
+    sink.start()
+    assert sink.wait_started(60) and sink.mode is WandbMode.offline
+    own = [p for p in psutil.Process().children(recursive=True) if "wandb" in " ".join(p.cmdline())]
+    assert len(own) >= 2, "the process and its service"
+    for process in own:
+        process.send_signal(signal.SIGSTOP)
+    before = time.monotonic()
+    for step in range(20_000):  # more than the queue and the pipe can take
+        sink.log(step, {"reward/mean": 0.5})
+    assert time.monotonic() - before < 5, "log must never wait"
+    with caplog.at_level(logging.WARNING):
+        sink.finish(exit_code=0)
+    assert time.monotonic() - before < 15
+    assert not [p for p in own if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert sink.errors > 1 and len(caplog.records) == 1
+    assert "rows are dropped" in caplog.text
+
+
+def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
+    script = f"""
+import io, os, sys, time
+from pathlib import Path
+from trainer.config import TrackingConfig, WandbMode
+from trainer.wandb_sink import WandbSink
+sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
+                 report=lambda line: None)
+sink.start()
+assert sink.wait_started(60)
+sink.log(1, {{"reward/mean": 0.5}})
+time.sleep(0.5)
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 9
+    deadline = time.monotonic() + 30
+    while wandb_file.exit_code(tmp_path) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert wandb_file.exit_code(tmp_path) == 1
+    assert wandb_file.history(tmp_path) == [{"global_step": 1, "reward/mean": 0.5}]
+
+
+def test_keys_are_found_where_wandb_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert has_wandb_key()

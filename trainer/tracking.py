@@ -1,0 +1,300 @@
+"""One row of metrics per step -> metrics.jsonl, samples.jsonl, W&B and the console, in this order.
+
+metrics.jsonl is the source of truth: an error while writing it stops the run. Everything after it is a convenience:
+an error there is one warning and a count. The directory of a run:
+
+    config.yaml        the resolved config, as a recipe (trainer/provenance.py)
+    environment.json   versions, revision, machine, command line
+    metrics.jsonl      one JSON object per step
+    samples.jsonl      some samples per step
+    wandb_run_id       and wandb/, wandb.log: the W&B side (trainer/wandb_sink.py)
+    status.json        how the run ended
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rollout.types import FinishReason, SampleGroup
+from trainer.config import TrainConfig
+from trainer.console import Console
+from trainer.provenance import config_document, config_record, environment_record, group_choices
+from trainer.wandb_sink import WandbSink
+
+logger = logging.getLogger(__name__)
+
+COMPLETED = "completed"
+FAILED = "failed"
+INTERRUPTED = "interrupted"
+
+_LOCK_FILE = ".lock"
+_MADE_BY_OTHERS = frozenset({".hydra", _LOCK_FILE})
+"""What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRow:
+    """One sample as it is written to samples.jsonl; None means unknown."""
+
+    prompt_id: int
+    sample_index: int
+    prompt: str
+    response: str
+    answer: str
+    """The reference answer."""
+    reward: float | None
+    correct: bool | None
+    advantage: float | None
+    num_response_tokens: int
+    finish_reason: FinishReason
+    policy_version: int
+    rollout_logprob_mean: float
+    """Mean log pi_rollout over the response, nats per token."""
+    k3: float | None = None
+    """K3 of this sample: mean over its response of expm1(Delta) - Delta."""
+
+
+def sample_rows(groups: Sequence[SampleGroup], *, k3: Mapping[tuple[int, int], float] | None = None) -> list[SampleRow]:
+    """The samples of a step as rows; `k3` maps (prompt_id, sample_index) to the K3 of that sample."""
+    rows = []
+    for group in groups:
+        for sample in group.samples:
+            masked = zip(sample.rollout_logprobs, sample.response_mask, strict=True)
+            place = (sample.prompt_id, sample.sample_index)
+            rows.append(
+                SampleRow(
+                    prompt_id=sample.prompt_id,
+                    sample_index=sample.sample_index,
+                    prompt=group.prompt.text,
+                    response=sample.text,
+                    answer=group.prompt.answer,
+                    reward=sample.reward,
+                    correct=sample.correct,
+                    advantage=sample.advantage,
+                    num_response_tokens=sample.num_response_tokens,
+                    finish_reason=sample.finish_reason,
+                    policy_version=sample.policy_version,
+                    rollout_logprob_mean=sum(value for value, on in masked if on) / sample.num_response_tokens,
+                    k3=k3[place] if k3 is not None and place in k3 else None,
+                )
+            )
+    return rows
+
+
+def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
+    """At most `count` rows: the worst by K3 fill half of the places, the rest go round over the prompts."""
+    by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
+    worst = by_k3[: count // 2]
+    taken = {(row.prompt_id, row.sample_index) for row in worst}
+    others = [row for row in rows if (row.prompt_id, row.sample_index) not in taken]
+    return worst + sorted(others, key=lambda row: row.sample_index)[: count - len(worst)]
+
+
+class Tracker:
+    """Everything that a run writes down; a context manager that owns the run directory and the console.
+
+    Entering refuses a directory that is not empty or that another run holds (RuntimeError). Leaving records how the
+    run ended: completed, interrupted (KeyboardInterrupt) or failed.
+    """
+
+    def __init__(self, config: TrainConfig, *, run_dir: Path, console: Console | None = None) -> None:
+        self.console = console if console is not None else Console(config.run.num_steps)
+        self.errors = 0
+        """Failed writes to anything but metrics.jsonl."""
+        self._config = config
+        self._run_dir = run_dir
+        self._lock: TextIO | None = None
+        self._metrics: TextIO | None = None
+        self._samples: TextIO | None = None
+        self._wandb: WandbSink | None = None
+        self._last_step: int | None = None
+        self._warned: set[str] = set()
+
+    def __enter__(self) -> Tracker:
+        self._lock = _take_directory(self._run_dir)
+        try:
+            config, environment = config_document(self._config), environment_record(sys.argv)
+            _write(self._run_dir / "config.yaml", config)
+            _write(self._run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+            self._metrics = _open(self._run_dir / "metrics.jsonl")
+            self._samples = _open(self._run_dir / "samples.jsonl")
+        except BaseException:
+            self._release()
+            raise
+        self.console.__enter__()
+        self.console.line(f"run directory: {self._run_dir}")
+        record: dict[str, object] = dict(config_record(self._config))
+        record["choices"] = group_choices(self._config)
+        record["environment"] = environment
+        self._wandb = WandbSink(
+            self._config.tracking,
+            run_dir=self._run_dir.resolve(),
+            name=f"{self._config.run.recipe}/{self._run_dir.name}",
+            record=record,
+            report=self.console.line,
+        )
+        self._guard("W&B", self._wandb.start)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close(COMPLETED)
+        else:
+            self.close(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+
+    def log(self, step: int, metrics: Mapping[str, float | None], samples: Sequence[SampleRow] = ()) -> None:
+        """Write down one step.
+
+        Args:
+            step: larger than the step before.
+            metrics: null means absent; a value that is not finite becomes null and is named in `nonfinite`.
+            samples: at most `tracking.samples_per_step` of them are kept (`select_rows`).
+
+        Raises OSError if metrics.jsonl cannot be written, ValueError or TypeError for a row that makes no sense.
+        """
+        if self._metrics is None or self._wandb is None or self._samples is None:
+            raise RuntimeError("Tracker.log needs an open tracker: use it inside `with Tracker(...)`")
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step must grow: step {step} came after step {self._last_step}")
+        row = _metric_row(step, metrics)
+        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
+        self._metrics.flush()
+        self._last_step = step
+        self._guard("samples.jsonl", lambda: self._write_samples(step, samples))
+        numbers = {key: value for key in metrics if (value := row[key]) is not None}
+        self._guard("W&B", lambda: self._wandb_log(step, numbers))
+        self._guard("console", lambda: self.console.step(step, metrics))
+
+    def close(self, status: str) -> None:
+        """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
+        if self._lock is None:
+            return
+        wandb = self._wandb
+        if wandb is not None:
+            self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == COMPLETED else 1))
+            self.errors += wandb.errors
+        self._guard("status.json", lambda: self._write_status(status))
+        self._guard("console", lambda: self.console.close(failed=status != COMPLETED))
+        self._release()
+
+    def _wandb_log(self, step: int, numbers: Mapping[str, float]) -> None:
+        assert self._wandb is not None
+        self._wandb.log(step, numbers)
+
+    def _write_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
+        assert self._samples is not None
+        for sample in select_rows(samples, self._config.tracking.samples_per_step):
+            row = {"step": step, **asdict(sample), "finish_reason": sample.finish_reason.name}
+            finite = {key: None if _is_nonfinite(value) else value for key, value in row.items()}
+            self._samples.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
+        self._samples.flush()
+
+    def _write_status(self, status: str) -> None:
+        record = {
+            "status": status,
+            "last_step": self._last_step,
+            "num_steps": self._config.run.num_steps,
+            "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "tracker_errors": self.errors,
+        }
+        _write(self._run_dir / "status.json", json.dumps(record, indent=2) + "\n")
+
+    def _guard(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action`; its failure is a warning, once per `what`, and a count, never the end of the run."""
+        try:
+            action()
+        except Exception as error:
+            self.errors += 1
+            if what not in self._warned:
+                self._warned.add(what)
+                logger.warning("%s failed and the run goes on: %s: %s", what, type(error).__name__, error)
+
+    def _release(self) -> None:
+        files, self._metrics, self._samples = (self._metrics, self._samples), None, None
+        for file in files:
+            if file is not None:
+                self._guard(file.name, file.close)
+        if self._lock is not None:
+            self._guard(_LOCK_FILE, (self._run_dir / _LOCK_FILE).unlink)
+            self._lock.close()
+            self._lock = None
+
+
+def _take_directory(run_dir: Path) -> TextIO:
+    """Make `run_dir`, lock it for this process and check that it is empty; the lock ends with the returned file."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / _LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RuntimeError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise RuntimeError(
+            f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
+        ) from error
+    found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
+    if found:
+        (run_dir / _LOCK_FILE).unlink()
+        lock.close()
+        raise RuntimeError(
+            f"run.dir must be absent or empty, {run_dir} holds {', '.join(found[:5])}"
+            f"{' and more' if len(found) > 5 else ''}. Leave run.dir out, or use another one."
+        )
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    row: dict[str, float | None] = {"step": step}
+    nonfinite = []
+    for key, value in metrics.items():
+        if key in ("step", "nonfinite"):
+            raise ValueError(f"the metric name {key!r} is taken")
+        row[key] = _number(key, value)
+        if _is_nonfinite(row[key]):
+            row[key] = None
+            nonfinite.append(key)
+    return {**row, "nonfinite": nonfinite} if nonfinite else row  # type: ignore[dict-item]
+
+
+def _number(key: str, value: float | None) -> float | None:
+    """A plain int or float; numpy and torch scalars are converted."""
+    if value is None or type(value) in (int, float):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the metric {key!r} must be a number or None, got {value!r}") from error
+
+
+def _is_nonfinite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _open(path: Path) -> TextIO:
+    # A response may hold a lone surrogate, which UTF-8 cannot encode.
+    return path.open("a", encoding="utf-8", errors="replace")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
