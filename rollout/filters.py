@@ -1,0 +1,115 @@
+"""Filters: which samples and groups of a round cannot be trained on, and why. Pure predicates, one metric name each.
+
+`rollout/collect.py` applies them: sample filters to what an engine returned, group filters to scored groups.
+The order of a table is the order of precedence: a sample or group is counted once, under the first that rejects it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rollout.types import FinishReason, GenerateRequest, Generation, SampleGroup
+
+MAX_LOGPROB = 1e-4
+"""A log-prob may exceed 0 by rounding only; the bound of `rollout.types.Sample`."""
+MIN_GROUP_SIZE = 2
+"""A group of one has no baseline."""
+
+
+class SampleFilter(NamedTuple):
+    """One reason for which a response is invalid."""
+
+    name: str
+    """Suffix of the metric rollout/samples_dropped/<name>."""
+    meaning: str
+    """What the user is told when too many are dropped."""
+    rejects: Callable[[GenerateRequest, Generation, int], bool]
+    """(request, generation, expected policy version) -> whether it is invalid for this reason."""
+
+
+class GroupFilter(NamedTuple):
+    """One reason for which a scored group is not trained on."""
+
+    name: str
+    """Suffix of the metric rollout/groups_dropped/<name>."""
+    rejects: Callable[[SampleGroup], bool]
+
+
+def is_aborted(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """The engine gave the request up: the response is cut at an arbitrary place."""
+    return generation.finish_reason is FinishReason.abort
+
+
+def is_wrong_version(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """Sampled from other weights than the step expects."""
+    return generation.policy_version != policy_version
+
+
+def is_empty(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """No token at all, not even end-of-sequence."""
+    return not generation.token_ids
+
+
+def is_too_long(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """More tokens than were asked for."""
+    return len(generation.token_ids) > request.sampling.max_new_tokens
+
+
+def has_no_logprobs(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """pi_rollout is unknown, so the mismatch is too."""
+    return generation.logprobs is None
+
+
+def has_wrong_length(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """Log-probs and tokens cannot be matched."""
+    return generation.logprobs is not None and len(generation.logprobs) != len(generation.token_ids)
+
+
+def has_bad_logprob(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+    """A value that is no log-probability: NaN, infinite or positive."""
+    return any(not (math.isfinite(value) and value <= MAX_LOGPROB) for value in generation.logprobs or ())
+
+
+SAMPLE_FILTERS = (
+    SampleFilter("abort", "the engine gave the request up", is_aborted),
+    SampleFilter("wrong_version", "sampled from other weights than the step expects", is_wrong_version),
+    SampleFilter("empty", "no token was returned", is_empty),
+    SampleFilter("too_long", "more tokens than sampling.max_new_tokens were returned", is_too_long),
+    SampleFilter("no_logprobs", "the engine returned no log-probs", has_no_logprobs),
+    SampleFilter("wrong_length", "as many log-probs as tokens are needed", has_wrong_length),
+    SampleFilter("bad_logprob", "a log-prob was NaN, infinite or positive", has_bad_logprob),
+)
+
+
+def invalid_reason(request: GenerateRequest, generation: Generation, *, policy_version: int) -> SampleFilter | None:
+    """The first filter that rejects the generation, or None if it can be trained on."""
+    for candidate in SAMPLE_FILTERS:
+        if candidate.rejects(request, generation, policy_version):
+            return candidate
+    return None
+
+
+def is_too_small(group: SampleGroup) -> bool:
+    """Invalid samples left fewer than two."""
+    return len(group.samples) < MIN_GROUP_SIZE
+
+
+def is_zero_variance(group: SampleGroup) -> bool:
+    """All samples are correct, or all are wrong: the group-relative advantage is zero.
+
+    Looks at `correct`, not at the shaped reward, or the noise of a length penalty would keep constant groups
+    (DAPO, arXiv:2503.14476, section 3.2). Raises ValueError for a sample that has not been scored.
+    """
+    verdicts = {sample.correct for sample in group.samples}
+    if None in verdicts:
+        raise ValueError(f"prompt {group.prompt.prompt_id}: a sample has not been scored")
+    return len(verdicts) == 1
+
+
+TOO_SMALL = GroupFilter("too_small", is_too_small)
+ZERO_VARIANCE = GroupFilter("zero_variance", is_zero_variance)
+SURPLUS = "surplus"
+"""Suffix of rollout/groups_dropped/ for good groups beyond those that a step needs."""
+GROUP_DROP_REASONS = (TOO_SMALL.name, ZERO_VARIANCE.name, SURPLUS)

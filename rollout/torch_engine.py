@@ -1,0 +1,226 @@
+"""The embedded engine: a transformers model in the caller's process behind the Engine protocol, no server.
+
+Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`; `rollout/decoding.py` does the sampling.
+Deterministic, so it is also what other engines are compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.config import TorchEngineConfig
+from rollout.decoding import decode
+from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
+from rollout.hf import AutoModelForCausalLM, PreTrainedModel
+from rollout.types import GenerateRequest, Generation, WeightBucket
+from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
+
+LISTED_NAMES = 5
+"""Tensor names shown in an error; the rest is counted."""
+
+
+class TorchEngine:
+    """One model, batched sampling with a key/value cache. Not safe for concurrent calls."""
+
+    def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
+        """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
+        self._config = config
+        self._index = index
+        self._device = torch.device(device)
+        self._num_threads = num_threads
+        self._model: PreTrainedModel | None = None
+        self._version = 0
+        self._broken = ""
+
+    def start(self, model_path: Path) -> EngineInfo:
+        """Load weights and architecture from a local directory; policy version 0. Raises EngineError.
+
+        Loading cannot be interrupted: rollout.start_timeout_s is checked once it has ended.
+        """
+        begin = time.monotonic()
+        if not (model_path / "config.json").is_file():
+            raise EngineError(f"{self._name} start: {model_path} is not a model directory: it has no config.json")
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        try:
+            # Typed as the model alone, but with output_loading_info it is a pair.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_path,
+                dtype=DTYPES[self._config.dtype.name],
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise EngineError(f"{self._name} start: {model_path} could not be loaded: {error}") from error
+        model, loading = loaded
+        absent = sorted(loading["missing_keys"])
+        if absent:
+            # transformers would go on with random numbers in their place.
+            raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
+        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._version = 0
+        self._broken = ""
+        start_s = time.monotonic() - begin
+        if start_s > self._config.start_timeout_s:
+            self.stop()
+            raise EngineError(
+                f"{self._name} start: loading took {start_s:.1f} s, more than "
+                f"rollout.start_timeout_s={self._config.start_timeout_s}"
+            )
+        return EngineInfo(name=f"torch {torch.__version__}", address="embedded", pids=(), start_s=start_s)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Sample one response per request, in the order of the requests.
+
+        Raises ValueError for a request that cannot be served as it stands, EngineError when
+        rollout.generate_timeout_s has passed or the engine holds no usable weights.
+        """
+        model = self._usable_model("generate")
+        for request in requests:
+            self._check_request(request, model)
+        deadline = time.monotonic() + self._config.generate_timeout_s
+        generations: list[Generation] = []
+        try:
+            with torch.inference_mode():
+                for first in range(0, len(requests), self._config.max_batch_size):
+                    batch = requests[first : first + self._config.max_batch_size]
+                    generations += decode(model, batch, policy_version=self._version, deadline=deadline)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self._name} generate: rollout.generate_timeout_s={self._config.generate_timeout_s} has passed with "
+                f"{len(generations)} of {len(requests)} responses complete; of the running batch, {error}. Raise it, "
+                "or lower sampling.max_new_tokens or the number of samples per step."
+            ) from error
+        return generations
+
+    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+        """Replace all parameters, read them back and compare digests; the version is set only if all agree.
+
+        Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. Raises
+        WeightSyncError; if the read-back disagrees, generate() refuses until a later sync has succeeded.
+        """
+        model = self._started_model("load_weights")
+        begin = time.monotonic()
+        version = check_buckets(buckets, held_version=self._version)
+        parameters = dict(model.named_parameters())
+        self._check_names(buckets, parameters, version=version)
+        checked = time.monotonic()
+        self._broken = f"the sync of policy version {version} did not complete"
+        digests: dict[str, str] = {}
+        with torch.no_grad():
+            for bucket in buckets:
+                for spec, tensor in unpack(bucket):
+                    self._check_sync_deadline(begin, version=version)
+                    parameters[spec.name].copy_(tensor)
+                    digests[spec.name] = spec.digest
+        loaded = time.monotonic()
+        for name, parameter in parameters.items():
+            self._check_sync_deadline(begin, version=version)
+            held = tensor_digest(parameter)
+            if held != digests[name]:
+                self._broken = f"tensor {name} is not what was sent with policy version {version}"
+                raise WeightSyncError(
+                    f"{self._name} load_weights: tensor {name} was sent with digest {digests[name]} "
+                    f"(policy version {version}) but the engine holds {held} (last good version {self._version})"
+                )
+        self._version = version
+        self._broken = ""
+        return WeightReport(
+            policy_version=version,
+            num_tensors=len(parameters),
+            num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
+            load_s=loaded - checked,
+            verify_s=(checked - begin) + (time.monotonic() - loaded),
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the last weights that passed verification; 0 before the first sync."""
+        return self._version
+
+    def stop(self) -> None:
+        """Free the model; safe to call twice."""
+        self._model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def _name(self) -> str:
+        return f"engine {self._index} (torch, policy version {self._version})"
+
+    def _started_model(self, phase: str) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError(f"{self._name} {phase}: the engine is not running; call start() first")
+        return self._model
+
+    def _usable_model(self, phase: str) -> PreTrainedModel:
+        model = self._started_model(phase)
+        if self._broken:
+            raise EngineError(f"{self._name} {phase}: the weights are unusable: {self._broken}; load weights again")
+        return model
+
+    def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
+        sampling = request.sampling
+        problem = ""
+        if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, -1, 0.0):
+            problem = (
+                f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p} are not supported: "
+                "only 1.0, -1 and 0.0 keep the log-prob exact"
+            )
+        elif sampling.temperature < 0 or sampling.max_new_tokens < 1:
+            problem = (
+                f"temperature must be >= 0 and max_new_tokens >= 1, "
+                f"got {sampling.temperature} and {sampling.max_new_tokens}"
+            )
+        elif not request.prompt_token_ids:
+            problem = "the prompt has no tokens"
+        elif not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < model.config.vocab_size:
+            problem = f"the prompt has token ids outside 0..{model.config.vocab_size - 1}"
+        elif len(request.prompt_token_ids) + sampling.max_new_tokens > model.config.max_position_embeddings:
+            problem = (
+                f"{len(request.prompt_token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed "
+                f"the model's context of {model.config.max_position_embeddings} tokens"
+            )
+        if problem:
+            raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
+
+    def _check_names(
+        self, buckets: Sequence[WeightBucket], parameters: dict[str, torch.nn.Parameter], *, version: int
+    ) -> None:
+        specs = {spec.name: spec for bucket in buckets for spec in bucket.tensors}
+        where = f"{self._name} load_weights of policy version {version}"
+        unknown = sorted(specs.keys() - parameters.keys())
+        missing = sorted(parameters.keys() - specs.keys())
+        if unknown or missing:
+            raise WeightSyncError(
+                f"{where}: the names are not those of the model's parameters; "
+                f"unknown: {_listed(unknown)}; missing: {_listed(missing)}"
+            )
+        for name, parameter in parameters.items():
+            spec = specs[name]
+            if spec.shape != tuple(parameter.shape) or spec.dtype != dtype_name(parameter.dtype):
+                raise WeightSyncError(
+                    f"{where}: tensor {name} was sent as {spec.dtype} {spec.shape}, the engine holds "
+                    f"{dtype_name(parameter.dtype)} {tuple(parameter.shape)} (rollout.dtype decides the type)"
+                )
+
+    def _check_sync_deadline(self, begin: float, *, version: int) -> None:
+        if time.monotonic() - begin > self._config.sync_timeout_s:
+            raise WeightSyncError(
+                f"{self._name} load_weights: policy version {version} was not loaded and verified within "
+                f"rollout.sync_timeout_s={self._config.sync_timeout_s}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(names[:LISTED_NAMES]) + more

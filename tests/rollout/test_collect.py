@@ -1,0 +1,384 @@
+"""Collection on a real engine: counts, dynamic sampling, invalid samples, seeds. Faults are put into real responses."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
+
+from rollout.collect import Collector, CollectPlan, SeedSource, make_sample
+from rollout.config import (
+    DType,
+    DynamicCollectConfig,
+    FixedCollectConfig,
+    RewardConfig,
+    SamplingConfig,
+    TorchEngineConfig,
+)
+from rollout.data import PromptStream
+from rollout.rewards import Scorer
+from rollout.torch_engine import TorchEngine
+from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
+
+STOP = (EOS_TOKEN_ID, 7)
+NUM_PROMPTS = 40
+MAX_NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_model(path)
+    engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
+    engine.start(path)
+    return engine
+
+
+def make_prompts(count=NUM_PROMPTS, *, answer="even"):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Prompt(
+            prompt_id=index,
+            token_ids=torch.randint(2, VOCAB_SIZE, (3 + index % 4,), generator=generator).tolist(),
+            text=f"prompt {index}",
+            answer=answer,
+        )
+        for index in range(count)
+    ]
+
+
+def parity(token_ids: list[int]) -> str:
+    """The task of these tests: is the first token of the response even?"""
+    return "odd" if token_ids[0] % 2 else "even"
+
+
+def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_size=3, seed=0, reward=None):
+    return Collector(
+        sampler=sampler,
+        prompts=PromptStream(prompts or make_prompts(), seed=seed),
+        scorer=Scorer(reward or RewardConfig(), max_new_tokens=MAX_NEW_TOKENS, decode=parity),
+        collect=collect or FixedCollectConfig(),
+        sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
+        plan=CollectPlan(prompts_per_step=num_prompts, group_size=group_size, seed=seed, stop_token_ids=STOP),
+    )
+
+
+class Recorder:
+    """The engine itself; remembers what it was asked and what it answered."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.rounds = []
+
+    def generate(self, requests):
+        generations = self.engine.generate(requests)
+        self.rounds.append((list(requests), generations))
+        return generations
+
+    @property
+    def requests(self):
+        return [request for requests, _ in self.rounds for request in requests]
+
+
+class Faulty:
+    """The engine with damaged answers: `damage(position, generation)` over all answers of the step."""
+
+    def __init__(self, engine, damage):
+        self.engine, self.damage, self.position = engine, damage, 0
+
+    def generate(self, requests):
+        damaged = []
+        for generation in self.engine.generate(requests):
+            damaged.append(self.damage(self.position, generation))
+            self.position += 1
+        return damaged
+
+
+def verdicts(group):
+    return {parity(sample.token_ids[len(group.prompt.token_ids) :]) for sample in group.samples}
+
+
+def test_fixed_returns_every_group_of_the_step_as_it_was_sampled(engine):
+    recorder = Recorder(engine)
+    collected = make_collector(recorder).collect(1, 0)
+    expected = PromptStream(make_prompts(), seed=0).take(8)
+    assert [group.prompt for group in collected.groups] == expected
+    ((requests, generations),) = recorder.rounds
+    samples = [sample for group in collected.groups for sample in group.samples]
+    assert len(samples) == len(requests) == 24
+    for sample, request, generation in zip(samples, requests, generations, strict=True):
+        prompt = request.prompt_token_ids
+        assert (sample.prompt_id, sample.sample_index) == (request.prompt_id, request.sample_index)
+        assert sample.token_ids == prompt + generation.token_ids
+        assert sample.response_mask == [False] * len(prompt) + [True] * len(generation.token_ids)
+        assert sample.rollout_logprobs == [0.0] * len(prompt) + generation.logprobs
+        assert sample.text == parity(generation.token_ids)
+        assert sample.correct is (sample.text == "even")
+        assert sample.reward == float(sample.correct)
+        assert sample.policy_version == 0
+        assert request.sampling == SamplingParams(
+            temperature=1.0, max_new_tokens=6, seed=request.sampling.seed, stop_token_ids=STOP
+        )
+
+
+def test_metrics_of_a_fixed_step(engine):
+    recorder = Recorder(engine)
+    reward = RewardConfig(correct=1.0, incorrect=-1.0)
+    collected = make_collector(recorder, reward=reward).collect(1, 0)
+    metrics = collected.stats.metrics()
+    generations = recorder.rounds[0][1]
+    lengths = [len(generation.token_ids) for generation in generations]
+    correct = [parity(generation.token_ids) == "even" for generation in generations]
+    accuracy = sum(correct) / 24
+    assert 0 < accuracy < 1
+    truncated = sum(generation.finish_reason is FinishReason.length for generation in generations)
+    assert 0 < truncated < 24
+    distinct = {(i // 3, tuple(generation.token_ids)) for i, generation in enumerate(generations)}
+    assert metrics == {
+        "rollout/policy_version": 0.0,
+        "rollout/num_samples": 24.0,
+        "rollout/rounds": 1.0,
+        "rollout/groups_generated": 8.0,
+        "rollout/groups_kept": 8.0,
+        **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_small", "zero_variance", "surplus")},
+        **{
+            f"rollout/samples_dropped/{reason}": 0.0
+            for reason in ("abort", "wrong_version", "empty", "too_long", "no_logprobs", "wrong_length", "bad_logprob")
+        },
+        "rollout/response_tokens": float(sum(lengths)),
+        "rollout/response_tokens_mean": pytest.approx(sum(lengths) / 24),
+        "rollout/response_tokens_max": float(max(lengths)),
+        "rollout/truncated_frac": pytest.approx(truncated / 24),
+        "rollout/wasted_tokens": 0.0,
+        "rollout/duplicate_frac": pytest.approx(1 - len(distinct) / 24),
+        "reward/mean": pytest.approx(2 * accuracy - 1),
+        "reward/std": pytest.approx(2 * (accuracy * (1 - accuracy)) ** 0.5),
+        "reward/accuracy": pytest.approx(accuracy),
+        "reward/generated_accuracy": pytest.approx(accuracy),
+    }
+    assert collected.stats.generate_s > 0
+    assert collected.stats.reward_s >= 0
+
+
+def test_clones_within_a_group_are_reported(engine):
+    def first_of_group(requests):
+        generations = engine.generate(requests)
+        return [generations[index - index % 3] for index in range(len(generations))]
+
+    cloning = type("Cloning", (), {"generate": staticmethod(first_of_group)})()
+    stats = make_collector(cloning).collect(1, 0).stats
+    assert stats.metrics()["rollout/duplicate_frac"] == pytest.approx(2 / 3)
+
+
+def test_dynamic_keeps_the_first_groups_that_disagree(engine):
+    recorder = Recorder(engine)
+    config = DynamicCollectConfig(over_sampling=1.5, max_rounds=20)
+    collected = make_collector(recorder, config, num_prompts=9).collect(1, 0)
+    assert len(recorder.rounds) > 1, "the first round must fall short for this test to mean anything"
+    expected, mixed, counts = [], 0, []
+    for requests, generations in recorder.rounds:
+        # The size of a round follows from what was missing before it.
+        assert len(requests) == 3 * -(-3 * (9 - mixed) // 2)
+        counts.append(len(requests) // 3)
+        for first in range(0, len(requests), 3):
+            if len({parity(g.token_ids) for g in generations[first : first + 3]}) == 2:
+                mixed += 1
+                expected.append(requests[first].prompt_id)
+    assert [group.prompt.prompt_id for group in collected.groups] == expected[:9]
+    assert all(len(verdicts(group)) == 2 for group in collected.groups)
+    stats = collected.stats
+    assert (stats.rounds, stats.groups_generated) == (len(counts), sum(counts))
+    assert stats.groups_dropped == Counter(
+        {k: v for k, v in {"zero_variance": sum(counts) - mixed, "surplus": mixed - 9}.items() if v}
+    )
+    everything = [generation for _, generations in recorder.rounds for generation in generations]
+    metrics = stats.metrics()
+    assert metrics["reward/generated_accuracy"] == pytest.approx(
+        sum(parity(generation.token_ids) == "even" for generation in everything) / len(everything)
+    )
+    assert metrics["rollout/wasted_tokens"] == sum(len(g.token_ids) for g in everything) - sum(
+        sample.num_response_tokens for group in collected.groups for sample in group.samples
+    )
+    assert metrics["rollout/wasted_tokens"] > 0
+
+
+def test_surplus_groups_are_counted_not_returned(engine):
+    config = DynamicCollectConfig(over_sampling=8.0)
+    collected = make_collector(Recorder(engine), config, num_prompts=3).collect(1, 0)
+    assert len(collected.groups) == 3
+    assert collected.stats.rounds == 1
+    assert collected.stats.groups_generated == 24
+    assert collected.stats.groups_dropped["surplus"] > 0
+    assert collected.stats.groups_dropped.total() == 21
+
+
+def test_a_penalty_does_not_save_a_constant_group(engine):
+    """Rewards of one length differ from those of another, yet all samples are correct."""
+    reward = RewardConfig(overlong_buffer_tokens=5, overlong_penalty=1.0)
+    always_right = [replace(prompt, answer="") for prompt in make_prompts()]
+    collector = make_collector(engine, DynamicCollectConfig(max_rounds=2), prompts=always_right, reward=reward)
+    collector._scorer = Scorer(reward, max_new_tokens=MAX_NEW_TOKENS, decode=lambda _: "")
+    with pytest.raises(RuntimeError, match=r"0 of 8 needed groups .* zero_variance 24"):
+        collector.collect(1, 0)
+
+
+def test_a_starved_step_stops_with_counts_and_advice(engine):
+    hopeless = make_prompts(answer="neither")
+    collector = make_collector(engine, DynamicCollectConfig(max_rounds=3, over_sampling=1.0), prompts=hopeless)
+    with pytest.raises(RuntimeError) as caught:
+        collector.collect(4, 0)
+    message = str(caught.value)
+    assert message.startswith(
+        "step 4: 0 of 8 needed groups after 3 rounds, 24 groups and 72 samples "
+        "(too_small 0, zero_variance 24, surplus 0; accuracy of all samples 0.000)."
+    )
+    assert all(key in message for key in ("collect.max_rounds", "collect.min_prompts", "too hard or too easy"))
+
+
+def test_min_prompts_lets_a_short_step_pass(engine):
+    few = DynamicCollectConfig(max_rounds=1, over_sampling=1.0)
+    with pytest.raises(RuntimeError, match="of 8 needed groups after 1 rounds"):
+        make_collector(engine, few).collect(1, 0)
+    collected = make_collector(engine, replace(few, min_prompts=2)).collect(1, 0)
+    assert 2 <= len(collected.groups) < 8
+    assert collected.stats.metrics()["rollout/groups_kept"] == len(collected.groups)
+    with pytest.raises(RuntimeError, match="of 7 needed groups after 1 rounds"):
+        make_collector(engine, replace(few, min_prompts=7)).collect(1, 0)
+    # More than a step holds means all of a step.
+    with pytest.raises(RuntimeError, match="of 8 needed groups"):
+        make_collector(engine, replace(few, min_prompts=99)).collect(1, 0)
+
+
+DAMAGES = {
+    "abort": lambda g: replace(g, finish_reason=FinishReason.abort),
+    "wrong_version": lambda g: replace(g, policy_version=5),
+    "empty": lambda g: replace(g, token_ids=[], logprobs=[]),
+    "too_long": lambda g: replace(g, token_ids=[2] * 7, logprobs=[-1.0] * 7),
+    "no_logprobs": lambda g: replace(g, logprobs=None),
+    "wrong_length": lambda g: replace(g, logprobs=g.logprobs[:-1]),
+    "bad_logprob": lambda g: replace(g, logprobs=[float("nan"), *g.logprobs[1:]]),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_invalid_samples_are_dropped_and_counted(engine, reason):
+    sampler = Faulty(engine, lambda position, g: DAMAGES[reason](g) if position in (1, 9) else g)
+    clean = make_collector(engine).collect(1, 0)
+    collected = make_collector(sampler, FixedCollectConfig(max_invalid_fraction=0.1)).collect(1, 0)
+    assert [len(group.samples) for group in collected.groups] == [2, 3, 3, 2, 3, 3, 3, 3]
+    assert [sample.sample_index for sample in collected.groups[0].samples] == [0, 2]
+    assert collected.groups[1:3] == clean.groups[1:3]
+    metrics = collected.stats.metrics()
+    assert metrics[f"rollout/samples_dropped/{reason}"] == 2.0
+    assert sum(value for name, value in metrics.items() if "samples_dropped" in name) == 2.0
+    assert metrics["rollout/num_samples"] == 22.0
+
+
+def test_a_group_of_one_is_dropped(engine):
+    sampler = Faulty(engine, lambda position, g: replace(g, logprobs=None) if position in (3, 5) else g)
+    collected = make_collector(sampler, FixedCollectConfig(max_invalid_fraction=0.1)).collect(1, 0)
+    assert len(collected.groups) == 7
+    assert collected.stats.groups_dropped == Counter({"too_small": 1})
+    assert collected.stats.samples_dropped == Counter({"no_logprobs": 2})
+    assert collected.stats.metrics()["rollout/wasted_tokens"] > 0
+    config = DynamicCollectConfig(max_invalid_fraction=0.1, max_rounds=20)
+    sampler = Faulty(engine, lambda position, g: replace(g, logprobs=None) if position in (3, 5) else g)
+    replaced = make_collector(sampler, config).collect(1, 0)
+    assert len(replaced.groups) == 8
+    assert replaced.stats.groups_dropped["too_small"] == 1
+
+
+def test_too_many_invalid_samples_stop_the_run(engine):
+    def damage(position, generation):
+        if position < 3:
+            return replace(generation, policy_version=5)
+        return replace(generation, logprobs=None) if position == 10 else generation
+
+    with pytest.raises(RuntimeError) as caught:
+        make_collector(Faulty(engine, damage), FixedCollectConfig(max_invalid_fraction=0.15)).collect(3, 0)
+    assert str(caught.value).startswith(
+        "step 3: 4 of 24 samples are invalid, more than collect.max_invalid_fraction=0.15: wrong_version 3 (sampled "
+        "from other weights than the step expects); no_logprobs 1 (the engine returned no log-probs). "
+        "Expected policy version 0, got [0, 5]."
+    )
+    exactly = FixedCollectConfig(max_invalid_fraction=4 / 24)
+    assert len(make_collector(Faulty(engine, damage), exactly).collect(3, 0).groups) == 7
+
+
+def test_an_engine_with_old_weights_stops_the_run(engine):
+    with pytest.raises(RuntimeError, match=r"24 of 24 samples are invalid.*Expected policy version 1, got \[0\]"):
+        make_collector(engine).collect(2, 1)
+    with pytest.raises(RuntimeError, match="0 of 1 needed groups after 1 rounds"):
+        make_collector(engine, FixedCollectConfig(max_invalid_fraction=1.0)).collect(2, 1)
+
+
+def test_lost_responses_are_noticed(engine):
+    class Losing:
+        def generate(self, requests):
+            return engine.generate(requests)[:-1]
+
+    with pytest.raises(RuntimeError, match="step 1: 24 responses were asked for, 23 came back"):
+        make_collector(Losing()).collect(1, 0)
+
+
+def test_the_order_in_which_engines_work_changes_nothing(engine):
+    class Scattered:
+        """Two engines' worth of calls, the second half first, each backwards; answers in request order."""
+
+        def generate(self, requests):
+            half = len(requests) // 2
+            late = engine.generate(requests[half:][::-1])[::-1]
+            return engine.generate(requests[:half][::-1])[::-1] + late
+
+    config = DynamicCollectConfig(max_rounds=20)
+    plain, scattered = (make_collector(s, config).collect(1, 0) for s in (engine, Scattered()))
+    assert [group.prompt for group in plain.groups] == [group.prompt for group in scattered.groups]
+    for mine, theirs in zip(plain.groups, scattered.groups, strict=True):
+        assert [s.token_ids for s in mine.samples] == [s.token_ids for s in theirs.samples]
+        assert mine.rewards == theirs.rewards
+
+
+def test_steps_and_runs_draw_other_seeds_and_a_rerun_the_same(engine):
+    def seeds(run_seed, steps):
+        recorder = Recorder(engine)
+        collector = make_collector(recorder, num_prompts=4, seed=run_seed)
+        for step in steps:
+            collector.collect(step, 0)
+        return [(r.prompt_id, r.sample_index, r.sampling.seed) for r in recorder.requests]
+
+    first = seeds(0, [1, 2, 3])
+    assert first == seeds(0, [1, 2, 3])
+    assert len({seed for *_, seed in first}) == len(first) == 36
+    assert not {seed for *_, seed in first} & {seed for *_, seed in seeds(1, [1, 2, 3])}
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_sampled_anew(engine):
+    """Two prompts, eight groups: the stream wraps four times within the step."""
+    recorder = Recorder(engine)
+    make_collector(recorder, prompts=make_prompts(2)).collect(1, 0)
+    assert len({request.sampling.seed for request in recorder.requests}) == 24
+
+
+def test_seeds_are_stable_unique_and_31_bits():
+    drawn = [SeedSource(7, step=2).draw(11, 3) for _ in range(2)]
+    assert drawn == [1944677559] * 2
+    source = SeedSource(0, step=1)
+    # A birthday collision of 31-bit hashes is near certain among so many draws.
+    many = [source.draw(prompt, index) for prompt in range(20_000) for index in range(8)]
+    assert len(set(many)) == len(many)
+    assert all(0 <= seed < 2**31 for seed in many)
+    without_memory = {SeedSource(0, step=1).draw(prompt, index) for prompt in range(20_000) for index in range(8)}
+    assert len(without_memory) < len(many), "no collision arose: the test shows nothing"
+
+
+def test_make_sample_refuses_a_generation_without_logprobs():
+    request = GenerateRequest(
+        prompt_id=1,
+        sample_index=2,
+        prompt_token_ids=[3],
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=1, seed=0),
+    )
+    generation = Generation(token_ids=[4], logprobs=None, policy_version=0, finish_reason=FinishReason.stop)
+    with pytest.raises(ValueError, match="sample 1/2: no log-probs"):
+        make_sample(request, generation)

@@ -1,0 +1,296 @@
+"""Data: files of every format into prompts, every bad row reported, and a stream that resumes where it stood."""
+
+import csv
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from rollout.arithmetic import arithmetic_problems, save_tokenizer
+from rollout.config import ArithmeticDataConfig, DataConfig, FileDataConfig
+from rollout.data import PromptStream, load_dataset, stop_token_ids
+from rollout.hf import AutoTokenizer
+from rollout.types import Prompt
+
+BOS, EOS = 256, 257
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """One token per byte, a beginning-of-sequence token, and a chat template."""
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate(alphabet)} | {"<bos>": BOS, "<eos>": EOS}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    directory = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
+    ).save_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def write_rows(path: Path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def file_config(tmp_path, rows, *, suffix=".jsonl", heldout=None, **changes):
+    train = write_rows(tmp_path / f"train{suffix}", rows)
+    held = write_rows(tmp_path / f"held{suffix}", heldout or [{"question": "held?", "answer": "h"}])
+    return FileDataConfig(**{"train_path": train, "eval_path": held, "chat_template": False, **changes})
+
+
+ROWS = [{"question": "one?", "answer": "1"}, {"question": 'zwei, drei?\n"so"', "answer": "007"}]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
+def test_every_format_gives_the_same_prompts(tmp_path, tokenizer, suffix):
+    dataset = load_dataset(file_config(tmp_path, ROWS, suffix=suffix), tokenizer)
+    assert [(p.prompt_id, p.text, p.answer) for p in dataset.train] == [
+        (0, "one?", "1"),
+        (1, 'zwei, drei?\n"so"', "007"),
+    ]
+    assert dataset.train[0].token_ids == [BOS, *tokenizer("one?", add_special_tokens=False)["input_ids"]]
+    assert tokenizer.decode(dataset.train[1].token_ids, skip_special_tokens=True) == ROWS[1]["question"]
+    assert [(p.prompt_id, p.text) for p in dataset.heldout] == [(0, "held?")]
+
+
+def test_instruction_and_chat_template(tmp_path, tokenizer):
+    config = file_config(tmp_path, ROWS, chat_template=True, instruction="Think.")
+    prompt = load_dataset(config, tokenizer).train[0]
+    assert prompt.text == "[user]one? Think.[assistant]"
+    # The template writes its own special tokens: no second <bos>.
+    assert prompt.token_ids == tokenizer("[user]one? Think.[assistant]", add_special_tokens=False)["input_ids"]
+    plain = load_dataset(replace(config, chat_template=False), tokenizer).train[0]
+    assert plain.text == "one? Think."
+    assert plain.token_ids[0] == BOS
+
+
+def test_chat_messages_and_a_nested_answer(tmp_path, tokenizer):
+    """The layout of DAPO's parquet files."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one?"}]
+    rows = [{"prompt": messages, "reward_model": {"ground_truth": "1", "style": "rule"}}]
+    changes = {"prompt_key": "prompt", "answer_key": "reward_model.ground_truth", "chat_template": True}
+    config = file_config(tmp_path, rows, suffix=".parquet", heldout=rows, **changes)
+    prompt = load_dataset(config, tokenizer).train[0]
+    assert (prompt.text, prompt.answer) == ("[system]Be brief.[user]one?[assistant]", "1")
+
+
+def test_numbers_become_text_without_a_decimal_point(tmp_path, tokenizer):
+    answers = [42, 27.0, 2.5, -3]
+    rows = [{"question": "q", "answer": answer} for answer in answers]
+    dataset = load_dataset(file_config(tmp_path, rows), tokenizer)
+    assert [prompt.answer for prompt in dataset.train] == ["42", "27", "2.5", "-3"]
+
+
+def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
+    rows = [
+        {"question": "fine?", "answer": "1"},
+        {"question": "", "answer": "2"},
+        {"question": "x" * 50, "answer": "3"},
+        {"answer": "4"},
+        {"question": "no answer"},
+        {"question": "  \n", "answer": "6"},
+        {"question": "blank", "answer": " "},
+    ]
+    heldout = [{"question": "fine?", "answer": "1"}, {"question": "n", "answer": None}]
+    config = file_config(tmp_path, rows, heldout=heldout, max_prompt_tokens=20)
+    with pytest.raises(ValueError) as caught:
+        load_dataset(config, tokenizer)
+    train, held = config.train_path, config.eval_path
+    assert str(caught.value).splitlines() == [
+        "7 rows of the data cannot be used:",
+        f"{train}, row 2: question is empty",
+        f"{train}, row 3: 51 prompt tokens, more than data.max_prompt_tokens=20",
+        f"{train}, row 4: question is missing",
+        f"{train}, row 5: answer is missing",
+        f"{train}, row 6: question is empty",
+        f"{train}, row 7: answer must be text or a finite number, got ' '",
+        f"{held}, row 2: answer is missing",
+    ]
+
+
+def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):
+    rows = [{"question": "", "answer": "1"}] * 33
+    with pytest.raises(ValueError, match="33 rows") as caught:
+        load_dataset(file_config(tmp_path, rows), tokenizer)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22
+    assert lines[-1] == "and 13 more"
+
+
+def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
+    rows = [
+        {"question": [{"role": "user"}], "answer": "1"},
+        {"question": [], "answer": "1"},
+        {"question": [{"role": "user", "content": " "}], "answer": "1"},
+        {"question": [{"role": "tool", "content": "x"}], "answer": "1"},
+        {"question": [{"role": "user", "content": "x"}], "answer": ""},
+    ]
+    with pytest.raises(ValueError, match="5 rows") as caught:
+        load_dataset(file_config(tmp_path, rows), tokenizer)
+    problems = [line.partition(": ")[2] for line in str(caught.value).splitlines()[1:]]
+    assert problems[0].startswith("question has a chat message without role or content")
+    assert problems[1:] == [
+        "question must be text or a list of chat messages, got []",
+        "question is empty",
+        "the chat template refuses the messages: no tools here",
+        "answer is missing",
+    ]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
+    config = file_config(tmp_path, ROWS)
+    with pytest.raises(ValueError, match=r"train\.jsonl: data\.answer_key=target is not a column; columns are"):
+        load_dataset(replace(config, answer_key="target"), tokenizer)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.jsonl could not be read: "):
+        load_dataset(replace(config, train_path=str(broken)), tokenizer)
+    for name, content in (
+        ("empty.jsonl", ""),
+        ("blank.jsonl", "\n"),
+        ("empty.json", "[]"),
+        ("empty.csv", "question,answer\n"),
+    ):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"{name} (has no rows|could not be read: .*no data)"):
+            load_dataset(replace(config, train_path=str(tmp_path / name)), tokenizer)
+    (tmp_path / "rows.pkl").write_text("x", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"suffix must be one of \.jsonl, \.json, \.csv, \.parquet, got '\.pkl'"):
+        load_dataset(replace(config, train_path=str(tmp_path / "rows.pkl")), tokenizer)
+    with pytest.raises(ValueError, match="data='' is unknown"):
+        load_dataset(DataConfig(), tokenizer)
+
+
+def test_a_changed_file_is_read_anew(tmp_path, tokenizer):
+    config = file_config(tmp_path, ROWS)
+    load_dataset(config, tokenizer)
+    write_rows(Path(config.train_path), [{"question": "two?", "answer": "1"}, *ROWS[1:]])
+    assert load_dataset(config, tokenizer).train[0].text == "two?"
+
+
+def test_a_missing_chat_template_is_one_error(tmp_path):
+    save_tokenizer(tmp_path / "plain")
+    plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"^data\.chat_template=true needs a tokenizer with a chat template"):
+        load_dataset(file_config(tmp_path, ROWS, chat_template=True), plain)
+
+
+def test_the_built_in_task(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    config = ArithmeticDataConfig(max_operand=19, num_heldout=30)
+    dataset = load_dataset(config, tokenizer)
+    problems = arithmetic_problems(config)
+    assert len(dataset.heldout) == 30
+    for prompts, expected in ((dataset.train, problems.train), (dataset.heldout, problems.heldout)):
+        assert [(prompt.text, prompt.answer) for prompt in prompts] == [(p.prompt, p.answer) for p in expected]
+        assert [prompt.prompt_id for prompt in prompts] == list(range(len(prompts)))
+        assert all(tokenizer.decode(prompt.token_ids) == prompt.text for prompt in prompts)
+
+
+@pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
+def test_real_gsm8k_rows(tokenizer):
+    root = Path(os.environ["PARITY_TEST_DATA"]) / "gsm8k"
+    config = FileDataConfig(
+        train_path=str(root / "train.jsonl"), eval_path=str(root / "test.jsonl"), max_prompt_tokens=2048
+    )
+    dataset = load_dataset(config, tokenizer)
+    assert (len(dataset.train), len(dataset.heldout)) == (7473, 1319)
+    first = dataset.heldout[0]
+    assert first.text.startswith("[user]Janet\u2019s ducks lay 16 eggs per day.")
+    assert first.answer.endswith("#### 18")
+    assert tokenizer.decode(first.token_ids) == first.text
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [(None, (EOS,)), (3, (3, EOS)), ([9, EOS, 3], (3, 9, EOS)), ("absent", (EOS,))],
+)
+def test_stop_token_ids(tmp_path, tokenizer, listed, expected):
+    if listed != "absent":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}), encoding="utf-8")
+    assert stop_token_ids(tokenizer, tmp_path) == expected
+
+
+def test_a_model_without_any_stop_token_is_refused(tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    endless = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocab={"a": 0})))
+    with pytest.raises(ValueError, match="names no end-of-sequence token: set eos_token in tokenizer_config"):
+        stop_token_ids(endless, tmp_path)
+
+
+def make_prompts(count):
+    return [Prompt(prompt_id=index, token_ids=[index], text=str(index), answer=str(index)) for index in range(count)]
+
+
+def ids(prompts):
+    return [prompt.prompt_id for prompt in prompts]
+
+
+def test_every_epoch_is_a_new_permutation():
+    stream = PromptStream(make_prompts(20), seed=3)
+    taken = ids(stream.take(60))
+    epochs = [taken[:20], taken[20:40], taken[40:]]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, list(range(20))]}) == 4
+    assert ids(PromptStream(make_prompts(20), seed=3).take(60)) == taken
+    assert ids(PromptStream(make_prompts(20), seed=4).take(20)) != taken[:20]
+
+
+def test_the_size_of_the_takes_does_not_change_the_order():
+    whole = ids(PromptStream(make_prompts(7), seed=0).take(40))
+    stream = PromptStream(make_prompts(7), seed=0)
+    pieces = [ids(stream.take(size)) for size in (1, 2, 7, 0, 11, 19)]
+    assert [index for piece in pieces for index in piece] == whole
+    assert max(Counter(whole).values()) - min(Counter(whole).values()) <= 1
+
+
+@pytest.mark.parametrize("before", [0, 3, 7, 8, 25])
+def test_a_stream_resumes_where_it_stood(before):
+    stream = PromptStream(make_prompts(7), seed=5)
+    stream.take(before)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = ids(stream.take(30))
+    resumed = PromptStream(make_prompts(7), seed=5)
+    resumed.take(2)
+    resumed.load_state_dict(state)
+    assert ids(resumed.take(30)) == expected
+
+
+def test_a_stream_over_other_data_or_another_seed_does_not_resume():
+    state = PromptStream(make_prompts(7), seed=5).state_dict()
+    changed = make_prompts(7)
+    changed[3].answer = "other"
+    for prompts, seed in ((make_prompts(8), 5), (make_prompts(7), 6), (changed, 5)):
+        with pytest.raises(ValueError, match=r"other data or another run\.seed: saved seed 5"):
+            PromptStream(prompts, seed=seed).load_state_dict(state)
+    with pytest.raises(ValueError, match="no training prompts"):
+        PromptStream([], seed=0)

@@ -1,0 +1,106 @@
+"""Filters: every reason by hand, and which one counts when several apply."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollout.filters import (
+    GROUP_DROP_REASONS,
+    SAMPLE_FILTERS,
+    TOO_SMALL,
+    ZERO_VARIANCE,
+    invalid_reason,
+    is_too_small,
+    is_zero_variance,
+)
+from rollout.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+)
+
+REQUEST = GenerateRequest(
+    prompt_id=0,
+    sample_index=0,
+    prompt_token_ids=[3],
+    sampling=SamplingParams(temperature=1.0, max_new_tokens=3, seed=0),
+)
+GOOD = Generation(token_ids=[4, 5], logprobs=[-0.1, -2.0], policy_version=7, finish_reason=FinishReason.stop)
+
+
+def name_of(generation):
+    found = invalid_reason(REQUEST, generation, policy_version=7)
+    return None if found is None else found.name
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"finish_reason": FinishReason.length}, None),
+        ({"logprobs": [0.0, 5e-5]}, None),
+        ({"finish_reason": FinishReason.abort}, "abort"),
+        ({"policy_version": 6}, "wrong_version"),
+        ({"policy_version": 8}, "wrong_version"),
+        ({"token_ids": [], "logprobs": []}, "empty"),
+        ({"token_ids": [1] * 4, "logprobs": [-1.0] * 4}, "too_long"),
+        ({"logprobs": None}, "no_logprobs"),
+        ({"logprobs": [-0.1]}, "wrong_length"),
+        ({"logprobs": []}, "wrong_length"),
+        ({"logprobs": [-0.1, -0.2, -0.3]}, "wrong_length"),
+        ({"logprobs": [-0.1, float("nan")]}, "bad_logprob"),
+        ({"logprobs": [-0.1, -float("inf")]}, "bad_logprob"),
+        ({"logprobs": [0.1, -0.1]}, "bad_logprob"),
+    ],
+)
+def test_each_reason(change, reason):
+    assert name_of(replace(GOOD, **change)) == reason
+
+
+def test_a_sample_is_counted_once_under_the_first_reason():
+    aborted = replace(GOOD, finish_reason=FinishReason.abort, logprobs=None, token_ids=[], policy_version=1)
+    assert name_of(aborted) == "abort"
+    assert name_of(replace(aborted, finish_reason=FinishReason.stop)) == "wrong_version"
+
+
+def test_names_are_distinct_and_metric_safe():
+    names = [each.name for each in SAMPLE_FILTERS]
+    assert len(set(names)) == len(names) == 7
+    assert GROUP_DROP_REASONS == ("too_small", "zero_variance", "surplus")
+    assert (TOO_SMALL.rejects, ZERO_VARIANCE.rejects) == (is_too_small, is_zero_variance)
+
+
+def group_of(*verdicts, rewards=None):
+    samples = [
+        Sample(
+            prompt_id=0,
+            sample_index=index,
+            token_ids=[3, 4],
+            response_mask=[False, True],
+            rollout_logprobs=[0.0, -1.0],
+            policy_version=0,
+            finish_reason=FinishReason.stop,
+            correct=verdict,
+            reward=None if rewards is None else rewards[index],
+        )
+        for index, verdict in enumerate(verdicts)
+    ]
+    return SampleGroup(prompt=Prompt(prompt_id=0, token_ids=[3], text="", answer=""), samples=samples)
+
+
+def test_zero_variance_looks_at_the_unshaped_verdict():
+    assert is_zero_variance(group_of(True, True, True))
+    assert is_zero_variance(group_of(False, False))
+    assert not is_zero_variance(group_of(False, True))
+    # A length penalty spreads the rewards of a group that is constant all the same.
+    assert is_zero_variance(group_of(True, True, rewards=[1.0, 0.25]))
+    with pytest.raises(ValueError, match="prompt 0: a sample has not been scored"):
+        is_zero_variance(group_of(True, None))
+
+
+def test_groups_of_less_than_two_have_no_baseline():
+    assert [is_too_small(group_of(*verdicts)) for verdicts in ([], [True], [True, False])] == [True, True, False]

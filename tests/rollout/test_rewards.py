@@ -1,0 +1,177 @@
+"""Rewards: verdicts by hand, hostile text, the overlong penalty, and the real GSM8K references."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.config import RewardConfig
+from rollout.rewards import REWARDS, Scorer, exact_match, gsm8k, overlong_penalty, reward_names
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("42", "42", True),
+        (" 42\n", "42 ", True),
+        ("42.", "42", False),
+        ("4 2", "42", False),
+        ("", "42", False),
+        ("Yes", "yes", False),
+    ],
+)
+def test_exact_match(response, answer, correct):
+    assert exact_match(response, answer) is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("so it is #### 1234", True),
+        ("#### 1,234", True),
+        ("#### $1,234", True),
+        ("####1234", True),
+        ("#### 1234.00", True),
+        ("#### 1234.", True),
+        ("#### 1234 eggs", True),
+        ("#### 7\nno: #### 1234", True),
+        ("#### 1234\nno: #### 7", False),
+        ("1234", False),
+        ("### 1234", False),
+        ("#### the answer is 1234", False),
+        ("#### 1234/2", False),
+        ("#### 1234.5", False),
+        ("#### 12345", False),
+        ("#### 1234e2", False),
+        ("#### 1234^2", False),
+        ("#### -1234", False),
+        ("#### --1234", False),
+        ("#### 1.234", False),
+        ("#### 123,4", False),
+        ("#### 1234,567", False),
+        ("#### ", False),
+        ("####", False),
+        ("", False),
+        ("#### 1234" + " " * 300, False),
+        ("x" * 10_000 + "#### 1234", True),
+        ("#### \u0661\u0662\u0663\u0664", False),
+        ("#### __import__('os').system('true')", False),
+    ],
+)
+def test_gsm8k_reads_the_number_after_the_last_mark(response, correct):
+    assert gsm8k(response, "she has 1,200 + 34 = 1,234\n#### 1,234") is correct
+    assert gsm8k(response, "1234") is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("#### -3", "#### -3", True),
+        ("#### $-3", "-3", True),
+        ("#### -$3", "-3", True),
+        ("#### 3", "-3", False),
+        ("#### 0.50", "0.5", True),
+        ("#### -0", "0", True),
+        ("#### 007", "7", True),
+    ],
+)
+def test_gsm8k_compares_numbers_not_text(response, answer, correct):
+    assert gsm8k(response, answer) is correct
+
+
+def test_gsm8k_refuses_a_reference_that_is_no_number():
+    with pytest.raises(ValueError, match=r"reward\.function=gsm8k needs a reference .* got 'forty-two'"):
+        gsm8k("#### 42", "forty-two")
+
+
+@given(st.text(alphabet="#0123456789,.$-/eE \n\x00\ud800", max_size=400))
+def test_gsm8k_survives_any_response(response):
+    assert gsm8k(response, "42") in (True, False)
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_gsm8k_accepts_every_integer_in_both_notations(number):
+    assert gsm8k(f"#### {number:,}", str(number))
+    assert gsm8k(f"#### {number}", f"#### {number:,}")
+    assert not gsm8k(f"#### {number + 1}", str(number))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    # max 20, buffer 4, penalty 2: free up to 16, then half a point per token.
+    [(1, 0.0), (16, 0.0), (17, -0.5), (18, -1.0), (19, -1.5), (20, -2.0), (25, -2.0)],
+)
+def test_overlong_penalty_by_hand(tokens, expected):
+    assert overlong_penalty(tokens, max_new_tokens=20, buffer_tokens=4, penalty=2.0) == expected
+
+
+def test_without_a_buffer_there_is_no_penalty():
+    assert overlong_penalty(20, max_new_tokens=20, buffer_tokens=0, penalty=1.0) == 0.0
+
+
+def make_group(responses, *, answer):
+    """Responses are lists of token ids after a prompt of two tokens."""
+    prompt = Prompt(prompt_id=5, token_ids=[50, 51], text="?", answer=answer)
+    samples = [
+        Sample(
+            prompt_id=5,
+            sample_index=index,
+            token_ids=[50, 51, *response],
+            response_mask=[False, False] + [True] * len(response),
+            rollout_logprobs=[0.0, 0.0] + [-0.5] * len(response),
+            policy_version=0,
+            finish_reason=FinishReason.stop,
+        )
+        for index, response in enumerate(responses)
+    ]
+    return SampleGroup(prompt=prompt, samples=samples)
+
+
+def as_digits(token_ids):
+    return "".join(str(token) for token in token_ids)
+
+
+def test_scorer_fills_text_verdict_and_shaped_reward():
+    config = RewardConfig(correct=1.0, incorrect=-1.0, overlong_buffer_tokens=2, overlong_penalty=0.5)
+    group = make_group([[4, 2], [4, 3], [0, 4, 2, 7], [4, 2, 0, 0, 0]], answer="42")
+    Scorer(config, max_new_tokens=5, decode=as_digits).score([group])
+    assert [sample.text for sample in group.samples] == ["42", "43", "0427", "42000"]
+    assert [sample.correct for sample in group.samples] == [True, False, False, False]
+    # 4 of 5 tokens: half the buffer; 5 of 5: all of it.
+    assert group.rewards == [1.0, -1.0, -1.25, -1.5]
+
+
+def test_scorer_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match=r"reward\.function must be one of exact_match, gsm8k, got 'maths'"):
+        Scorer(RewardConfig(function="maths"), max_new_tokens=5, decode=as_digits)
+    with pytest.raises(ValueError, match=r"reward\.overlong_buffer_tokens must be < sampling\.max_new_tokens \(5\)"):
+        Scorer(RewardConfig(overlong_buffer_tokens=5), max_new_tokens=5, decode=as_digits)
+    scorer = Scorer(RewardConfig(function="gsm8k"), max_new_tokens=5, decode=as_digits)
+    with pytest.raises(ValueError, match=r"prompt 5: reward\.function=gsm8k needs a reference"):
+        scorer.score([make_group([[1]], answer="none")])
+
+
+def test_names_are_known_without_torch():
+    assert reward_names() == sorted(REWARDS) == ["exact_match", "gsm8k"]
+    script = "import sys; from rollout.rewards import reward_names; reward_names(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("test", 1319)])
+def test_every_gsm8k_reference_is_correct_against_itself(split, count):
+    path = Path(os.environ["PARITY_TEST_DATA"]) / "gsm8k" / f"{split}.jsonl"
+    answers = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(answers) == count
+    for answer in answers:
+        number = answer.rpartition("#### ")[2]
+        assert gsm8k(f"I think so. #### {number}", answer)
+        assert gsm8k(answer, answer)
+        assert not gsm8k(f"#### {number}1", answer)
+        assert not gsm8k(number, answer)

@@ -1,0 +1,424 @@
+"""The embedded engine on tiny random models: exact log-probs, determinism, and weight syncs that fail loudly."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
+
+from rollout.config import DType, TorchEngineConfig
+from rollout.decoding import sample_tokens
+from rollout.engine import EngineError, WeightSyncError
+from rollout.torch_engine import TorchEngine
+from rollout.types import FinishReason, GenerateRequest, SamplingParams
+from rollout.weights import pack_buckets
+
+TOLERANCE = 1e-5
+"""Nats; float32 engine against a float32 forward over the whole sequence."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tiny matrices: more threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    write_tiny_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    return start(model_path)
+
+
+def start(path: Path, **config) -> TorchEngine:
+    engine = TorchEngine(
+        TorchEngineConfig(**{"dtype": DType.float32, **config}), index=0, device="cpu", num_threads=None
+    )
+    engine.start(path)
+    return engine
+
+
+def make_requests(count=24, *, temperature=1.0, max_new_tokens=24, stop=(EOS_TOKEN_ID, 5, 9, 40), seed=0):
+    """Prompts of 1..9 tokens, two samples each, so that a batch holds padding and shared prompts."""
+    generator = torch.Generator().manual_seed(77)
+    requests = []
+    for index in range(count):
+        if index % 2 == 0:
+            length = 1 + (index // 2) % 9
+            prompt = torch.randint(2, VOCAB_SIZE, (length,), generator=generator).tolist()
+        requests.append(
+            GenerateRequest(
+                prompt_id=index // 2,
+                sample_index=index % 2,
+                prompt_token_ids=prompt,
+                sampling=SamplingParams(
+                    temperature=temperature,
+                    max_new_tokens=max_new_tokens,
+                    seed=1000 * seed + index,
+                    stop_token_ids=stop,
+                ),
+            )
+        )
+    return requests
+
+
+def forward_logprobs(model, request, generation, *, temperature):
+    """[R] log-probs of the response from one forward over prompt and response, without cache or padding."""
+    ids = torch.tensor([request.prompt_token_ids + generation.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0].double()
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    first = len(request.prompt_token_ids)
+    rows = torch.arange(first - 1, ids.shape[1] - 1)
+    return logprobs[rows, ids[0, first:]]
+
+
+def worst_difference(model, requests, generations, *, temperature):
+    return max(
+        (forward_logprobs(model, request, generation, temperature=temperature) - torch.tensor(generation.logprobs))
+        .abs()
+        .max()
+        .item()
+        for request, generation in zip(requests, generations, strict=True)
+    )
+
+
+def weights_of(model, *, version, dtype=torch.float32, bucket_bytes=20_000):
+    return pack_buckets(model.named_parameters(), policy_version=version, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("model_type", "tied"), [("qwen2", True), ("llama", False), ("qwen3", False)])
+def test_logprobs_are_those_of_a_forward_over_the_whole_sequence(tmp_path, model_type, tied, temperature):
+    model = write_tiny_model(tmp_path, model_type=model_type, tied=tied)
+    requests = make_requests(temperature=temperature)
+    generations = start(tmp_path).generate(requests)
+    lengths = [len(generation.token_ids) for generation in generations]
+    assert len(set(lengths)) > 5, "rows must end at different times for this test to mean anything"
+    assert worst_difference(model, requests, generations, temperature=temperature) < TOLERANCE
+
+
+def test_the_comparison_notices_a_wrong_temperature_shift_or_weight(tmp_path):
+    model = write_tiny_model(tmp_path)
+    requests = make_requests(temperature=0.7)
+    generations = start(tmp_path).generate(requests)
+    assert worst_difference(model, requests, generations, temperature=0.75) > 100 * TOLERANCE
+    longer = [r for r, g in zip(requests, generations, strict=True) if len(g.token_ids) > 3]
+    shifted = [replace(g, logprobs=[*g.logprobs[1:], g.logprobs[0]]) for g in generations if len(g.token_ids) > 3]
+    assert worst_difference(model, longer, shifted, temperature=0.7) > 100 * TOLERANCE
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.5
+    assert worst_difference(model, requests, generations, temperature=0.7) > 10 * TOLERANCE
+
+
+def test_a_response_does_not_depend_on_the_requests_beside_it(engine, model_path):
+    requests = make_requests()
+    together = engine.generate(requests)
+    alone = [engine.generate([request])[0] for request in requests]
+    small_batches = start(model_path, max_batch_size=5).generate(requests)
+    backwards = engine.generate(requests[::-1])[::-1]
+    for other in (alone, small_batches, backwards):
+        for mine, theirs in zip(together, other, strict=True):
+            assert mine.token_ids == theirs.token_ids
+            assert mine.finish_reason is theirs.finish_reason
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
+
+
+def test_a_longer_limit_only_continues_a_response(engine):
+    short = engine.generate(make_requests(max_new_tokens=6, stop=()))
+    long = engine.generate(make_requests(max_new_tokens=20, stop=()))
+    assert all(a.token_ids == b.token_ids[:6] for a, b in zip(short, long, strict=True))
+
+
+def test_seeds_decide_and_nothing_else_does(engine):
+    once, again = engine.generate(make_requests()), engine.generate(make_requests())
+    assert once == again
+    torch.manual_seed(12345)
+    assert engine.generate(make_requests()) == once
+    other = engine.generate(make_requests(seed=1))
+    assert sum(a.token_ids != b.token_ids for a, b in zip(once, other, strict=True)) > 12
+
+
+def test_two_engines_agree_bit_for_bit(engine, model_path):
+    assert start(model_path).generate(make_requests()) == engine.generate(make_requests())
+
+
+def test_another_process_agrees_bit_for_bit(engine, model_path):
+    script = """
+import json, sys, torch
+sys.path.insert(0, sys.argv[1])
+torch.set_num_threads(int(sys.argv[3]))
+from pathlib import Path
+from test_torch_engine import make_requests, start
+generations = start(Path(sys.argv[2])).generate(make_requests())
+sys.stdout.write(json.dumps([[g.token_ids, [value.hex() for value in g.logprobs]] for g in generations]))
+"""
+    threads = str(torch.get_num_threads())
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(model_path), threads]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    mine = [[g.token_ids, [value.hex() for value in g.logprobs]] for g in engine.generate(make_requests())]
+    assert json.loads(finished.stdout.splitlines()[-1]) == mine
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_the_untempered_logprob(tmp_path):
+    model = write_tiny_model(tmp_path)
+    requests = make_requests(8, temperature=0.0)
+    # Greedy and sampled rows share a batch in evaluation.
+    generations = start(tmp_path).generate([*requests, *make_requests(8)])[:8]
+    assert worst_difference(model, requests, generations, temperature=1.0) < TOLERANCE
+    for request, generation in zip(requests, generations, strict=True):
+        ids = torch.tensor([request.prompt_token_ids + generation.token_ids])
+        with torch.no_grad():
+            best = model(input_ids=ids, use_cache=False).logits[0].argmax(dim=-1)
+        assert best[len(request.prompt_token_ids) - 1 : -1].tolist() == generation.token_ids
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(engine):
+    generations = engine.generate(make_requests(max_new_tokens=12))
+    assert {generation.finish_reason for generation in generations} == {FinishReason.stop, FinishReason.length}
+    for generation in generations:
+        stops = [token in (EOS_TOKEN_ID, 5, 9, 40) for token in generation.token_ids]
+        assert not any(stops[:-1])
+        assert stops[-1] is (generation.finish_reason is FinishReason.stop)
+        assert stops[-1] or len(stops) == 12
+        assert len(generation.logprobs) == len(generation.token_ids)
+    assert all(len(g.token_ids) == 12 for g in engine.generate(make_requests(max_new_tokens=12, stop=())))
+
+
+def test_limits_and_stop_tokens_are_those_of_the_request(engine):
+    base = make_requests(6, stop=())
+    limits = [3, 7, 1, 12, 5, 9]
+    requests = [
+        replace(request, sampling=replace(request.sampling, max_new_tokens=limit))
+        for request, limit in zip(base, limits, strict=True)
+    ]
+    free = engine.generate(requests)
+    assert [len(generation.token_ids) for generation in free] == limits
+    # Stopping row 3 at its fourth token must not touch the others.
+    fourth = free[3].token_ids[3]
+    requests[3] = replace(requests[3], sampling=replace(requests[3].sampling, stop_token_ids=(fourth, 66)))
+    stopped = engine.generate(requests)
+    first = free[3].token_ids.index(fourth)
+    assert stopped[3].token_ids == free[3].token_ids[: first + 1]
+    assert [g.token_ids for i, g in enumerate(stopped) if i != 3] == [g.token_ids for i, g in enumerate(free) if i != 3]
+
+
+def test_sampling_follows_the_distribution_exactly():
+    """Evenly spaced draws land on each token as often as its probability says, to one draw."""
+    count = 20_000
+    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    logits = torch.tensor([0.5, -1.0, 2.0, -float("inf"), 1.5, -9.0])
+    for temperature in (1.0, 0.5, 2.0):
+        tokens, logprobs = sample_tokens(
+            logits.expand(count, -1), temperature=torch.full((count,), temperature), uniforms=uniforms
+        )
+        probs = torch.softmax(logits.double() / temperature, dim=-1)
+        counts = torch.bincount(tokens, minlength=6)
+        assert (counts - probs * count).abs().max() <= 1
+        assert torch.allclose(logprobs.double(), probs.log()[tokens], atol=1e-6)
+
+
+def test_every_token_is_the_inverse_of_its_own_draw(tmp_path):
+    """Token t of a sample is where draw t of the sample's seed falls in the model's distribution."""
+    model = write_tiny_model(tmp_path)
+    requests = make_requests(temperature=0.7)
+    for request, generation in zip(requests, start(tmp_path).generate(requests), strict=True):
+        generator = torch.Generator().manual_seed(request.sampling.seed)
+        draws = torch.rand(request.sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+        ids = torch.tensor([request.prompt_token_ids + generation.token_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0].double()
+        probs = torch.softmax(logits[len(request.prompt_token_ids) - 1 : -1] / 0.7, dim=-1)
+        tokens = torch.tensor(generation.token_ids)[:, None]
+        upper = probs.cumsum(dim=-1).gather(-1, tokens)[:, 0]
+        lower = upper - probs.gather(-1, tokens)[:, 0]
+        drawn = draws[: len(generation.token_ids)]
+        assert (lower - TOLERANCE <= drawn).all()
+        assert (drawn <= upper + TOLERANCE).all()
+
+
+def test_impossible_tokens_are_not_drawn_at_the_ends():
+    logits = torch.tensor([[-float("inf"), 0.0, 1.0, -float("inf")]] * 2)
+    uniforms = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = sample_tokens(logits, temperature=torch.ones(2), uniforms=uniforms)
+    assert tokens.tolist() == [1, 2]
+    assert torch.isfinite(logprobs).all()
+
+
+def test_the_deadline_is_kept_and_named(model_path):
+    late = start(model_path, generate_timeout_s=1e-6)
+    with pytest.raises(
+        EngineError, match=r"engine 0 .* generate: rollout.generate_timeout_s=1e-06 .* 0 of 4 .* 4 of 4"
+    ):
+        late.generate(make_requests(4))
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sync_replaces_every_weight_and_sets_the_version(tmp_path, dtype, tied):
+    write_tiny_model(tmp_path / "old", tied=tied)
+    new = write_tiny_model(tmp_path / "new", seed=9, tied=tied)
+    engine, requests = start(tmp_path / "old", dtype=dtype), make_requests()
+    before = engine.generate(requests)
+    torch_dtype = getattr(torch, dtype.name)
+    buckets = weights_of(new, version=7, dtype=torch_dtype)
+    assert len(buckets) > 3
+    assert ("lm_head.weight" in {spec.name for bucket in buckets for spec in bucket.tensors}) is not tied
+    report = engine.load_weights(buckets)
+    assert engine.policy_version == report.policy_version == 7
+    assert report.num_tensors == len(list(new.named_parameters()))
+    assert report.num_bytes == sum(p.numel() for p in new.parameters()) * torch_dtype.itemsize
+    after = engine.generate(requests)
+    assert {generation.policy_version for generation in before} == {0}
+    assert {generation.policy_version for generation in after} == {7}
+    reference = start(tmp_path / "new", dtype=dtype)
+    for mine, theirs, old in zip(after, reference.generate(requests), before, strict=True):
+        assert (mine.token_ids, mine.logprobs) == (theirs.token_ids, theirs.logprobs)
+        assert mine.logprobs != old.logprobs
+    engine.load_weights(weights_of(new, version=7, dtype=torch_dtype))
+
+
+def flip_byte(buckets):
+    buckets[1].data[buckets[1].tensors[0].offset + 2] ^= 1
+
+
+def rename(buckets):
+    buckets[0].tensors[0].name = "model.embed.weight"
+
+
+def lose_bucket(buckets):
+    buckets.pop()
+
+
+def lose_tensor(buckets):
+    buckets[-1].tensors.pop()
+
+
+def transpose(buckets):
+    spec = next(spec for bucket in buckets for spec in bucket.tensors if spec.name.endswith("up_proj.weight"))
+    spec.shape = spec.shape[::-1]
+
+
+def grow_old(buckets):
+    for bucket in buckets:
+        bucket.policy_version = 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip_byte, r"tensor model\.layers\.\S+ was changed on the way: .* digest [0-9a-f]{16}, .* have [0-9a-f]{16}"),
+        (rename, r"unknown: model\.embed\.weight; missing: model\.embed_tokens\.weight"),
+        (lose_bucket, r"policy version 3: expected weight buckets"),
+        (lose_tensor, r"policy version 3: .*unknown: none; missing: model\.norm\.weight"),
+        (transpose, r"up_proj\.weight was sent as float32 \(64, 128\), the engine holds float32 \(128, 64\)"),
+        (grow_old, r"version 1 were sent to an engine that already holds version 2"),
+    ],
+)
+def test_a_damaged_sync_is_named_and_changes_nothing(tmp_path, damage, message):
+    model = write_tiny_model(tmp_path / "old")
+    engine, requests = start(tmp_path / "old"), make_requests(8)
+    engine.load_weights(weights_of(model, version=2))
+    before = engine.generate(requests)
+    buckets = weights_of(write_tiny_model(tmp_path / "new", seed=9), version=3)
+    damage(buckets)
+    with pytest.raises(WeightSyncError, match=message):
+        engine.load_weights(buckets)
+    assert engine.policy_version == 2
+    assert engine.generate(requests) == before
+
+
+def test_weights_of_another_dtype_are_refused(engine, tmp_path):
+    model = write_tiny_model(tmp_path)
+    with pytest.raises(WeightSyncError, match=r"sent as bfloat16 .* holds float32 .*rollout\.dtype"):
+        engine.load_weights(weights_of(model, version=1, dtype=torch.bfloat16))
+
+
+def test_the_read_back_finds_a_tensor_that_was_overwritten(tmp_path):
+    """Two parameters over one memory: each copy succeeds, but the second destroys the first."""
+    model = write_tiny_model(tmp_path)
+    engine = start(tmp_path)
+    mlp = engine._model.model.layers[0].mlp
+    mlp.up_proj.weight = torch.nn.Parameter(mlp.gate_proj.weight.data.view_as(mlp.gate_proj.weight))
+    assert mlp.up_proj.weight.data_ptr() == mlp.gate_proj.weight.data_ptr()
+    sent = {spec.name: spec.digest for bucket in weights_of(model, version=4) for spec in bucket.tensors}
+    name = "model.layers.0.mlp.gate_proj.weight"
+    with pytest.raises(WeightSyncError, match=rf"tensor {name} was sent with digest {sent[name]} \(policy version 4\)"):
+        engine.load_weights(weights_of(model, version=4))
+    assert engine.policy_version == 0
+    with pytest.raises(EngineError, match=rf"weights are unusable: tensor {name} is not what was sent"):
+        engine.generate(make_requests(2))
+    mlp.up_proj.weight = torch.nn.Parameter(mlp.up_proj.weight.clone())
+    engine.load_weights(weights_of(model, version=4))
+    assert len(engine.generate(make_requests(2))) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_p": 0.9}, r"prompt 0/0: top_p=0\.9"),
+        ({"top_k": 20}, "top_k=20"),
+        ({"min_p": 0.1}, r"min_p=0\.1"),
+        ({"temperature": -1.0}, r"got -1\.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens >= 1, got 1.0 and 0"),
+        ({"max_new_tokens": 512}, "exceed the model's context of 512 tokens"),
+        ({"prompt": []}, "the prompt has no tokens"),
+        ({"prompt": [3, VOCAB_SIZE]}, r"token ids outside 0\.\.66"),
+        ({"prompt": [-1]}, r"token ids outside 0\.\.66"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(engine, change, message):
+    (request,) = make_requests(1)
+    if "prompt" in change:
+        request = replace(request, prompt_token_ids=change["prompt"])
+    else:
+        request = replace(request, sampling=replace(request.sampling, **change))
+    with pytest.raises(ValueError, match=message):
+        engine.generate([request])
+
+
+def test_a_directory_that_is_no_model_or_lacks_tensors_is_refused(tmp_path):
+    engine = TorchEngine(TorchEngineConfig(), index=3, device="cpu", num_threads=None)
+    with pytest.raises(EngineError, match=r"engine 3 .*start: .* has no config\.json"):
+        engine.start(tmp_path / "absent")
+    write_tiny_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"lacks tensors of its architecture: model\.layers\.1\.mlp\.down_proj"):
+        engine.start(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "hidden")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(EngineError, match="could not be loaded"):
+        engine.start(tmp_path)
+
+
+def test_start_and_stop(model_path):
+    engine = TorchEngine(TorchEngineConfig(), index=0, device="cpu", num_threads=None)
+    with pytest.raises(EngineError, match=r"generate: the engine is not running; call start\(\) first"):
+        engine.generate(make_requests(1))
+    info = engine.start(model_path)
+    assert (info.address, info.pids) == ("embedded", ())
+    assert info.name == f"torch {torch.__version__}"
+    assert info.start_s > 0
+    assert engine.generate([]) == []
+    engine.stop()
+    engine.stop()
+    with pytest.raises(EngineError, match="not running"):
+        engine.load_weights([])
+    slow = TorchEngine(TorchEngineConfig(start_timeout_s=1e-6), index=0, device="cpu", num_threads=None)
+    with pytest.raises(EngineError, match=r"rollout\.start_timeout_s=1e-06"):
+        slow.start(model_path)
