@@ -106,7 +106,8 @@ class EngineGroup:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests, spread over the engines."""
         parts = split_by_load(requests, len(self._workers))
-        refs, names = [], []
+        refs: list[ray.ObjectRef[Any]] = []
+        names: list[str] = []
         for worker, name, part in zip(self._workers, self._names, parts, strict=True):
             if part:
                 refs.append(worker.generate.remote([requests[index] for index in part]))
@@ -130,7 +131,7 @@ class EngineGroup:
 
     def stop(self) -> None:
         """Stop every engine; an engine that does not answer is killed with its worker."""
-        refs = [worker.stop.remote() for worker in self._workers]
+        refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in self._workers]
         ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         for worker in self._workers:
             ray.kill(worker)

@@ -31,6 +31,8 @@ class MicroBatch:
     """[T] float32, 0 off the mask."""
     advantages: Tensor
     """[T] float32, 0 off the mask."""
+    sample_keys: list[tuple[int, int]]
+    """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
     old_logprobs: Tensor | None = None
     """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
 

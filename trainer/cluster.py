@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -54,16 +55,15 @@ def free_port() -> int:
 
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
-        ray.init(address=address, **quiet)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         return
     # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
     # Both must be set, because Ray read the variable when it was imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, **quiet)
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 class Cluster:
@@ -105,7 +105,7 @@ class Cluster:
         on_gpu = config.gpus_per_worker > 0
         init_method = f"tcp://127.0.0.1:{free_port()}"
         threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
-        workers = []
+        workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
                 config=self._config,
@@ -126,7 +126,7 @@ class Cluster:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready."""
         config = self._config.rollout
         threads = max(1, (os.cpu_count() or 1) // config.num_engines)
-        workers = []
+        workers: list[Any] = []
         for index in range(config.num_engines):
             setup = EngineSetup(
                 config=config,
@@ -148,6 +148,8 @@ class Cluster:
         return self._engines
 
     def _options(self, bundle: int, threads: int) -> dict[str, object]:
+        if self._placement is None:
+            raise RuntimeError("workers are spawned inside `with Cluster(...)`")
         resources = required_bundles(self._config)[bundle]
         return {
             "num_cpus": resources.get("CPU", 0),
@@ -155,8 +157,9 @@ class Cluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._placement, placement_group_bundle_index=bundle
             ),
-            # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},
+            # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
+            # threads must sleep: a spinning one takes a core from the worker that has something to do.
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
         }
 
     def _reserve(self) -> PlacementGroup:
@@ -174,7 +177,7 @@ class Cluster:
                 f"phase placement: the run requires {describe(required, names)}; "
                 f"the cluster has {describe(present, names)}. {remedy}"
             )
-        group = placement_group(bundles, strategy="PACK")
+        group: PlacementGroup = placement_group(bundles, strategy="PACK")
         timeout_s = self._config.cluster.placement_timeout_s
         ready, _ = ray.wait([group.ready()], timeout=timeout_s)
         if not ready:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from rollout.hf import PreTrainedModel
 from trainer.batch import MicroBatch
 
-FLOOR_TOKENS = 64
-"""Response tokens on which the head's rounding is measured."""
+FLOOR_ELEMENTS = 2**24
+"""Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
 FLOOR_VOCAB_ROWS = 8192
 """Head rows converted to float64 at a time: bounds the memory of the measurement."""
 
@@ -53,7 +54,8 @@ def head_floor(
     engine does, and in float64. Everything else being equal, K3 of the difference is the smallest mismatch
     that two correct engines can show.
     """
-    hidden, targets = hidden[:FLOOR_TOKENS].detach(), targets[:FLOOR_TOKENS]
+    num_tokens = max(1, FLOOR_ELEMENTS // head.weight.shape[0])
+    hidden, targets = hidden[:num_tokens].detach(), targets[:num_tokens]
     bias = None if head.bias is None else head.bias.detach()
     weight = head.weight.detach()
     rounded = linear(hidden.to(engine_dtype), weight.to(engine_dtype), None if bias is None else bias.to(engine_dtype))
@@ -74,7 +76,9 @@ class ScoringModel(nn.Module):
     runs inside, chunk by chunk.
     """
 
-    def __init__(self, causal_lm: nn.Module, *, chunk_tokens: int) -> None:
+    causal_lm: PreTrainedModel
+
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens

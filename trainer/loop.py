@@ -11,14 +11,14 @@ The weights that sample step k have version = completed optimizer steps; each sa
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.collect import Collected, Collector, CollectPlan
 from rollout.data import PromptStream
-from rollout.evaluate import evaluate
-
 from rollout.engine_group import EngineGroup
+from rollout.evaluate import evaluate
 from trainer.batch import TrainBatch
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
@@ -28,6 +28,8 @@ from trainer.report import write_report
 from trainer.task import Task, load_task
 from trainer.tracking import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +43,16 @@ class RunResult:
 def train(config: TrainConfig) -> RunResult:
     """Run `config.run.num_steps` rollout steps; returns the run directory and the path of the report."""
     run_dir = Path(config.run.dir)
+    try:
+        run_steps(config, run_dir)
+    except BaseException:
+        keep_report_of_failure(run_dir)
+        raise
+    return RunResult(run_dir=run_dir, report_path=write_report(run_dir))
+
+
+def run_steps(config: TrainConfig, run_dir: Path) -> None:
+    """The run itself; what it has to say goes through the tracker."""
     with Tracker(config, run_dir=run_dir) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
         tracker.console.phase("starting Ray, the policy and the rollout engines")
@@ -74,8 +86,15 @@ def train(config: TrainConfig) -> RunResult:
                 )
                 metrics |= timer.lap()
                 with timer.phase("log"):
-                    tracker.log(step, metrics, sample_rows(collected.groups))
-        return RunResult(run_dir=run_dir, report_path=write_report(run_dir))
+                    tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
+
+
+def keep_report_of_failure(run_dir: Path) -> None:
+    """Write the report of a run that failed, if it got far enough; its own failure must not hide the first one."""
+    try:
+        write_report(run_dir)
+    except Exception as error:
+        logger.warning("the failed run has no report: %s", error)
 
 
 def build_collector(config: TrainConfig, task: Task, engines: EngineGroup) -> Collector:

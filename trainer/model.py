@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from rollout.hf import AutoConfig, AutoModelForCausalLM
+from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
 
@@ -30,7 +30,7 @@ ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config fields of models whose logits are not head(hidden): scoring them with the plain head would be wrong."""
 
 
-def load_causal_lm(path: Path) -> nn.Module:
+def load_causal_lm(path: Path) -> PreTrainedModel:
     """A float32 causal language model from safetensors, without remote code.
 
     Raises ValueError for models whose logits are more than head(hidden states).
@@ -48,17 +48,17 @@ def load_causal_lm(path: Path) -> nn.Module:
         trust_remote_code=False,
         attn_implementation=PACKED_ATTENTION,
     )
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")
     return model
 
 
-def decoder_layers(causal_lm: nn.Module) -> list[nn.Module]:
+def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks of the decoder: the units that FSDP shards one by one."""
-    lists = [module for module in causal_lm.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    lists = [list(module) for module in causal_lm.get_decoder().children() if isinstance(module, nn.ModuleList)]
     if not lists:
         raise ValueError(f"{type(causal_lm).__name__} has no list of decoder layers to shard")
-    return list(max(lists, key=len))
+    return max(lists, key=len)
 
 
 def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
@@ -70,6 +70,13 @@ def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
     for layer in decoder_layers(model.causal_lm):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def gradient_sync(model: ScoringModel, enabled: bool) -> None:
+    """Whether the next backward reduces gradients over ranks; only the last one of an optimizer step has to."""
+    if not isinstance(model, FSDPModule):
+        raise TypeError("the model is not sharded yet")
+    model.set_requires_gradient_sync(enabled)
 
 
 def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:

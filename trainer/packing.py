@@ -100,6 +100,7 @@ def micro_batch(samples: Sequence[Sample]) -> MicroBatch:
             [logprob for sample in samples for logprob in sample.rollout_logprobs] or [0.0], dtype=torch.float32
         ),
         advantages=torch.tensor(advantages or [0.0], dtype=torch.float32),
+        sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
     )
 
 

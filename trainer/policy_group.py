@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -32,13 +33,14 @@ class PolicyGroup:
         return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
 
     def train(self, batch: TrainBatch, *, step: int) -> TrainReport:
-        """One rollout step on all ranks; the report's metrics are global."""
+        """One rollout step on all ranks; the report is global."""
         refs = [
             worker.train.remote(mini_batches, step)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
-        return reports[0]
+        sample_k3 = {key: value for report in reports for key, value in report.sample_k3.items()}
+        return replace(reports[0], sample_k3=sample_k3)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Trainer log-probs [T] of each micro-batch under the current weights."""
@@ -54,7 +56,7 @@ class PolicyGroup:
 
     def stop(self) -> None:
         """End every rank; one that does not answer is killed."""
-        refs = [worker.stop.remote() for worker in self._workers]
+        refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in self._workers]
         ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
         for worker in self._workers:
             ray.kill(worker)

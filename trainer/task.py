@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from rollout.data import Dataset, load_dataset, stop_token_ids
 
 from rollout.config import ArithmeticDataConfig
+from rollout.data import Dataset, load_dataset, stop_token_ids
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
 from trainer.base_model import build_base_model

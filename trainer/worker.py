@@ -16,21 +16,22 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from algorithms.diagnostics import LossStats, MismatchStats, mismatch_stats
-from algorithms.loss import policy_loss
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from algorithms.aggregate import token_coefficients
 from algorithms.config import RejectedDenominator
 from algorithms.correction import Correction, MISConfig, correct
+from algorithms.diagnostics import LossStats, MismatchStats, mismatch_stats
 from algorithms.kl import k3
+from algorithms.loss import policy_loss
+from algorithms.masked import segment_mean
 from rollout.types import WeightBucket
 from rollout.weights import pack_buckets
 from trainer.batch import MicroBatch, MiniBatch
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
-from trainer.model import TORCH_DTYPES, full_tensors, load_causal_lm, shard
+from trainer.model import TORCH_DTYPES, full_tensors, gradient_sync, load_causal_lm, shard
 from trainer.optim import build_optimizer, clip_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ class TrainReport:
     metrics: dict[str, float | None]
     num_optimizer_steps: int
     """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
+    sample_k3: dict[tuple[int, int], float]
+    """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
 
 
 class PolicyWorker:
@@ -98,9 +101,9 @@ class PolicyWorker:
             world_size=config.policy.num_workers,
             timeout=timedelta(seconds=config.policy.step_timeout_s),
         )
-        causal_lm = load_causal_lm(setup.model_path).to(self._device)
+        causal_lm = load_causal_lm(setup.model_path)
         num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        self._model = ScoringModel(causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens)
+        self._model = ScoringModel(causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens).to(self._device)
         self._model.train()
         shard(self._model, init_device_mesh(setup.device, (config.policy.num_workers,)), config.policy.dtype)
         self._optimizer = build_optimizer(self._model, config.optim)
@@ -130,7 +133,7 @@ class PolicyWorker:
         metrics["optim/skipped_steps"] = float(len(minis) - taken)
         metrics["perf/worker_train_s"] = time.perf_counter() - started
         metrics["perf/policy_rss_gib"] = psutil.Process().memory_info().rss / 2**30
-        return TrainReport(metrics=metrics, num_optimizer_steps=taken)
+        return TrainReport(metrics=metrics, num_optimizer_steps=taken, sample_k3=totals.sample_k3())
 
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient."""
@@ -205,7 +208,7 @@ class PolicyWorker:
         kept = torch.zeros((), dtype=torch.float64, device=self._device)
         self._optimizer.zero_grad(set_to_none=True)
         for position, micro in enumerate(mini.micro_batches):
-            self._model.set_requires_gradient_sync(position == len(mini.micro_batches) - 1)
+            gradient_sync(self._model, position == len(mini.micro_batches) - 1)
             measure_floor = index == 0 and position == 0
             kept += self._backward(
                 micro, denominators=denominators, index=index, measure_floor=measure_floor, totals=totals
@@ -276,6 +279,7 @@ class PolicyWorker:
                 correction=correction,
             )
             totals.mismatch = stats if totals.mismatch is None else totals.mismatch.merge(stats)
+            totals.add_samples(micro, old_logprobs)
         if scores.floor_delta is not None:
             totals.add_floor(scores.floor_delta)
         return (micro.response_mask & correction.keep).sum().double()
@@ -295,6 +299,17 @@ class _StepTotals:
         self.mismatch: MismatchStats | None = None
         self.grad_norms: list[float] = []
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
+        self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
+
+    def add_samples(self, micro: MicroBatch, old_logprobs: Tensor) -> None:
+        """Keep the mean K3 of each sequence of `micro`; nothing is read from the device yet."""
+        per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
+        means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
+        self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
+
+    def sample_k3(self) -> dict[tuple[int, int], float]:
+        """K3 of every sample of this rank; reads the device."""
+        return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
 
     def add_floor(self, delta: Tensor) -> None:
         """Add the head's rounding errors [F] of one micro-batch."""

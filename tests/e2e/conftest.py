@@ -1,0 +1,28 @@
+"""One Ray cluster and one base-model cache for all end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from trainer.cluster import start_ray
+
+
+@pytest.fixture(scope="session")
+def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """PARITY_CACHE for the session, so that the hurried base model is built once and never leaves a trace."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARITY_CACHE", str(cache))
+        yield cache
+
+
+@pytest.fixture(scope="module")
+def local_ray(base_model_cache: Path) -> Iterator[None]:
+    """Ray for runs inside this process: starting it once saves most of the time of a short run."""
+    start_ray(None)
+    yield
+    ray.shutdown()

@@ -1,0 +1,35 @@
+"""Shared by the end-to-end tests: compose a recipe as the command line does, run it, read what it wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.compose import resolve
+from trainer.config import TrainConfig
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+QUICK = ("model.num_steps=120", "tracking.wandb=disabled", "eval.max_prompts=32")
+"""A hurried base model: these tests check the machinery, `make demo` checks that it learns."""
+
+
+def compose(recipe: str, *words: str) -> TrainConfig:
+    """The config of one run of `parity train <recipe> <words>`."""
+    resolution = resolve(RECIPES / f"{recipe}.yaml", words, own_dir=None, multirun=False)
+    assert not resolution.problems, [str(problem) for problem in resolution.problems]
+    [run] = resolution.runs
+    assert run.config is not None
+    return run.config
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
+    """One metric over the steps; KeyError if a step lacks it."""
+    return [row[key] for row in rows]

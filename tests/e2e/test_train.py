@@ -1,0 +1,166 @@
+"""Whole runs: prompt -> engine -> reward -> correction -> FSDP2 -> verified sync, in every mode, with both engines."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from runs import QUICK, column, compose, metrics_of
+
+from rollout.engine import EngineError
+from rollout.engine_group import WorkerError
+from trainer.loop import train
+
+pytestmark = pytest.mark.slow
+
+MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
+SMALL = ("batch.prompts_per_step=8", "batch.group_size=4")
+
+PROMISED = (
+    "step",
+    "reward/mean",
+    "mismatch/k3",
+    "mismatch/k3_floor",
+    "policy/entropy",
+    "optim/grad_norm",
+    "rollout/policy_version",
+    "time/step_s",
+    "time/rollout_s",
+    "time/train_s",
+    "time/sync_s",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_runs_and_measures_the_mismatch(mode: str, tmp_path: Path, local_ray: None) -> None:
+    config = compose(
+        "arithmetic_grpo",
+        *QUICK,
+        *SMALL,
+        f"correction={mode}",
+        "rollout=torch",
+        "run.num_steps=5",
+        f"run.dir={tmp_path / 'run'}",
+    )
+    result = train(config)
+    rows = metrics_of(result.run_dir)
+    assert column(rows, "step") == [1, 2, 3, 4, 5]
+    for key in PROMISED:
+        assert all(math.isfinite(value) for value in column(rows, key)), key
+    assert all(value > 0 for value in column(rows, "mismatch/k3"))
+    assert all(value > 0 for value in column(rows, "mismatch/k3_floor"))
+    assert column(rows, "rollout/policy_version") == [0, 1, 2, 3, 4]
+    assert [("eval/accuracy" in row) for row in rows] == [True, False, False, False, True]
+    assert sum(column(rows, "time/unattributed_s")) < 0.05 * sum(column(rows, "time/step_s"))
+    assert result.report_path.read_text("utf-8").lstrip().lower().startswith("<!doctype html")
+
+
+def test_two_runs_with_one_seed_are_bitwise_equal(tmp_path: Path, local_ray: None) -> None:
+    rows, samples = [], []
+    for name in ("first", "second"):
+        words = ("rollout=torch", "run.num_steps=3", "collect=dynamic", "collect.min_prompts=1")
+        run_dir = tmp_path / name
+        train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={run_dir}"))
+        kept = [
+            {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "sync/"))}
+            for row in metrics_of(run_dir)
+        ]
+        for row in kept:
+            row.pop("rollout/tokens_per_s", None)
+        rows.append(kept)
+        samples.append((run_dir / "samples.jsonl").read_bytes())
+    assert rows[0] == rows[1]
+    assert samples[0] == samples[1]
+    assert samples[0]
+
+
+def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray: None) -> None:
+    words = ("rollout=torch", "run.num_steps=3", "collect.max_rounds=3", "collect.min_prompts=1")
+    result = train(compose("arithmetic_dapo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))
+    for row in metrics_of(result.run_dir):
+        dropped = sum(value for key, value in row.items() if key.startswith("rollout/groups_dropped/"))
+        assert row["rollout/groups_generated"] == row["rollout/groups_kept"] + dropped
+        assert "rollout/groups_dropped/zero_variance" in row
+
+
+@pytest.mark.sglang
+def test_two_sglang_engines_and_two_ranks_train_on_verified_weights(tmp_path: Path, local_ray: None) -> None:
+    words = ("rollout.num_engines=2", "run.num_steps=2", f"run.dir={tmp_path / 'run'}")
+    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words))
+    rows = metrics_of(result.run_dir)
+    assert all(value > 0 for value in column(rows, "mismatch/k3"))
+    assert all(value < 1e-2 for value in column(rows, "mismatch/k3"))
+    assert column(rows, "rollout/policy_version") == [0, 1]
+    assert all(value > 0 for value in column(rows, "sync/gb_per_s"))
+
+
+def sglang_processes(parent: int) -> list[psutil.Process]:
+    """Processes under `parent` that belong to a server."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            words = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if "sglang" in words:
+            found.append(process)
+    return found
+
+
+@pytest.mark.sglang
+def test_a_killed_server_ends_the_run_with_its_name_and_log_and_leaves_nothing(tmp_path: Path, local_ray: None) -> None:
+    run_dir = tmp_path / "run"
+    config = compose("arithmetic_grpo", *QUICK, *SMALL, "run.num_steps=500", f"run.dir={run_dir}")
+    servers: list[psutil.Process] = []
+
+    def kill_after_two_steps() -> None:
+        deadline = time.monotonic() + 300
+        metrics = run_dir / "metrics.jsonl"
+        while time.monotonic() < deadline:
+            if metrics.exists() and len(metrics.read_text("utf-8").splitlines()) >= 2:
+                servers.extend(sglang_processes(os.getpid()))
+                for process in servers:
+                    process.send_signal(signal.SIGKILL)
+                return
+            time.sleep(0.2)
+
+    killer = threading.Thread(target=kill_after_two_steps)
+    killer.start()
+    with pytest.raises((EngineError, WorkerError)) as caught:
+        train(config)
+    killer.join()
+    assert servers
+    message = str(caught.value)
+    assert "engine 0" in message
+    assert "generate" in message or "weight sync" in message
+    assert "last log lines" in message or "log" in message
+    assert len(metrics_of(run_dir)) >= 2  # nothing that was measured is lost
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any(process.is_running() for process in servers):
+        time.sleep(0.2)
+    assert not sglang_processes(os.getpid())
+
+
+def test_the_command_line_trains_and_ends_with_the_report(tmp_path: Path, base_model_cache: Path) -> None:
+    command = [sys.executable, "-m", "trainer", "train", "arithmetic_grpo", *QUICK, *SMALL]
+    command += ["rollout=torch", "run.num_steps=2", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    report = Path(done.stdout.splitlines()[-1])
+    assert report.is_file()
+    config = (tmp_path / "run" / "config.yaml").read_text("utf-8")
+    assert "tis" in config
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text("utf-8"))
+    assert environment["versions"]["torch"]
+    assert "step 2/2" in done.stdout + done.stderr
+    assert not ray.is_initialized()
