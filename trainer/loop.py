@@ -61,8 +61,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             engines = cluster.spawn_engines(task.model_path)
             policy.wait_ready()
             for info in engines.wait_ready():
-                tracker.console.phase(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
-            tracker.console.phase(str(sync_weights(policy, engines, policy_version=0)))
+                tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+            tracker.console.line(str(sync_weights(policy, engines, policy_version=0)))
             collector = build_collector(config, task, engines)
             policy_version = 0
             timer = StepTimer()
