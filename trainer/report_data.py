@@ -39,7 +39,7 @@ class RunData:
     def choices(self) -> dict[str, str]:
         """Group -> chosen member, for example {"correction": "tis"}."""
         found = {}
-        for entry in self.config.get("defaults", []):
+        for entry in self.config["defaults"] if "defaults" in self.config else ():
             if isinstance(entry, Mapping):
                 for key, value in entry.items():
                     found[str(key).rsplit("/", 1)[-1]] = str(value)
