@@ -30,12 +30,11 @@ def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> t
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # float64: a float32 sum over a large vocabulary moves the borders between tokens by more than the width of
-    # a rare token.
+    # float64: near 1, float32 numbers are 6e-8 apart, which is more than a rare token's share.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # Strictly below the total, so that a token without probability is never chosen at the upper end.
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    # A draw is at most 1 - 2^-53, so the product stays below the total also after rounding, and a token without
+    # probability at the upper end is never chosen.
+    target = uniforms * cumulative[:, -1]
     sampled = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(-1)
     tokens = torch.where(greedy, scaled.argmax(dim=-1), sampled.clamp(max=logits.shape[-1] - 1))
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

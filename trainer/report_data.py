@@ -39,7 +39,8 @@ class RunData:
     def choices(self) -> dict[str, str]:
         """Group -> chosen member, for example {"correction": "tis"}."""
         found = {}
-        for entry in self.config["defaults"] if "defaults" in self.config else ():
+        document: Mapping[str, Any] = self.config  # the saved YAML, which may be absent: not a config object
+        for entry in document.get("defaults", ()):
             if isinstance(entry, Mapping):
                 for key, value in entry.items():
                     found[str(key).rsplit("/", 1)[-1]] = str(value)

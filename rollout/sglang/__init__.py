@@ -1,0 +1,1 @@
+"""The SGLang engine: `engine.py` is what the rest of the project uses."""

@@ -151,6 +151,7 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_frac": pytest.approx(truncated / 24),
         "rollout/wasted_tokens": 0.0,
+        "rollout/tokens_per_s": pytest.approx(sum(lengths) / collected.stats.generate_s),
         "rollout/duplicate_frac": pytest.approx(1 - len(distinct) / 24),
         "reward/mean": pytest.approx(2 * accuracy - 1),
         "reward/std": pytest.approx(2 * (accuracy * (1 - accuracy)) ** 0.5),

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, TorchEngineConfig
-from rollout.decoding import sample_tokens
 from rollout.engine import EngineError, WeightSyncError
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
@@ -137,12 +136,6 @@ def test_a_response_does_not_depend_on_the_requests_beside_it(engine, model_path
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=TOLERANCE)
 
 
-def test_a_longer_limit_only_continues_a_response(engine):
-    short = engine.generate(make_requests(max_new_tokens=6, stop=()))
-    long = engine.generate(make_requests(max_new_tokens=20, stop=()))
-    assert all(a.token_ids == b.token_ids[:6] for a, b in zip(short, long, strict=True))
-
-
 def test_seeds_decide_and_nothing_else_does(engine):
     once, again = engine.generate(make_requests()), engine.generate(make_requests())
     assert once == again
@@ -216,21 +209,6 @@ def test_limits_and_stop_tokens_are_those_of_the_request(engine):
     assert [g.token_ids for i, g in enumerate(stopped) if i != 3] == [g.token_ids for i, g in enumerate(free) if i != 3]
 
 
-def test_sampling_follows_the_distribution_exactly():
-    """Evenly spaced draws land on each token as often as its probability says, to one draw."""
-    count = 20_000
-    uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    logits = torch.tensor([0.5, -1.0, 2.0, -float("inf"), 1.5, -9.0])
-    for temperature in (1.0, 0.5, 2.0):
-        tokens, logprobs = sample_tokens(
-            logits.expand(count, -1), temperature=torch.full((count,), temperature), uniforms=uniforms
-        )
-        probs = torch.softmax(logits.double() / temperature, dim=-1)
-        counts = torch.bincount(tokens, minlength=6)
-        assert (counts - probs * count).abs().max() <= 1
-        assert torch.allclose(logprobs.double(), probs.log()[tokens], atol=1e-6)
-
-
 def test_every_token_is_the_inverse_of_its_own_draw(tmp_path):
     """Token t of a sample is where draw t of the sample's seed falls in the model's distribution."""
     model = write_tiny_model(tmp_path)
@@ -248,14 +226,6 @@ def test_every_token_is_the_inverse_of_its_own_draw(tmp_path):
         drawn = draws[: len(generation.token_ids)]
         assert (lower - TOLERANCE <= drawn).all()
         assert (drawn <= upper + TOLERANCE).all()
-
-
-def test_impossible_tokens_are_not_drawn_at_the_ends():
-    logits = torch.tensor([[-float("inf"), 0.0, 1.0, -float("inf")]] * 2)
-    uniforms = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    tokens, logprobs = sample_tokens(logits, temperature=torch.ones(2), uniforms=uniforms)
-    assert tokens.tolist() == [1, 2]
-    assert torch.isfinite(logprobs).all()
 
 
 def test_the_deadline_is_kept_and_named(model_path):

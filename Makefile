@@ -1,0 +1,62 @@
+# Every target prepares .venv by itself (requirements/install.sh); that takes a few minutes once and then no time.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint setup clean
+
+ENGINE ?= sglang
+ifeq ($(filter sglang torch,$(ENGINE)),)
+$(error ENGINE must be sglang or torch, got '$(ENGINE)')
+endif
+
+PYTHON ?=
+# The pinned packages are for CPUs: a GPU that happens to be there would only confuse SGLang.
+CUDA_VISIBLE_DEVICES ?=
+export PYTHON CUDA_VISIBLE_DEVICES
+
+install := requirements/install.sh
+engine_layer := $(filter sglang,$(ENGINE))
+bin := .venv/bin
+
+define checks
+echo "== ruff check"
+$(bin)/ruff check .
+echo "== ruff format"
+$(bin)/ruff format --check .
+echo "== mypy"
+$(bin)/mypy
+endef
+
+help: ## list the targets (default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	printf '  %s\n' \
+	  '' \
+	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
+	  '                       and test leaves the SGLang tests out' \
+	  'ARGS="key=value ..."   more words for the command line of demo, for example ARGS="run.num_steps=5"' \
+	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
+	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
+
+demo: ## train arithmetic_grpo on two CPU cores; the last line is the path of the report
+	@$(install) core $(engine_layer)
+	exec $(bin)/parity train arithmetic_grpo rollout=$(ENGINE) $(ARGS)
+
+test: ## ruff, mypy and all tests
+	@$(install) core $(engine_layer) dev
+	$(checks)
+	echo "== pytest"
+	exec $(bin)/pytest -v -ra --durations=15 $(if $(engine_layer),,-m "not sglang") $(PYTEST_ARGS)
+
+lint: ## ruff and mypy only
+	@$(install) core dev
+	$(checks)
+
+setup: ## make .venv with everything that demo and test need
+	@$(install) core $(engine_layer) dev
+
+clean: ## remove .venv and caches; outputs/ stays
+	@rm -rf .venv .cache/setup.lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
+	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

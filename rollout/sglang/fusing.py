@@ -1,0 +1,196 @@
+"""What SGLang must hold after a weight sync: (HF tensors, names of the engine's parameters) -> digest per parameter.
+
+SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded
+parameter, so the same is computed here from the tensors that the trainer sent. `rollout/sglang/weight_update.py`
+compares the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Fused module of SGLang -> modules of the Hugging Face model, in the order in which their rows are stacked."""
+
+VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
+VOCABULARY_MULTIPLE = 64
+"""SGLang pads the rows of these parameters with zeros to a multiple of this."""
+
+TIED_NAME = "lm_head.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
+
+TILE_WORDS = 8192
+"""The GPU digest sums 32-bit words per tile of this many."""
+TILES_PER_CHUNK = 16
+"""Tiles that one thread mixes at a time: 512 KiB stay in its cache."""
+HASH_SEED = 0x243F6A88
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fusion:
+    """Which HF tensors make up each parameter of the engine."""
+
+    sources: dict[str, tuple[str, ...]]
+    """Engine parameter -> HF tensors, stacked along the first dimension."""
+    tied: bool
+    """lm_head was sent although the engine has none of its own: its bytes must be those of the embedding."""
+
+
+class FusionError(ValueError):
+    """The names that were sent cannot make up the engine's parameters."""
+
+
+def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
+    """Match the engine's parameters with the HF tensors.
+
+    Args:
+        held: names of the engine's parameters.
+        sent: names of the HF tensors.
+
+    Raises FusionError naming every tensor that is missing or unknown, and engine parameters that no rule explains
+    (a model whose fusing is unknown here).
+    """
+    available = set(sent)
+    sources: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    missing: list[str] = []
+    unexplained: list[str] = []
+    for name in held:
+        parts = (name,) if name in available else _unstack(name)
+        absent = [part for part in parts if part not in available]
+        used.update(parts)
+        if not absent:
+            sources[name] = parts
+        elif len(absent) == len(parts) and not _looks_plain(name, parts):
+            unexplained.append(name)
+        else:
+            missing += absent
+    tied = TIED_NAME in available - used and EMBEDDING_NAME in sources
+    unknown = sorted(available - used - ({TIED_NAME} if tied else set()))
+    problems = []
+    if unexplained:
+        problems.append(
+            f"engine parameters that no rule makes up from HF tensors: {_listed(unexplained)} (known: dense models "
+            f"that stack {', '.join(STACKED)}, on one GPU or CPU; weight syncs of this model cannot be verified)"
+        )
+    if missing:
+        problems.append(f"missing tensors: {_listed(missing)}")
+    if unknown:
+        problems.append(f"tensors that the engine does not have: {_listed(unknown)}")
+    if problems:
+        raise FusionError("; ".join(problems))
+    return Fusion(sources=sources, tied=tied)
+
+
+def expected_digests(
+    fusion: Fusion, *, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str
+) -> dict[str, str]:
+    """Digest that SGLang's `/weights_checker` must report for every engine parameter, 16 hex digits.
+
+    Args:
+        fusion: from `plan_fusion`.
+        tensors: HF name -> tensor on the CPU, any float dtype.
+        dtype: type of the engine's parameters; tensors are cast as the engine's copy casts them.
+        device: "cpu" or "cuda": SGLang digests with different functions.
+    """
+    digest = DIGESTS[device]
+    return {
+        name: digest(_engine_bytes(name, [tensors[source] for source in sources], dtype))
+        for name, sources in fusion.sources.items()
+    }
+
+
+def host_digest(pieces: Sequence[np.ndarray]) -> str:
+    """First 64 bits of SHA-256 over the pieces in order: SGLang's `tensor_hash` of a CPU tensor."""
+    hasher = hashlib.sha256()
+    for piece in pieces:
+        hasher.update(piece.data)
+    return hasher.hexdigest()[:16]
+
+
+def tile_digest(pieces: Sequence[np.ndarray]) -> str:
+    """SGLang's `gpu_tensor_hash` of a CUDA tensor, on the CPU.
+
+    Each 32-bit word is mixed with its position by two MurmurHash3 finalizers; sums per tile of 8192 words are mixed
+    once more, added up and finished with SplitMix64. All arithmetic wraps.
+    """
+    flat = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    if flat.size % 4:
+        flat = np.concatenate([flat, np.zeros(-flat.size % 4, dtype=np.uint8)])
+    words = flat.view(np.uint32)
+    if words.size == 0:
+        return f"{0:016x}"
+    chunk = TILE_WORDS * TILES_PER_CHUNK
+    with ThreadPoolExecutor() as pool:
+        sums = pool.map(lambda start: _sum_tiles(words, start, start + chunk), range(0, words.size, chunk))
+        total = sum(sums) & 0xFFFFFFFFFFFFFFFF
+    total ^= total >> 30
+    total = total * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    total ^= total >> 27
+    total = total * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return f"{total ^ (total >> 31):016x}"
+
+
+DIGESTS: dict[str, Callable[[Sequence[np.ndarray]], str]] = {"cpu": host_digest, "cuda": tile_digest}
+"""Device of the engine -> how SGLang digests a parameter there."""
+
+
+def _sum_tiles(words: np.ndarray, start: int, stop: int) -> int:
+    """Sum of the 64-bit values of the tiles in words[start:stop]; `start` is the beginning of a tile."""
+    chunk = words[start:stop]
+    num_bytes = np.uint32(words.size * 4 & 0xFFFFFFFF)
+    position = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
+    tile_starts = np.arange(0, chunk.size, TILE_WORDS)
+    halves = []
+    for factor, rotation, seed in (
+        (0x27D4EB2D, 15, HASH_SEED),
+        (0x165667B1, 13, (HASH_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF),
+    ):
+        rotated = (position << np.uint32(rotation)) | (position >> np.uint32(32 - rotation))
+        mixed = _fmix32(chunk ^ ((position * np.uint32(factor) + np.uint32(seed)) ^ rotated))
+        halves.append(_fmix32(np.add.reduceat(mixed, tile_starts, dtype=np.uint32) ^ num_bytes))
+    return sum(int(high) << 32 | int(low) for high, low in zip(*halves, strict=True))
+
+
+def _fmix32(value: np.ndarray) -> np.ndarray:
+    """Finalizer of MurmurHash3, elementwise on uint32."""
+    value = (value ^ (value >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    value = (value ^ (value >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    value ^= value >> np.uint32(16)
+    return value
+
+
+def _engine_bytes(name: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[np.ndarray]:
+    """Bytes of one engine parameter as pieces of [n] uint8, its padding rows included."""
+    pieces = [tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
+    if name.endswith(VOCABULARY_PARAMETERS):
+        num_rows = tensors[0].shape[0]
+        pieces.append(np.zeros(-num_rows % VOCABULARY_MULTIPLE * (pieces[0].size // num_rows), dtype=np.uint8))
+    return pieces
+
+
+def _unstack(name: str) -> tuple[str, ...]:
+    """HF tensors behind a parameter of the engine: model.layers.0.mlp.gate_up_proj.weight -> gate_proj, up_proj."""
+    parts = name.split(".")
+    for fused, sources in STACKED.items():
+        if fused in parts:
+            at = parts.index(fused)
+            return tuple(".".join([*parts[:at], source, *parts[at + 1 :]]) for source in sources)
+    return (name,)
+
+
+def _looks_plain(name: str, parts: Sequence[str]) -> bool:
+    """Whether a rule covers the parameter, so that absent parts are missing tensors and not an unknown model."""
+    plain = (".norm.weight", "_proj.weight", "_proj.bias", "layernorm.weight", "_norm.weight", *VOCABULARY_PARAMETERS)
+    return len(parts) > 1 or f".{name}".endswith(plain)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(sorted(names)[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,339 @@
+"""Owns the process tree of one SGLang server: arguments and environment -> running server -> nothing left behind.
+
+`rollout/sglang/launch.py` is what the process runs; `rollout/sglang/client.py` talks to it; `rollout/sglang/engine.py`
+holds one of these per engine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollout.engine import EngineError
+from rollout.sglang.client import HOST, ClientError, SGLangClient
+
+LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 256 * 1024
+STOP_TIMEOUT_S = 6.0
+TRACKER_TIMEOUT_S = 1.0
+"""Python's resource tracker is left alive this long after the others, to remove the semaphores that they used."""
+WATCH_INTERVAL_S = 0.2
+NOTICE_TIMEOUT_S = 1.0
+"""After a connection broke, an error waits this long for the end of the server, to say how it ended."""
+READY_INTERVAL_S = 0.25
+PORTS = range(20_000, 32_000)
+"""Below the range from which the kernel picks ports of outgoing connections, so none can take ours meanwhile."""
+SHARED_MEMORY = Path("/dev") / "shm"
+OWN_SEGMENTS = ("sglang_", "sgl_", "sem.mp-", "psm_", "torch_")
+"""Beginnings of the names that SGLang's processes give to shared memory; a killed process cannot remove its own."""
+LOG_NOISE = re.compile(r"nanobind|leaked (function|type|instance|keep_alive)|\.\.\. skipped remainder|^\s*$")
+"""Lines that a dying server prints by the hundred and that explain nothing."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerSetup:
+    """How the processes of one server are run; the arguments of SGLang itself come on top."""
+
+    index: int
+    """Which engine this is: 0 .. num_engines - 1."""
+    log_dir: Path
+    """Receives engine-<index>.log."""
+    environment: dict[str, str]
+    """Added to the environment of this process."""
+
+    @property
+    def log_path(self) -> Path:
+        return self.log_dir / f"engine-{self.index}.log"
+
+
+class SGLangServer:
+    """One server: started once, stopped for good. The keys are random and exist only in this object and the server."""
+
+    def __init__(self, setup: ServerSetup, *, server_args: Mapping[str, Any]) -> None:
+        """`server_args` are SGLang's ServerArgs by name, without host, port and keys."""
+        self._setup = setup
+        self._api_key = secrets.token_urlsafe(32)
+        self._admin_api_key = secrets.token_urlsafe(32)
+        self._port = free_port()
+        self._server_args = {
+            **server_args,
+            "host": HOST,
+            "port": self._port,
+            "api_key": self._api_key,
+            "admin_api_key": self._admin_api_key,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._temporary: Path | None = None
+        self._members: list[psutil.Process] = []
+        self._segments: set[Path] = set()
+        self._survivors: set[int] = set()
+        self._end_noticed = threading.Event()
+        self._end_cause = ""
+        """Set before `_end_noticed` is."""
+        self._ended = threading.Event()
+        """Nothing of the server runs any more, or it cannot be killed."""
+        self._stopping = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        return f"http://{HOST}:{self._port}"
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """All processes of the server, as they were when it became ready."""
+        return tuple(member.pid for member in self._members)
+
+    def client(self) -> SGLangClient:
+        return SGLangClient(port=self._port, api_key=self._api_key, admin_api_key=self._admin_api_key)
+
+    def start(self, *, timeout_s: float) -> None:
+        """Start the processes and return when the server answers. Raises EngineError; then nothing is left running."""
+        deadline = time.monotonic() + timeout_s
+        self._setup.log_dir.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="parity-engine-"))
+        atexit.register(self.stop)
+        self._spawn()
+        try:
+            self._wait_ready(deadline, timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+        self._members = self._session()
+        self._segments |= _mapped_segments(self._members)
+
+    def stop(self) -> None:
+        """Kill every process of the server and remove what they left; safe to call twice.
+
+        Raises EngineError if a process survives SIGKILL for 6 seconds.
+        """
+        with self._stopping:
+            if self._process is None:
+                return
+            if not self._ended.is_set():
+                # The keeper thread sees the end and finishes the work.
+                self._kill_all()
+                self._ended.wait(timeout=2 * STOP_TIMEOUT_S)
+            for segment in self._segments:
+                segment.unlink(missing_ok=True)
+            if self._temporary is not None:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            atexit.unregister(self.stop)
+            if self._survivors or not self._ended.is_set():
+                raise EngineError(
+                    f"engine {self._setup.index} (sglang) stop: processes {sorted(self._survivors)} still exist "
+                    f"{STOP_TIMEOUT_S:.0f} s after SIGKILL; a driver call may be stuck"
+                )
+            self._process = None
+
+    def error(self, phase: str, cause: str, *, policy_version: int, lost: bool = False) -> str:
+        """Text of an error: engine, policy version, phase, cause, how the server ended, the end of its log.
+
+        `lost` says that the connection broke, which is often noticed before the end of the process behind it.
+        """
+        text = f"engine {self._setup.index} (sglang, policy version {policy_version}) {phase}: {cause}"
+        if self._end_noticed.wait(timeout=NOTICE_TIMEOUT_S if lost else 0.0):
+            text += f". {self._end_cause}"
+            self._ended.wait(timeout=STOP_TIMEOUT_S)
+        return f"{text}\nlast {LOG_TAIL_LINES} lines of {self._setup.log_path}:\n{self._log_tail()}"
+
+    def _spawn(self) -> None:
+        """Start the process from a thread that stays: the kernel ties its life to that thread, not to the caller's."""
+        started = threading.Event()
+        failure: list[OSError] = []
+        threading.Thread(
+            target=self._keep, args=(started, failure), name=f"engine-{self._setup.index}-keeper", daemon=True
+        ).start()
+        started.wait()
+        if failure:
+            raise EngineError(f"engine {self._setup.index} (sglang) start: {failure[0]}") from failure[0]
+
+    def _keep(self, started: threading.Event, failure: list[OSError]) -> None:
+        """Body of the keeper thread: start the process, then end all of the server as soon as a part of it is gone."""
+        environment = {**os.environ, **self._setup.environment, "TMPDIR": str(self._temporary)}
+        request = {"parent_pid": os.getpid(), "server_args": self._server_args}
+        try:
+            # The log may quote arguments of requests: readable by this user only.
+            descriptor = os.open(self._setup.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            with os.fdopen(descriptor, "wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "rollout.sglang.launch"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            failure.append(error)
+            return
+        finally:
+            started.set()
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode())
+            self._process.stdin.close()
+        except BrokenPipeError:
+            logger.warning("engine %d ended before it had read its arguments", self._setup.index)
+        self._watch(self._process)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        while True:
+            code = process.poll()
+            if code is not None:
+                self._end_cause = f"The server ended with {_exit_text(code)}"
+                break
+            gone = [member for member in self._members if not _is_alive(member)]
+            if gone:
+                self._end_cause = f"A part of the server ended: process {gone[0].pid}"
+                break
+            time.sleep(WATCH_INTERVAL_S)
+        self._end_noticed.set()
+        self._survivors = self._kill_all()
+        if not self._survivors:
+            process.wait()
+        self._ended.set()
+
+    def _wait_ready(self, deadline: float, timeout_s: float) -> None:
+        client = self.client()
+        cause = "no answer"
+        while True:
+            remaining_s = deadline - time.monotonic()
+            if self._end_noticed.is_set():
+                raise EngineError(self.error("start", "the server ended before it was ready", policy_version=0))
+            if remaining_s <= 0:
+                cause = f"the server was not ready within rollout.start_timeout_s={timeout_s}; its last answer: {cause}"
+                raise EngineError(self.error("start", cause, policy_version=0))
+            try:
+                client.call("/model_info", timeout_s=remaining_s)
+                return
+            except ClientError as error:
+                cause = str(error)
+            time.sleep(READY_INTERVAL_S)
+
+    def _session(self) -> list[psutil.Process]:
+        """Every live process that the server started, orphans included: they share the session of the first one."""
+        members = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self._leader and _is_alive(process):
+                    members.append(process)
+            except ProcessLookupError:
+                continue
+        return members
+
+    @property
+    def _leader(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def _kill_all(self) -> set[int]:
+        """Kill the whole session; process ids that are still there when the deadline passes."""
+        assert self._process is not None
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        members = self._session()
+        self._segments |= _mapped_segments(members)
+        trackers = [member for member in members if _is_tracker(member)]
+        while others := [member for member in self._session() if member not in trackers]:
+            for member in others:
+                _kill(member)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        tracker_deadline = time.monotonic() + TRACKER_TIMEOUT_S
+        while any(map(_is_alive, trackers)) and time.monotonic() < tracker_deadline:
+            time.sleep(0.02)
+        for tracker in trackers:
+            _kill(tracker)
+        while (alive := {member.pid for member in self._session()}) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return alive
+
+    def _log_tail(self) -> str:
+        try:
+            with self._setup.log_path.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+                text = log.read().decode("utf-8", errors="replace")
+        except OSError as error:
+            return f"(the log cannot be read: {error})"
+        for key in (self._api_key, self._admin_api_key):
+            text = text.replace(key, "[redacted]")
+        lines = [line for line in text.splitlines() if not LOG_NOISE.search(line)]
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on. Raises EngineError if a hundred random ones are all taken."""
+    for port in (secrets.choice(PORTS) for _ in range(100)):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return port
+    raise EngineError(f"no free port among 100 of {PORTS.start}..{PORTS.stop - 1} on {HOST}")
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"exit code {code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"exit code {code}"
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _kill(process: psutil.Process) -> None:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _mapped_segments(processes: list[psutil.Process]) -> set[Path]:
+    """Shared-memory files of SGLang that the processes have mapped."""
+    segments = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        for line in maps.splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.parent == SHARED_MEMORY and path.name.startswith(OWN_SEGMENTS):
+                segments.add(path)
+    return segments

@@ -1,0 +1,179 @@
+"""One weight sync of one SGLang server: checked buckets -> loaded, verified bit by bit, or WeightSyncError.
+
+Pause, open the update, load every bucket through shared memory, close it, drop the prefix cache, ask SGLang for the
+digests of what it holds, compare, set the version, go on. `rollout/sglang/engine.py` calls it;
+`rollout/sglang/fusing.py` says what the digests must be; `rollout/sglang/loader.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from rollout.engine import WeightReport, WeightSyncError
+from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError, expected_digests, plan_fusion
+from rollout.sglang.loader import LOADER
+from rollout.sglang.shared_buffer import SharedBuffer
+from rollout.types import WeightBucket
+from rollout.weights import unpack
+
+LISTED_MISMATCHES = 5
+
+
+class WeightUpdate:
+    """Loads weights into one server and proves that they arrived. Knows nothing of processes and logs."""
+
+    def __init__(self, client: SGLangClient, *, device: str, dtype: torch.dtype, timeout_s: float) -> None:
+        """`device` ("cpu" or "cuda") and `dtype` are those of the engine; `timeout_s` bounds a whole sync.
+
+        Asks the server for its routes and parameters. Raises ClientError; WeightSyncError if the engine is sharded.
+        """
+        self._client = client
+        self._device = device
+        self._dtype = dtype
+        self._timeout_s = timeout_s
+        self._deadline = 0.0
+        self._deadline = time.monotonic() + timeout_s
+        self._routes = client.routes(timeout_s=timeout_s)
+        self.parameter_names = tuple(self._held_digests())
+        """Names of the engine's parameters."""
+        self._fusion = Fusion(sources={}, tied=False)
+        self._expected: dict[str, str] = {}
+
+    def prepare(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
+        """Match the tensors with the engine's parameters and work out the digests to expect; sends no weights.
+
+        `buckets` have passed `check_buckets`. Raises WeightSyncError for missing or unknown tensors.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        tensors = {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
+        try:
+            fusion = plan_fusion(self.parameter_names, sent=tensors)
+        except FusionError as error:
+            raise WeightSyncError(f"policy version {policy_version}: {error}") from error
+        if fusion.tied and not _same_bytes(tensors[TIED_NAME], tensors[EMBEDDING_NAME]):
+            raise WeightSyncError(
+                f"policy version {policy_version}: {TIED_NAME} differs from {EMBEDDING_NAME}, but the engine ties them"
+            )
+        self._fusion = fusion
+        self._expected = expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device)
+
+    def load(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> WeightReport:
+        """Replace all weights with those that were prepared, verify, set the version; the receipt.
+
+        The version is set after the verification, so a server that failed in between reports no valid version. Raises
+        WeightSyncError (the engine does not hold what was sent) or ClientError (the server refused or is gone).
+        """
+        begin = time.monotonic()
+        self._send(buckets, policy_version=policy_version)
+        loaded = time.monotonic()
+        self._compare(policy_version=policy_version)
+        verified = time.monotonic()
+        self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
+        self._post("/continue_generation", {"torch_empty_cache": self._device == "cuda"})
+        specs = [spec for bucket in buckets for spec in bucket.tensors]
+        return WeightReport(
+            policy_version=policy_version,
+            num_tensors=len(specs),
+            num_bytes=sum(spec.num_bytes for spec in specs),
+            load_s=loaded - begin + (time.monotonic() - verified),
+            verify_s=verified - loaded,
+        )
+
+    def verify(self, *, policy_version: int) -> None:
+        """Compare what the engine holds now with the last weights that were sent; raises WeightSyncError."""
+        self._deadline = time.monotonic() + self._timeout_s
+        self._compare(policy_version=policy_version)
+
+    def _compare(self, *, policy_version: int) -> None:
+        held = self._held_digests()
+        wrong = [name for name, digest in self._expected.items() if held.get(name) != digest]
+        if not wrong and self._expected:
+            return
+        reported = self._client.call("/model_info", timeout_s=self._deadline - time.monotonic())["weight_version"]
+        if not self._expected:
+            raise WeightSyncError(f"no weights have been sent yet; the engine reports version {reported!r}")
+        shown = "; ".join(
+            f"{name}, made of {', '.join(self._fusion.sources[name])}: "
+            f"sent {self._expected[name]}, held {held.get(name, 'nothing')}"
+            for name in wrong[:LISTED_MISMATCHES]
+        )
+        more = f" and {len(wrong) - LISTED_MISMATCHES} more" if len(wrong) > LISTED_MISMATCHES else ""
+        raise WeightSyncError(
+            f"the engine does not hold the weights of policy version {policy_version} that it was sent (it reports "
+            f"version {reported!r}). Digests disagree for {shown}{more}"
+        )
+
+    def _send(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
+        # "abort" ends running requests, so that no response mixes versions; the caller has none running.
+        self._post("/pause_generation", {"mode": "abort"})
+        with self._session(), SharedBuffer(max(bucket.data.nbytes for bucket in buckets)) as shared:
+            for bucket in buckets:
+                shared.write(bucket.data)
+                self._post(
+                    "/update_weights_from_tensor",
+                    {
+                        "serialized_named_tensors": [describe_bucket(bucket, path=shared.path)],
+                        "load_format": LOADER,
+                        "flush_cache": False,
+                        "weight_version": f"unverified-{policy_version}",
+                    },
+                )
+        self._post("/flush_cache", {})
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """Releases since 0.5.23 refuse updates outside of a session; earlier ones do not know sessions."""
+        if "/begin_weight_update" not in self._routes:
+            yield
+            return
+        self._post("/begin_weight_update", {})
+        try:
+            yield
+        except BaseException:
+            # Close it, or the next sync is refused; the first error is the one to report.
+            with suppress(ClientError):
+                self._post("/end_weight_update", {})
+            raise
+        self._post("/end_weight_update", {})
+
+    def _held_digests(self) -> dict[str, str]:
+        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        if len(ranks) != 1:
+            raise WeightSyncError(f"weight syncs are verified on one GPU or CPU per engine, this one has {len(ranks)}")
+        digests: dict[str, str] = ranks[0]["checksums"]
+        return digests
+
+    def _post(self, route: str, body: Mapping[str, object]) -> Any:
+        return self._client.call(route, body=body, timeout_s=self._deadline - time.monotonic())
+
+
+def describe_bucket(bucket: WeightBucket, *, path: str) -> str:
+    """What crosses HTTP instead of the weights: where they lie and what they are, in the form that SGLang unpacks.
+
+    SGLang accepts pickled tensors only, from an exact list of types; this is one [n] uint8 tensor holding JSON.
+    """
+    request = {
+        "path": path,
+        "num_bytes": bucket.data.nbytes,
+        "tensors": [
+            {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, "offset": spec.offset}
+            for spec in bucket.tensors
+        ],
+    }
+    description = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("bucket", description)])).decode()
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(
+        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
+    )

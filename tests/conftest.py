@@ -1,0 +1,54 @@
+"""Fixtures and skips that hold for all tests. The guard against leftovers is in tests/leftovers.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# pytest puts tests/ on the path, where tests/algorithms and the like would pass for the packages of that name:
+# a real package wins over a directory without __init__.py only if it is on the path too.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# Nothing is fetched from the hub: a missing file is an error at once, not after retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from leftovers import leftovers, observe_leftovers
+
+__all__ = ["leftovers", "observe_leftovers"]
+
+DATA_VARIABLE = "PARITY_TEST_DATA"
+
+
+@pytest.fixture(scope="session")
+def test_data_dir() -> Path:
+    """Directory with the real data sets (gsm8k/, aime24/, ...); skips where PARITY_TEST_DATA is not set."""
+    configured = os.environ.get(DATA_VARIABLE)
+    if not configured:
+        pytest.skip(f"{DATA_VARIABLE} is not set: it names the directory with gsm8k/, aime24/, ...")
+    directory = Path(configured)
+    assert directory.is_dir(), f"{DATA_VARIABLE}={configured} is not a directory"
+    return directory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say why."""
+    reasons = {"sglang": missing_sglang, "gpu": missing_gpu}
+    for marker, missing in reasons.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = missing() if marked else ""
+        for item in marked if reason else []:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def missing_sglang() -> str:
+    found = importlib.util.find_spec("sglang") is not None
+    return "" if found else "SGLang is not installed (make test, without ENGINE=torch, installs it)"
+
+
+def missing_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch sees no CUDA device"

@@ -1,0 +1,147 @@
+"""The HTTP client against a real socket that misbehaves: deadlines, statuses, refusals."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rollout.sglang.client import ClientError, SGLangClient
+
+
+@contextmanager
+def answering(respond: Callable[[socket.socket, bytes], None]) -> Iterator[tuple[SGLangClient, list[bytes]]]:
+    """A client of a server that reads one request per connection and leaves the answer to `respond`."""
+    requests: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                requests.append(read_request(connection))
+                respond(connection, requests[-1])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        client = SGLangClient(port=listener.getsockname()[1], api_key="user-key", admin_api_key="admin-key")
+        yield client, requests
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def read_request(connection: socket.socket) -> bytes:
+    """The whole request: closing a socket with unread bytes resets the connection."""
+    raw = b""
+    while b"\r\n\r\n" not in raw:
+        raw += connection.recv(65536)
+    head, _, body = raw.partition(b"\r\n\r\n")
+    match = re.search(rb"Content-Length: ([0-9]+)", head)
+    while match and len(body) < int(match[1]):
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+def http(body: bytes, *, status: str = "200 OK", content_type: str = "application/json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def test_json_is_parsed_and_keys_fit_the_route() -> None:
+    with answering(lambda connection, _: connection.sendall(http(b'{"a": [1]}'))) as (client, requests):
+        assert client.call("/generate", body={"x": 1}, timeout_s=5) == {"a": [1]}
+        assert client.call("/flush_cache", body={}, timeout_s=5) == {"a": [1]}
+        assert client.call("/model_info", timeout_s=5) == {"a": [1]}
+    assert requests[0].startswith(b"POST /generate ") and b"Bearer user-key" in requests[0]
+    assert requests[1].startswith(b"POST /flush_cache ") and b"Bearer admin-key" in requests[1]
+    assert requests[2].startswith(b"GET /model_info ") and b"Bearer user-key" in requests[2]
+
+
+def test_a_chunked_answer_is_read_whole_and_a_cut_one_is_an_error() -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with answering(lambda connection, _: connection.sendall(head + b"3\r\n[1,\r\n2\r\n2]\r\n0\r\n\r\n")) as (client, _):
+        assert client.call("/generate", body={}, timeout_s=5) == [1, 2]
+    with (
+        answering(lambda connection, _: connection.sendall(head + b"3\r\n[1]\r\n")) as (client, _),
+        pytest.raises(ClientError, match="IncompleteRead"),
+    ):
+        client.call("/generate", body={}, timeout_s=5)
+
+
+def test_text_is_returned_as_it_is() -> None:
+    reply = http(b"Cache flushed.", content_type="text/plain")
+    with answering(lambda connection, _: connection.sendall(reply)) as (client, _):
+        assert client.call("/flush_cache", body={}, timeout_s=5) == "Cache flushed."
+
+
+def test_status_and_text_of_a_refusal_are_in_the_error() -> None:
+    reply = http(b'{"error": "prompt is too long"}', status="400 Bad Request")
+    with (
+        answering(lambda connection, _: connection.sendall(reply)) as (client, _),
+        pytest.raises(ClientError, match=r"POST /generate: HTTP 400: .*prompt is too long") as caught,
+    ):
+        client.call("/generate", body={}, timeout_s=5)
+    assert caught.value.status == 400
+
+
+def test_success_false_is_an_error_whatever_the_status() -> None:
+    reply = http(b'{"success": false, "message": "no session"}')
+    with (
+        answering(lambda connection, _: connection.sendall(reply)) as (client, _),
+        pytest.raises(ClientError, match=r"refused: .*no session"),
+    ):
+        client.call("/end_weight_update", body={}, timeout_s=5)
+
+
+def test_silence_ends_at_the_deadline() -> None:
+    with answering(lambda connection, _: time.sleep(1.0)) as (client, _):
+        begin = time.monotonic()
+        with pytest.raises(ClientError, match=r"no complete answer within 0\.3 s") as caught:
+            client.call("/generate", body={}, timeout_s=0.3)
+        assert time.monotonic() - begin < 0.9
+    assert caught.value.status is None
+
+
+def test_a_trickle_ends_at_the_deadline_too() -> None:
+    """Every byte comes in time for a socket timeout; only the sum is too slow."""
+
+    def trickle(connection: socket.socket, _: bytes) -> None:
+        head, body = http(b"[" + b"1," * 50 + b"1]").split(b"\r\n\r\n")
+        connection.sendall(head + b"\r\n\r\n")
+        for byte in body:
+            try:
+                connection.sendall(bytes([byte]))
+            except OSError:
+                return
+            time.sleep(0.03)
+
+    with answering(trickle) as (client, _):
+        begin = time.monotonic()
+        with pytest.raises(ClientError, match="no complete answer"):
+            client.call("/generate", body={}, timeout_s=0.5)
+        assert time.monotonic() - begin < 1.5
+
+
+def test_broken_connections_have_no_status() -> None:
+    half = http(b"x" * 100)[:-50]
+    with answering(lambda connection, _: connection.sendall(half)) as (client, _):
+        with pytest.raises(ClientError, match="IncompleteRead") as caught:
+            client.call("/generate", body={}, timeout_s=5)
+        assert caught.value.status is None
+    with pytest.raises(ClientError, match="ConnectionRefusedError") as caught:
+        client.call("/generate", body={}, timeout_s=5)
+    assert caught.value.status is None
+    with pytest.raises(ClientError, match="no time is left"):
+        client.call("/generate", body={}, timeout_s=-1)

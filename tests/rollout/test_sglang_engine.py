@@ -1,0 +1,548 @@
+"""A real SGLang server on a tiny random model: tokens, log-probs, seeds, weight syncs, faults, and a clean end.
+
+Two servers in all: `served` (Qwen2, tied, float32) lives until the last test of its block kills it; `untied` (Qwen3,
+bfloat16) until the last test stops it. Tests run in the order of the file.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
+
+from rollout.config import DType, SGLangConfig
+from rollout.engine import EngineError, EngineInfo, WeightSyncError
+from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.engine import SGLangEngine
+from rollout.sglang.loader import LOADER
+from rollout.sglang.shared_buffer import SharedBuffer
+from rollout.sglang.weight_update import describe_bucket
+from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightBucket
+from rollout.weights import pack_buckets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+
+PROMPTS = [[3, 4, 5, 6, 7, 8, 9, 10], [20, 21, 22], [40], [11, 12, 13, 14, 11, 12, 13, 14, 50, 60]]
+FAULT_TIMEOUT_S = 8.0
+"""A dead server must be noticed within this on a loaded machine; on an idle one it takes well under a second."""
+
+
+@dataclass
+class Served:
+    """A running engine and what is known about it."""
+
+    engine: SGLangEngine
+    info: EngineInfo
+    model: PreTrainedModel
+    log: Path
+    version: int = 0
+
+    @property
+    def client(self) -> SGLangClient:
+        server = self.engine._server
+        assert server is not None
+        return server.client()
+
+    def buckets(self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32) -> list[WeightBucket]:
+        """The model's weights as the next version, in several buckets."""
+        return pack_buckets(
+            model.named_parameters(), policy_version=self.version + 1, bucket_bytes=100_000, dtype=dtype
+        )
+
+    def load(self, model: PreTrainedModel) -> None:
+        self.engine.load_weights(self.buckets(model))
+        self.version += 1
+        self.model = model
+
+
+def start(directory: Path, *, model_type: str, tied: bool, dtype: DType) -> Served:
+    model = write_tiny_model(directory / "model", seed=0, model_type=model_type, tied=tied)
+    config = SGLangConfig(dtype=dtype, generate_timeout_s=120, sync_timeout_s=120)
+    engine = SGLangEngine(config, index=0, seed=0, device="cpu", log_dir=directory / "logs", num_threads=1)
+    info = engine.start(directory / "model")
+    return Served(engine=engine, info=info, model=model, log=directory / "logs" / "engine-0.log")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    running = start(tmp_path_factory.mktemp("qwen2"), model_type="qwen2", tied=True, dtype=DType.float32)
+    yield running
+    running.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    running = start(tmp_path_factory.mktemp("qwen3"), model_type="qwen3", tied=False, dtype=DType.bfloat16)
+    yield running
+    running.engine.stop()
+
+
+def make_requests(
+    prompts: list[list[int]], *, num_samples: int = 1, temperature: float = 1.0, max_new_tokens: int = 24, seed: int = 0
+) -> list[GenerateRequest]:
+    """`num_samples` requests per prompt, each with a seed of its own."""
+    return [
+        GenerateRequest(
+            prompt_id=prompt_id,
+            sample_index=sample,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                seed=seed + prompt_id * 1000 + sample,
+                stop_token_ids=(EOS_TOKEN_ID,),
+            ),
+        )
+        for prompt_id, prompt in enumerate(prompts)
+        for sample in range(num_samples)
+    ]
+
+
+def reference_logprobs(
+    model: PreTrainedModel, prompt: list[int], response: list[int], *, temperature: float
+) -> torch.Tensor:
+    """[R] log-probs of the response under a float32 forward of transformers."""
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0]
+    scores = torch.log_softmax(logits.float() / temperature, dim=-1)
+    at = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
+    return scores[at, torch.tensor(response)]
+
+
+def largest_gap(
+    requests: list[GenerateRequest],
+    generations: list[Generation],
+    model: PreTrainedModel,
+    *,
+    temperature: float,
+    shift: int = 0,
+) -> float:
+    """Largest |engine - transformers| over all response tokens; `shift` compares each token with a later one."""
+    gaps = []
+    for request, generation in zip(requests, generations, strict=True):
+        assert generation.logprobs is not None
+        expected = reference_logprobs(model, request.prompt_token_ids, generation.token_ids, temperature=temperature)
+        engine = torch.tensor(generation.logprobs)
+        count = len(engine) - shift
+        if count > 0:
+            gaps.append((engine[:count] - expected[shift:]).abs().max().item())
+    return max(gaps)
+
+
+def tokens(generations: list[Generation]) -> list[list[int]]:
+    return [generation.token_ids for generation in generations]
+
+
+def alive(pids: tuple[int, ...]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+# ---------------------------------------------------------------------------------------------- start and security
+
+
+def test_info_names_live_processes_that_listen_on_loopback(served: Served) -> None:
+    assert served.info.name.startswith("sglang 0.")
+    assert served.info.address.startswith("http://127.0.0.1:")
+    assert len(served.info.pids) >= 3
+    assert alive(served.info.pids) == list(served.info.pids)
+    port = int(served.info.address.rsplit(":", 1)[1])
+    listening = [
+        connection.laddr.ip
+        for pid in served.info.pids
+        for connection in psutil.Process(pid).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+    ]
+    assert listening == ["127.0.0.1"]
+
+
+def test_keys_are_in_no_process_list_environment_or_log(served: Served) -> None:
+    server = served.engine._server
+    assert server is not None
+    for key in (server._api_key, server._admin_api_key):
+        assert len(key) >= 40
+        for pid in served.info.pids:
+            assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+        assert key not in served.log.read_text(encoding="utf-8")
+    assert "'api_key': '[redacted]'" in served.log.read_text(encoding="utf-8")
+    assert stat.S_IMODE(served.log.stat().st_mode) == 0o600
+
+
+def test_wrong_keys_get_401(served: Served) -> None:
+    server = served.engine._server
+    assert server is not None
+    stranger = SGLangClient(port=server._port, api_key="guess", admin_api_key="guess")
+    user = SGLangClient(port=server._port, api_key=server._api_key, admin_api_key=server._api_key)
+    body = {"input_ids": [[3]], "sampling_params": [{"max_new_tokens": 1}]}
+    for client, route, sent in (
+        (stranger, "/generate", body),
+        (stranger, "/model_info", None),
+        (stranger, "/openapi.json", None),
+        (stranger, "/weights_checker", {"action": "checksum"}),
+        (user, "/weights_checker", {"action": "checksum"}),
+        (user, "/pause_generation", {"mode": "abort"}),
+    ):
+        with pytest.raises(ClientError) as caught:
+            client.call(route, body=sent, timeout_s=30)
+        assert caught.value.status == 401, route
+
+
+# ------------------------------------------------------------------------------------------------------ generation
+
+
+def test_greedy_equals_transformers_and_repeats(served: Served) -> None:
+    requests = make_requests(PROMPTS, temperature=0.0, max_new_tokens=16)
+    first = served.engine.generate(requests)
+    assert tokens(served.engine.generate(requests)) == tokens(first)
+    for request, generation in zip(requests, first, strict=True):
+        context, expected = list(request.prompt_token_ids), []
+        while len(expected) < 16 and EOS_TOKEN_ID not in expected:
+            with torch.inference_mode():
+                logits = served.model(input_ids=torch.tensor([context]), use_cache=False).logits
+            expected.append(int(logits[0, -1].argmax()))
+            context.append(expected[-1])
+        assert generation.token_ids == expected
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_transformers_at_the_same_temperature(served: Served, temperature: float) -> None:
+    requests = make_requests(PROMPTS, num_samples=8, temperature=temperature)
+    generations = served.engine.generate(requests)
+    assert largest_gap(requests, generations, served.model, temperature=temperature) < 1e-4
+
+
+def test_the_comparison_sees_a_wrong_temperature_shift_or_weight(served: Served, tmp_path: Path) -> None:
+    requests = make_requests(PROMPTS, num_samples=8, temperature=0.7)
+    generations = served.engine.generate(requests)
+    assert largest_gap(requests, generations, served.model, temperature=1.0) > 0.1
+    assert largest_gap(requests, generations, served.model, temperature=0.7, shift=1) > 0.1
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    assert largest_gap(requests, generations, other, temperature=0.7) > 0.1
+    nearly = write_tiny_model(tmp_path / "nearly", seed=0)
+    with torch.no_grad():
+        nearly.get_parameter("model.layers.1.self_attn.k_proj.bias")[0] += 0.05
+    assert largest_gap(requests, generations, nearly, temperature=0.7) > 2e-4
+
+
+def test_responses_end_with_the_sampled_eos_or_at_the_bound(served: Served) -> None:
+    requests = make_requests(PROMPTS, num_samples=24, max_new_tokens=24, seed=50)
+    generations = served.engine.generate(requests)
+    stopped = [generation for generation in generations if generation.finish_reason is FinishReason.stop]
+    complete = [generation for generation in generations if generation.finish_reason is FinishReason.length]
+    assert len(stopped) >= 5 and len(complete) >= 5
+    assert len(stopped) + len(complete) == len(generations)
+    for generation in stopped:
+        assert generation.token_ids[-1] == EOS_TOKEN_ID
+        assert EOS_TOKEN_ID not in generation.token_ids[:-1]
+    for generation in complete:
+        assert len(generation.token_ids) == 24
+        assert EOS_TOKEN_ID not in generation.token_ids
+    # Every token has its log-prob, the end-of-sequence included, and it is the right one.
+    assert all(g.logprobs is not None and len(g.logprobs) == len(g.token_ids) for g in generations)
+    assert largest_gap(requests, generations, served.model, temperature=1.0) < 1e-4
+    # The model's own end-of-sequence ends a response that names no stop token, in the same place.
+    silent = [replace(request, sampling=replace(request.sampling, stop_token_ids=())) for request in requests]
+    assert tokens(served.engine.generate(silent)) == tokens(generations)
+
+
+def test_stop_token_ids_end_a_response(served: Served) -> None:
+    request = make_requests(PROMPTS[:1], temperature=0.0, max_new_tokens=8)[0]
+    (free,) = served.engine.generate([request])
+    stop = free.token_ids[2]
+    sampling = replace(request.sampling, stop_token_ids=(stop,))
+    (bounded,) = served.engine.generate([replace(request, sampling=sampling)])
+    assert bounded.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert bounded.finish_reason is FinishReason.stop
+
+
+def test_a_response_depends_on_its_own_seed_and_on_nothing_else(served: Served) -> None:
+    requests = make_requests(PROMPTS, num_samples=8)
+    together = tokens(served.engine.generate(requests))
+    assert tokens(served.engine.generate(requests)) == together
+    backwards = tokens(served.engine.generate(requests[::-1]))[::-1]
+    assert backwards == together
+    alone = [tokens(served.engine.generate([request]))[0] for request in requests[::5]]
+    assert alone == together[::5]
+    reseeded = tokens(served.engine.generate(make_requests(PROMPTS, num_samples=8, seed=7_000_000)))
+    assert sum(one == other for one, other in zip(together, reseeded, strict=True)) <= 1
+    group = together[:8]
+    assert len({tuple(response) for response in group}) == 8
+
+
+def test_samples_follow_the_models_law(served: Served) -> None:
+    """First tokens of 1500 seeds against softmax(logits / T): chi-square over the whole vocabulary."""
+    count, temperature = 1500, 0.5
+    requests = make_requests(PROMPTS[:1], num_samples=count, temperature=temperature, max_new_tokens=1)
+    drawn = torch.tensor(tokens(served.engine.generate(requests))).view(-1)
+    with torch.inference_mode():
+        logits = served.model(input_ids=torch.tensor(PROMPTS[:1]), use_cache=False).logits[0, -1]
+    expected = torch.softmax(logits / temperature, dim=-1) * count
+    observed = drawn.bincount(minlength=VOCAB_SIZE)
+    chi_square = ((observed - expected) ** 2 / expected).sum().item()
+    assert chi_square < (VOCAB_SIZE - 1) + 5 * (2 * (VOCAB_SIZE - 1)) ** 0.5
+    cold = torch.softmax(logits, dim=-1) * count
+    assert ((observed - cold) ** 2 / cold).sum().item() > (VOCAB_SIZE - 1) + 8 * (2 * (VOCAB_SIZE - 1)) ** 0.5
+
+
+def test_greedy_truncated_and_free_requests_share_a_batch(served: Served) -> None:
+    free = make_requests(PROMPTS, num_samples=2)
+    greedy = make_requests(PROMPTS, temperature=0.0)
+    narrow = [replace(r, sampling=replace(r.sampling, top_k=3, top_p=0.9, min_p=0.01)) for r in free]
+    mixed = served.engine.generate([*free, *greedy, *narrow])
+    assert tokens(mixed[: len(free)]) == tokens(served.engine.generate(free))
+    assert tokens(mixed[len(free) : len(free) + len(greedy)]) == tokens(served.engine.generate(greedy))
+    for request, generation in zip(narrow, mixed[len(free) + len(greedy) :], strict=True):
+        context = list(request.prompt_token_ids)
+        for token in generation.token_ids:
+            with torch.inference_mode():
+                logits = served.model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
+            assert token in logits.topk(3).indices.tolist()
+            context.append(token)
+
+
+def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(served: Served) -> None:
+    (request,) = make_requests(PROMPTS[:1])
+    long = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 7))
+    with pytest.raises(ValueError, match=r"prompt 0/0: 8 prompt tokens and max_new_tokens=503 exceed .* 510 tokens"):
+        served.engine.generate([long])
+    for broken, text in (
+        (replace(request, prompt_token_ids=[]), "the prompt has no tokens"),
+        (replace(request, prompt_token_ids=[3, VOCAB_SIZE]), f"token ids outside 0..{VOCAB_SIZE - 1}"),
+        (replace(request, prompt_token_ids=[-1]), "token ids outside"),
+        (replace(request, sampling=replace(request.sampling, temperature=-1.0)), "temperature must be >= 0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            served.engine.generate([request, broken])
+    with pytest.raises(EngineError, match=r"generate: POST /generate: HTTP 400: .*top_p must be in"):
+        served.engine.generate([replace(request, sampling=replace(request.sampling, top_p=2.0))])
+    assert served.engine.generate([]) == []
+    longest = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 8, stop_token_ids=(), seed=3))
+    (generation,) = served.engine.generate([longest])
+    assert generation.finish_reason is FinishReason.stop or len(generation.token_ids) == 502
+
+
+# ----------------------------------------------------------------------------------------------------- weight sync
+
+
+def test_weights_are_replaced_verified_and_used(served: Served, tmp_path: Path) -> None:
+    requests = make_requests(PROMPTS, num_samples=4)
+    before = served.engine.generate(requests)
+    assert {generation.policy_version for generation in before} == {0}
+    assert served.engine.policy_version == 0
+    new = write_tiny_model(tmp_path / "new", seed=1)
+    buckets = served.buckets(new)
+    assert len(buckets) > 1
+    report = served.engine.load_weights(buckets)
+    served.version, served.model = 1, new
+    assert report.policy_version == served.engine.policy_version == 1
+    assert report.num_tensors == len(list(new.named_parameters()))
+    assert report.num_bytes == sum(parameter.nbytes for parameter in new.parameters())
+    assert report.load_s > 0 and report.verify_s > 0
+    after = served.engine.generate(requests)
+    assert {generation.policy_version for generation in after} == {1}
+    # The same prompts were in the prefix cache: their log-probs are those of the new weights only if it was dropped.
+    assert largest_gap(requests, after, new, temperature=1.0) < 1e-4
+    served.engine.verify_weights()
+
+
+def test_a_tied_lm_head_may_be_sent_if_it_is_the_embedding(served: Served) -> None:
+    named = [*served.model.named_parameters(), ("lm_head.weight", served.model.get_output_embeddings().weight)]
+    buckets = pack_buckets(named, policy_version=served.version + 1, bucket_bytes=1 << 20, dtype=torch.float32)
+    served.engine.load_weights(buckets)
+    served.version += 1
+    named[-1] = ("lm_head.weight", named[-1][1] + 1)
+    buckets = pack_buckets(named, policy_version=served.version + 1, bucket_bytes=1 << 20, dtype=torch.float32)
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        served.engine.load_weights(buckets)
+
+
+def test_wrong_buckets_are_refused_before_anything_is_sent(served: Served) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    flipped = served.buckets(served.model)
+    bucket = next(b for b in flipped if any(spec.name == name for spec in b.tensors))
+    spec = next(spec for spec in bucket.tensors if spec.name == name)
+    bucket.data[spec.offset + 5] ^= 1
+    with pytest.raises(WeightSyncError, match=rf"engine 0 .*{name} .*{spec.digest}.*"):
+        served.engine.load_weights(flipped)
+
+    named = dict(served.model.named_parameters())
+    del named["model.norm.weight"]
+    named["value_head.weight"] = torch.zeros(1)
+    version = served.version + 1
+    wrong_names = pack_buckets(named.items(), policy_version=version, bucket_bytes=1 << 20, dtype=torch.float32)
+    with pytest.raises(
+        WeightSyncError, match=rf"policy version {version}: missing .*model\.norm\.weight; .*value_head"
+    ):
+        served.engine.load_weights(wrong_names)
+
+    mixed = served.buckets(served.model)
+    mixed[0].policy_version += 1
+    with pytest.raises(WeightSyncError, match="different policy versions"):
+        served.engine.load_weights(mixed)
+
+    assert served.engine.policy_version == served.version
+    requests = make_requests(PROMPTS)
+    generations = served.engine.generate(requests)
+    assert largest_gap(requests, generations, served.model, temperature=1.0) < 1e-4
+
+
+def test_a_bit_lost_inside_the_engine_is_caught_and_stops_generation(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bucket is right when it arrives; one bit changes on the way into SGLang."""
+    name = "model.layers.0.self_attn.v_proj.weight"
+    new = write_tiny_model(tmp_path / "new", seed=2)
+    buckets = served.buckets(new)
+    copy = SharedBuffer.write
+
+    def lossy(self: SharedBuffer, data: np.ndarray) -> None:
+        bucket = next(bucket for bucket in buckets if bucket.data is data)
+        data = data.copy()
+        for spec in bucket.tensors:
+            if spec.name == name:
+                data[spec.offset] ^= 1
+        copy(self, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedBuffer, "write", lossy)
+        with pytest.raises(WeightSyncError) as caught:
+            served.engine.load_weights(buckets)
+    text = str(caught.value)
+    assert f"policy version {served.version + 1} that it was sent" in text
+    assert f"(it reports version 'unverified-{served.version + 1}')" in text
+    assert "model.layers.0.self_attn.qkv_proj.weight, made of" in text and name in text
+    assert text.count("sent ") - text.count("was sent") == 1, "exactly one parameter disagrees"
+    with pytest.raises(EngineError, match=r"generate: the weights are unusable: the sync of policy version"):
+        served.engine.generate(make_requests(PROMPTS))
+    with pytest.raises(EngineError, match="which no completed sync set"):
+        _ = served.engine.policy_version
+    served.load(new)
+    requests = make_requests(PROMPTS)
+    assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-4
+
+
+def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    changed = served.model.get_parameter(name).detach().clone()
+    changed[3, 4] += 1e-3
+    (bucket,) = pack_buckets([(name, changed)], policy_version=99, bucket_bytes=1 << 20, dtype=torch.float32)
+    served.engine.verify_weights()
+    served.client.call("/begin_weight_update", body={}, timeout_s=30)
+    with SharedBuffer(bucket.data.nbytes) as shared:
+        shared.write(bucket.data)
+        description = describe_bucket(bucket, path=shared.path)
+        body = {"serialized_named_tensors": [description], "load_format": LOADER}
+        served.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
+    served.client.call("/end_weight_update", body={}, timeout_s=30)
+    with pytest.raises(WeightSyncError, match=rf"engine 0 .*verify_weights: .*{name}, made of {name}: sent .*, held "):
+        served.engine.verify_weights()
+    with pytest.raises(EngineError, match="the weights are unusable"):
+        served.engine.generate(make_requests(PROMPTS))
+    served.load(served.model)
+    served.engine.verify_weights()
+
+
+def test_a_sync_that_breaks_in_the_middle_can_be_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: SharedBuffer, data: np.ndarray) -> None:
+        raise ClientError("POST /update_weights_from_tensor: HTTP 500: planted", status=500)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedBuffer, "write", fail)
+        with pytest.raises(
+            WeightSyncError, match=r"engine 0 .* load_weights: the new weights were not loaded: .*planted"
+        ):
+            served.engine.load_weights(served.buckets(served.model))
+    with pytest.raises(EngineError, match="the weights are unusable"):
+        served.engine.generate(make_requests(PROMPTS))
+    served.load(served.model)
+    assert served.engine.policy_version == served.version
+
+
+# ---------------------------------------------------------------------------------------------------------- faults
+
+
+def test_killing_the_scheduler_during_generate_is_reported_at_once_and_leaves_nothing(served: Served) -> None:
+    server = served.engine._server
+    assert server is not None
+    (scheduler,) = (pid for pid in served.info.pids if "scheduler" in psutil.Process(pid).name())
+    segments, temporary = set(server._segments), server._temporary
+    assert segments and all(segment.exists() for segment in segments)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        killed_at.append(time.monotonic())
+        psutil.Process(scheduler).kill()
+
+    timer = threading.Timer(0.7, kill)
+    timer.start()
+    requests = make_requests(PROMPTS, num_samples=16, max_new_tokens=400)
+    with pytest.raises(EngineError) as caught:
+        while True:
+            served.engine.generate(requests)
+    took_s = time.monotonic() - killed_at[0]
+    timer.join()
+    text = str(caught.value)
+    assert text.startswith(f"engine 0 (sglang, policy version {served.version}) generate: POST /generate: ")
+    assert f"A part of the server ended: process {scheduler}" in text
+    assert f"last 20 lines of {served.log}:\n" in text
+    assert 10 <= len(text.splitlines()) <= 22
+    assert took_s < FAULT_TIMEOUT_S
+    assert alive(served.info.pids) == []
+    with pytest.raises(EngineError, match="policy_version: GET /model_info: ConnectionRefused"):
+        _ = served.engine.policy_version
+    served.engine.stop()
+    served.engine.stop()
+    assert not any(segment.exists() for segment in segments)
+    assert temporary is not None and not temporary.exists()
+    assert psutil.Process().children(recursive=True) == []
+
+
+# -------------------------------------------------------------------- another architecture, untied, lower precision
+
+
+def test_untied_qwen3_in_bfloat16_is_synced_from_either_type(untied: Served, tmp_path: Path) -> None:
+    new = write_tiny_model(tmp_path / "new", seed=3, model_type="qwen3", tied=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        report = untied.engine.load_weights(untied.buckets(new, dtype=dtype))
+        untied.version += 1
+        assert report.num_tensors == len(list(new.named_parameters()))
+        assert untied.engine.policy_version == untied.version
+    requests = make_requests(PROMPTS, num_samples=8)
+    generations = untied.engine.generate(requests)
+    gap = largest_gap(requests, generations, new, temperature=1.0)
+    # bfloat16 against float32: rounding is visible, a wrong weight would be far larger.
+    assert 1e-4 < gap < 0.3
+    assert tokens(untied.engine.generate(requests)) == tokens(generations)
+    without_head = {name: parameter for name, parameter in new.named_parameters() if name != "lm_head.weight"}
+    buckets = pack_buckets(without_head.items(), policy_version=9, bucket_bytes=1 << 20, dtype=torch.bfloat16)
+    with pytest.raises(WeightSyncError, match=r"missing tensors: lm_head\.weight$"):
+        untied.engine.load_weights(buckets)
+
+
+def test_stop_leaves_no_process_no_segment_no_file(untied: Served) -> None:
+    server = untied.engine._server
+    assert server is not None
+    segments, temporary = set(server._segments), server._temporary
+    begin = time.monotonic()
+    untied.engine.stop()
+    assert time.monotonic() - begin < FAULT_TIMEOUT_S
+    assert alive(untied.info.pids) == []
+    assert not any(segment.exists() for segment in segments)
+    assert temporary is not None and not temporary.exists()
+    assert psutil.Process().children(recursive=True) == []
+    untied.engine.stop()
+    with pytest.raises(EngineError, match=r"call start\(\) first"):
+        untied.engine.generate(make_requests(PROMPTS))

@@ -1,0 +1,171 @@
+"""What SGLang must hold after a sync: names, fused bytes, padding, digests. Numbers are worked out by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rollout.sglang.fusing import FusionError, expected_digests, plan_fusion, tile_digest
+
+LAYER = "model.layers.0."
+HF_NAMES = [
+    "model.embed_tokens.weight",
+    *(f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"{LAYER}self_attn.{part}_proj.bias" for part in "qkv"),
+    *(f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    f"{LAYER}input_layernorm.weight",
+    "model.norm.weight",
+]
+ENGINE_NAMES = [
+    "model.embed_tokens.weight",
+    f"{LAYER}self_attn.qkv_proj.weight",
+    f"{LAYER}self_attn.qkv_proj.bias",
+    f"{LAYER}self_attn.o_proj.weight",
+    f"{LAYER}mlp.gate_up_proj.weight",
+    f"{LAYER}mlp.down_proj.weight",
+    f"{LAYER}input_layernorm.weight",
+    "model.norm.weight",
+]
+
+
+def sha(*pieces: bytes) -> str:
+    return hashlib.sha256(b"".join(pieces)).hexdigest()[:16]
+
+
+def test_dense_model_is_fused_in_the_order_of_the_engine() -> None:
+    fusion = plan_fusion(ENGINE_NAMES, sent=HF_NAMES)
+    assert fusion.sources[f"{LAYER}self_attn.qkv_proj.weight"] == tuple(
+        f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"
+    )
+    assert fusion.sources[f"{LAYER}self_attn.qkv_proj.bias"] == tuple(
+        f"{LAYER}self_attn.{part}_proj.bias" for part in "qkv"
+    )
+    assert fusion.sources[f"{LAYER}mlp.gate_up_proj.weight"] == (
+        f"{LAYER}mlp.gate_proj.weight",
+        f"{LAYER}mlp.up_proj.weight",
+    )
+    assert fusion.sources["model.norm.weight"] == ("model.norm.weight",)
+    assert set(fusion.sources) == set(ENGINE_NAMES)
+    assert not fusion.tied
+
+
+def test_a_name_that_both_sides_know_is_not_taken_apart() -> None:
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    assert plan_fusion([name], sent=[name]).sources == {name: (name,)}
+
+
+def test_lm_head_of_a_tied_model_is_allowed_and_noted() -> None:
+    assert plan_fusion(ENGINE_NAMES, sent=[*HF_NAMES, "lm_head.weight"]).tied
+    untied = plan_fusion([*ENGINE_NAMES, "lm_head.weight"], sent=[*HF_NAMES, "lm_head.weight"])
+    assert not untied.tied
+    assert untied.sources["lm_head.weight"] == ("lm_head.weight",)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [f"{LAYER}self_attn.k_proj.weight", "model.norm.weight", "model.embed_tokens.weight", f"{LAYER}mlp.up_proj.weight"],
+)
+def test_missing_tensor_is_named(lost: str) -> None:
+    with pytest.raises(FusionError, match=f"missing tensors: {lost}$"):
+        plan_fusion(ENGINE_NAMES, sent=[name for name in HF_NAMES if name != lost])
+
+
+def test_unknown_tensor_is_named() -> None:
+    with pytest.raises(FusionError, match=r"tensors that the engine does not have: value_head\.weight$"):
+        plan_fusion(ENGINE_NAMES, sent=[*HF_NAMES, "value_head.weight"])
+
+
+def test_unknown_fusing_is_an_error_of_its_own() -> None:
+    expert = "model.layers.0.mlp.experts.w13_weight"
+    with pytest.raises(FusionError, match=f"no rule makes up from HF tensors: {expert} .*cannot be verified"):
+        plan_fusion([*ENGINE_NAMES, expert], sent=HF_NAMES)
+
+
+def test_digest_of_a_stacked_parameter_is_that_of_the_stacked_bytes() -> None:
+    parts = {
+        f"a.{part}_proj.weight": torch.full((rows, 2), value)
+        for part, rows, value in (("q", 2, 1.0), ("k", 1, 2.0), ("v", 1, 3.0))
+    }
+    fusion = plan_fusion(["a.qkv_proj.weight"], sent=parts)
+    stacked = np.array([[1, 1], [1, 1], [2, 2], [3, 3]], dtype=np.float32)
+    digests = expected_digests(fusion, tensors=parts, dtype=torch.float32, device="cpu")
+    assert digests == {"a.qkv_proj.weight": sha(stacked.tobytes())}
+
+
+def test_digest_is_taken_after_the_cast_to_the_engines_type() -> None:
+    # bfloat16 keeps the upper half of a float32; 1.00390625 lies between 1.0 and 1.0078125 and rounds to even.
+    tensors = {"model.norm.weight": torch.tensor([1.0, -2.0, 1.00390625])}
+    fusion = plan_fusion(tensors, sent=tensors)
+    digests = expected_digests(fusion, tensors=tensors, dtype=torch.bfloat16, device="cpu")
+    assert digests["model.norm.weight"] == sha(bytes([0x80, 0x3F, 0x00, 0xC0, 0x80, 0x3F]))
+
+
+def test_vocabulary_is_padded_with_zero_rows_to_a_multiple_of_64() -> None:
+    rows = torch.arange(67 * 2, dtype=torch.float32).view(67, 2)
+    tensors = {"model.embed_tokens.weight": rows, "model.norm.weight": rows}
+    digests = expected_digests(plan_fusion(tensors, sent=tensors), tensors=tensors, dtype=torch.float32, device="cpu")
+    raw = rows.numpy().tobytes()
+    assert digests["model.embed_tokens.weight"] == sha(raw, bytes(4 * 2 * (128 - 67)))
+    assert digests["model.norm.weight"] == sha(raw)
+    full = {"model.embed_tokens.weight": rows[:64].contiguous()}
+    digests = expected_digests(plan_fusion(full, sent=full), tensors=full, dtype=torch.float32, device="cpu")
+    assert digests["model.embed_tokens.weight"] == sha(raw[: 64 * 2 * 4])
+
+
+GPU_DIGEST_SCRIPT = """
+import importlib.util, json, pathlib, sys
+import numpy as np, torch
+root = pathlib.Path(importlib.util.find_spec("sglang").origin).parent
+spec = importlib.util.spec_from_file_location("real", root / "kernels/ops/memory/gpu_tensor_hash.py")
+real = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+for size in json.loads(sys.argv[1]):
+    raw = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    words = torch.from_numpy(np.concatenate([raw, np.zeros(-size % 4, np.uint8)])).view(torch.uint32)
+    tiles = -(-words.numel() // 8192)
+    partial = torch.empty(tiles, dtype=torch.uint64)
+    seed = 0x243F6A88
+    real.hash_tiles32_kernel_blocked[(tiles,)](
+        words, partial, words.numel(), seed1=seed, seed2=((seed * 0x9E3779B1) ^ 0xDEADBEEF) & 0xFFFFFFFF,
+        FM_C1=real.FMIX32_C1, FM_C2=real.FMIX32_C2, POS_A=real.POS_C1, POS_B=real.POS_C2,
+        TILE=8192, BLOCK=256, USE_CG=False,
+    )
+    total = sum(int(value) for value in partial.numpy()) & ((1 << 64) - 1)
+    sys.stdout.write(f"{real._final_splitmix64(total):016x}\\n")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+def test_gpu_digest_is_that_of_sglangs_own_kernel() -> None:
+    """SGLang's Triton kernel, run on the CPU by Triton's interpreter, agrees on sizes around the tile boundaries."""
+    sizes = [4, 7, 8192 * 4, 8192 * 4 + 8]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", GPU_DIGEST_SCRIPT, str(sizes)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    raws = [np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    assert [tile_digest([raw]) for raw in raws] == done.stdout.split()
+    assert tile_digest([raws[2][:9000], raws[2][9000:]]) == tile_digest([raws[2]])
+    raws[3][8192 * 4 + 7] ^= 1
+    assert tile_digest([raws[3]]) != done.stdout.split()[3]
+
+
+def test_gpu_digest_of_more_than_one_chunk_depends_on_every_position() -> None:
+    raw = np.zeros(8192 * 4 * 40, dtype=np.uint8)
+    digests = {tile_digest([raw])}
+    for at in (0, 8192 * 4 * 16, raw.size - 1):
+        changed = raw.copy()
+        changed[at] = 1
+        digests.add(tile_digest([changed]))
+    assert len(digests) == 4

@@ -1,0 +1,192 @@
+"""The owner of the server's processes, and the CPU platform, without waiting for a server to be ready."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout.config import SGLangConfig
+from rollout.engine import EngineError
+from rollout.sglang.cpu_platform import PLATFORM_CLASS, activate
+from rollout.sglang.engine import SGLangEngine
+from rollout.sglang.server import PORTS, ServerSetup, SGLangServer, free_port
+from rollout.types import GenerateRequest, SamplingParams
+
+
+def make_server(log_dir: Path, *, environment: dict[str, str]) -> SGLangServer:
+    setup = ServerSetup(index=3, log_dir=log_dir, environment=environment)
+    return SGLangServer(setup, server_args={"model_path": "no-such-model"})
+
+
+def make_engine(log_dir: Path, **engine_args: object) -> SGLangEngine:
+    config = SGLangConfig(engine_args=dict(engine_args))
+    return SGLangEngine(config, index=2, seed=0, device="cpu", log_dir=log_dir, num_threads=1)
+
+
+def descendants() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_a_server_that_dies_at_once_is_reported_with_exit_code_and_log(tmp_path: Path) -> None:
+    server = make_server(tmp_path, environment={"PYTHONHASHSEED": "not-a-number"})
+    before = descendants()
+    begin = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        server.start(timeout_s=60)
+    text = str(caught.value)
+    assert time.monotonic() - begin < 20
+    assert text.startswith("engine 3 (sglang, policy version 0) start: the server ended before it was ready")
+    assert "The server ended with exit code 1" in text
+    assert f"last 20 lines of {tmp_path / 'engine-3.log'}:\n" in text
+    assert "PYTHONHASHSEED must be" in text
+    assert descendants() == before
+    assert (tmp_path / "engine-3.log").stat().st_mode & 0o777 == 0o600
+    server.stop()
+
+
+def test_a_server_that_is_killed_while_it_starts_is_reported_with_the_signal(tmp_path: Path) -> None:
+    server = make_server(tmp_path, environment={})
+    before = descendants()
+
+    def kill() -> None:
+        while server._process is None:
+            time.sleep(0.01)
+        server._process.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(EngineError, match=r"start: .* The server ended with exit code -9 \(SIGKILL\)"):
+        server.start(timeout_s=60)
+    assert time.monotonic() - begin < 15
+    killer.join()
+    assert descendants() == before
+    server.stop()
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
+    server = make_server(tmp_path, environment={})
+    before = descendants()
+    begin = time.monotonic()
+    with pytest.raises(
+        EngineError, match=r"not ready within rollout\.start_timeout_s=1\.0; its last answer: .*refused"
+    ):
+        server.start(timeout_s=1.0)
+    assert time.monotonic() - begin < 15
+    assert descendants() == before
+
+
+def test_log_tail_hides_keys_and_noise_and_keeps_the_last_twenty_lines(tmp_path: Path) -> None:
+    server = make_server(tmp_path, environment={})
+    lines = [f"line {number}" for number in range(30)]
+    lines += ["", 'leaked function "set_loc"', "nanobind: leaked 3 types!"]
+    lines.append(f"the key is {server._api_key} or {server._admin_api_key}")
+    (tmp_path / "engine-3.log").write_text("\n".join(lines), encoding="utf-8")
+    text = server.error("generate", "it broke", policy_version=7)
+    assert text.startswith("engine 3 (sglang, policy version 7) generate: it broke\nlast 20 lines of ")
+    tail = text.splitlines()[2:]
+    assert tail == [*(f"line {number}" for number in range(11, 30)), "the key is [redacted] or [redacted]"]
+
+
+ORPHAN_SCRIPT = """
+import os, sys, threading, time
+from pathlib import Path
+from rollout.sglang.server import ServerSetup, SGLangServer
+server = SGLangServer(ServerSetup(index=0, log_dir=Path(sys.argv[1]), environment={}), server_args={"model_path": "x"})
+threading.Thread(target=server.start, kwargs={"timeout_s": 60}, daemon=True).start()
+while server._process is None:
+    time.sleep(0.01)
+sys.stdout.write(f"{server._process.pid}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux")
+def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
+    """Killed before or after the server asked the kernel for this: in both cases nothing stays."""
+    for delay_s in (0.0, 4.0):
+        owner = subprocess.Popen(
+            [sys.executable, "-c", ORPHAN_SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        assert owner.stdout is not None
+        launched = psutil.Process(int(owner.stdout.readline()))
+        time.sleep(delay_s)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(timeout=10)
+        owner.stdout.close()
+        deadline = time.monotonic() + 30
+        while launched.is_running() and launched.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not launched.is_running() or launched.status() == psutil.STATUS_ZOMBIE
+
+
+def test_ports_lie_below_those_of_outgoing_connections_and_are_free() -> None:
+    ports = {free_port() for _ in range(20)}
+    assert ports <= set(PORTS)
+    assert len(ports) > 10
+    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
+    assert max(ports) < first_ephemeral
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
+
+
+def test_engine_args_that_break_the_weight_sync_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"rollout\.engine_args\.tp_size=2 makes weight syncs impossible to verify"):
+        make_engine(tmp_path, tp_size=2)
+    with pytest.raises(EngineError, match=r"rollout\.engine_args\.weight_version='9' is set by Parity"):
+        make_engine(tmp_path, weight_version="9")
+    with pytest.raises(EngineError, match="device must be cpu or cuda, got 'tpu'"):
+        SGLangEngine(SGLangConfig(), index=0, seed=0, device="tpu", log_dir=tmp_path, num_threads=None)
+
+
+def test_an_engine_that_does_not_run_says_so(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0)
+    request = GenerateRequest(prompt_id=0, sample_index=0, prompt_token_ids=[1], sampling=sampling)
+    with pytest.raises(EngineError, match=r"engine 2 \(sglang, policy version 0\) generate: .*call start\(\) first"):
+        engine.generate([request])
+    with pytest.raises(EngineError, match="load_weights: the engine is not running"):
+        engine.load_weights([])
+    engine.stop()
+    engine.stop()
+
+
+def test_a_directory_without_a_model_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    before = descendants()
+    with pytest.raises(EngineError, match=re.escape(f"{tmp_path} is not a model directory: it has no config.json")):
+        make_engine(tmp_path).start(tmp_path)
+    assert descendants() == before
+
+
+def test_the_platform_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    assert activate() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "parity_cpu")
+    assert activate() == (None if torch.cuda.is_available() else PLATFORM_CLASS)
+
+
+def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
+    """A fresh interpreter, because an import of torchvision cannot be tried twice."""
+    script = (
+        "import sys; import rollout.sglang.cpu_platform as platform;"
+        "assert not {'torch', 'sglang', 'torchvision'} & set(sys.modules), 'heavy import';"
+        "platform.declare_torchvision_operators();"
+        "assert not platform.declare_torchvision_operators(), 'declared twice';"
+        "import importlib.util;"
+        "importlib.util.find_spec('torchvision') and __import__('torchvision')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr

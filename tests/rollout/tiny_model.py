@@ -1,0 +1,61 @@
+"""A tiny random model in a Hugging Face directory (config.json + safetensors): seed -> directory. For engine tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollout.sglang.cpu_platform import declare_torchvision_operators
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCAB_SIZE = 67
+"""Not a multiple of 64: engines that pad the vocabulary must still report the right log-probs and digests."""
+EOS_TOKEN_ID = 1
+
+
+def write_tiny_model(
+    directory: Path, *, seed: int = 0, model_type: str = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
+
+    Args:
+        directory: created if missing; receives config.json, generation_config.json and model.safetensors.
+        seed: decides every weight.
+        model_type: "qwen2", "qwen3" or "llama".
+        tied: whether lm_head shares the embedding.
+        dtype: type in which the weights are stored.
+    """
+    declare_torchvision_operators()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=EOS_TOKEN_ID,
+        pad_token_id=None,
+        tie_word_embeddings=tied,
+        # Wide weights: a peaked next-token law, so that a wrong weight or temperature changes log-probs visibly.
+        initializer_range=0.12,
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            # Biases start at 0 and norms at 1: make them tell a lost tensor from a loaded one.
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    model = model.to(dtype).eval()
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory, safe_serialization=True)
+    return model
