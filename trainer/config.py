@@ -355,10 +355,11 @@ class TrainConfig(Checked):
                 rule=f"must be < sampling.max_new_tokens ({self.sampling.max_new_tokens})",
                 value=self.reward.overlong_buffer_tokens,
             )
-        if self.sampling.max_new_tokens >= self.batch.max_tokens_per_microbatch:
+        prompt_tokens = self.data.max_prompt_tokens if isinstance(self.data, FileDataConfig) else 1
+        if prompt_tokens + self.sampling.max_new_tokens > self.batch.max_tokens_per_microbatch:
             yield Problem(
                 key="batch.max_tokens_per_microbatch",
-                rule="must hold one prompt and sampling.max_new_tokens "
+                rule=f"must hold a prompt ({prompt_tokens} tokens) and sampling.max_new_tokens "
                 f"({self.sampling.max_new_tokens}) response tokens",
                 value=self.batch.max_tokens_per_microbatch,
             )

@@ -259,11 +259,12 @@ def test_ray_listens_on_loopback_only() -> None:
     import psutil
 
     me = psutil.Process()
-    listening = [
-        connection.laddr.ip
-        for process in [me, *me.children(recursive=True)]
-        for connection in process.net_connections(kind="tcp")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    listening = []
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            connections = process.net_connections(kind="tcp")
+        except psutil.NoSuchProcess:  # a Ray helper that ended between the two calls
+            continue
+        listening += [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
     assert listening
     assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
