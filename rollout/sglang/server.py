@@ -12,12 +12,10 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -29,9 +27,11 @@ import psutil
 
 from rollout.engine import EngineError
 from rollout.sglang.client import HOST, ClientError, SGLangClient
+from rollout.sglang.scratch import Scratch
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 256 * 1024
+SPAWN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 6.0
 TRACKER_TIMEOUT_S = 1.0
 """Python's resource tracker is left alive this long after the others, to remove the semaphores that they used."""
@@ -41,9 +41,6 @@ NOTICE_TIMEOUT_S = 1.0
 READY_INTERVAL_S = 0.25
 PORTS = range(20_000, 32_000)
 """Below the range from which the kernel picks ports of outgoing connections, so none can take ours meanwhile."""
-SHARED_MEMORY = Path("/dev") / "shm"
-OWN_SEGMENTS = ("sglang_", "sgl_", "sem.mp-", "psm_", "torch_")
-"""Beginnings of the names that SGLang's processes give to shared memory; a killed process cannot remove its own."""
 LOG_NOISE = re.compile(r"nanobind|leaked (function|type|instance|keep_alive)|\.\.\. skipped remainder|^\s*$")
 """Lines that a dying server prints by the hundred and that explain nothing."""
 
@@ -83,10 +80,13 @@ class SGLangServer:
             "admin_api_key": self._admin_api_key,
         }
         self._process: subprocess.Popen[bytes] | None = None
-        self._temporary: Path | None = None
         self._members: list[psutil.Process] = []
-        self._segments: set[Path] = set()
+        self._parts: list[psutil.Process] = []
+        """Processes without which the server cannot serve."""
+        self._scratch: Scratch | None = None
         self._survivors: set[int] = set()
+        self._log_start = 0
+        """Size of the log when this server began to write to it."""
         self._end_noticed = threading.Event()
         self._end_cause = ""
         """Set before `_end_noticed` is."""
@@ -109,17 +109,22 @@ class SGLangServer:
     def start(self, *, timeout_s: float) -> None:
         """Start the processes and return when the server answers. Raises EngineError; then nothing is left running."""
         deadline = time.monotonic() + timeout_s
-        self._setup.log_dir.mkdir(parents=True, exist_ok=True)
-        self._temporary = Path(tempfile.mkdtemp(prefix="parity-engine-"))
-        atexit.register(self.stop)
-        self._spawn()
         try:
+            self._setup.log_dir.mkdir(parents=True, exist_ok=True)
+            self._scratch = Scratch()
+        except OSError as error:
+            raise EngineError(f"engine {self._setup.index} (sglang) start: {error}") from error
+        atexit.register(self.stop)
+        try:
+            self._spawn()
             self._wait_ready(deadline, timeout_s)
         except BaseException:
             self.stop()
             raise
         self._members = self._session()
-        self._segments |= _mapped_segments(self._members)
+        self._scratch.note_segments(self._members)
+        # Helpers of helpers may come and go; the direct children are SGLang's scheduler and detokenizer.
+        self._parts = [m for m in self._members if m.ppid() == self._leader and not _is_tracker(m)]
 
     def stop(self) -> None:
         """Kill every process of the server and remove what they left; safe to call twice.
@@ -127,23 +132,18 @@ class SGLangServer:
         Raises EngineError if a process survives SIGKILL for 6 seconds.
         """
         with self._stopping:
-            if self._process is None:
-                return
-            if not self._ended.is_set():
+            if self._process is not None and not self._ended.is_set():
                 # The keeper thread sees the end and finishes the work.
                 self._kill_all()
                 self._ended.wait(timeout=2 * STOP_TIMEOUT_S)
-            for segment in self._segments:
-                segment.unlink(missing_ok=True)
-            if self._temporary is not None:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+            if self._scratch is not None:
+                self._scratch.remove()
             atexit.unregister(self.stop)
-            if self._survivors or not self._ended.is_set():
+            if self._survivors or (self._process is not None and not self._ended.is_set()):
                 raise EngineError(
                     f"engine {self._setup.index} (sglang) stop: processes {sorted(self._survivors)} still exist "
                     f"{STOP_TIMEOUT_S:.0f} s after SIGKILL; a driver call may be stuck"
                 )
-            self._process = None
 
     def error(self, phase: str, cause: str, *, policy_version: int, lost: bool = False) -> str:
         """Text of an error: engine, policy version, phase, cause, how the server ended, the end of its log.
@@ -163,18 +163,22 @@ class SGLangServer:
         threading.Thread(
             target=self._keep, args=(started, failure), name=f"engine-{self._setup.index}-keeper", daemon=True
         ).start()
-        started.wait()
+        if not started.wait(timeout=SPAWN_TIMEOUT_S):
+            raise EngineError(f"engine {self._setup.index} (sglang) start: no process after {SPAWN_TIMEOUT_S:.0f} s")
         if failure:
             raise EngineError(f"engine {self._setup.index} (sglang) start: {failure[0]}") from failure[0]
 
     def _keep(self, started: threading.Event, failure: list[OSError]) -> None:
         """Body of the keeper thread: start the process, then end all of the server as soon as a part of it is gone."""
-        environment = {**os.environ, **self._setup.environment, "TMPDIR": str(self._temporary)}
+        assert self._scratch is not None
+        environment = {**os.environ, **self._setup.environment, "TMPDIR": str(self._scratch.path)}
         request = {"parent_pid": os.getpid(), "server_args": self._server_args}
         try:
             # The log may quote arguments of requests: readable by this user only.
-            descriptor = os.open(self._setup.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            descriptor = os.open(self._setup.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as log:
+                os.fchmod(descriptor, 0o600)
+                self._log_start = os.fstat(descriptor).st_size
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "rollout.sglang.launch"],
                     stdin=subprocess.PIPE,
@@ -202,7 +206,7 @@ class SGLangServer:
             if code is not None:
                 self._end_cause = f"The server ended with {_exit_text(code)}"
                 break
-            gone = [member for member in self._members if not _is_alive(member)]
+            gone = [part for part in self._parts if not _is_alive(part)]
             if gone:
                 self._end_cause = f"A part of the server ended: process {gone[0].pid}"
                 break
@@ -248,10 +252,10 @@ class SGLangServer:
 
     def _kill_all(self) -> set[int]:
         """Kill the whole session; process ids that are still there when the deadline passes."""
-        assert self._process is not None
+        assert self._process is not None and self._scratch is not None
         deadline = time.monotonic() + STOP_TIMEOUT_S
         members = self._session()
-        self._segments |= _mapped_segments(members)
+        self._scratch.note_segments(members)
         trackers = [member for member in members if _is_tracker(member)]
         while others := [member for member in self._session() if member not in trackers]:
             for member in others:
@@ -272,7 +276,7 @@ class SGLangServer:
         try:
             with self._setup.log_path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+                log.seek(max(self._log_start, log.tell() - LOG_TAIL_BYTES))
                 text = log.read().decode("utf-8", errors="replace")
         except OSError as error:
             return f"(the log cannot be read: {error})"
@@ -322,18 +326,3 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         return
-
-
-def _mapped_segments(processes: list[psutil.Process]) -> set[Path]:
-    """Shared-memory files of SGLang that the processes have mapped."""
-    segments = set()
-    for process in processes:
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        for line in maps.splitlines():
-            path = Path(line.split(maxsplit=5)[-1])
-            if path.parent == SHARED_MEMORY and path.name.startswith(OWN_SEGMENTS):
-                segments.add(path)
-    return segments

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollout.config import SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.cpu_platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
+from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import PORTS, ServerSetup, SGLangServer, free_port
 from rollout.types import GenerateRequest, SamplingParams
 
@@ -52,6 +54,11 @@ def test_a_server_that_dies_at_once_is_reported_with_exit_code_and_log(tmp_path:
     assert descendants() == before
     assert (tmp_path / "engine-3.log").stat().st_mode & 0o777 == 0o600
     server.stop()
+    # A second server appends to the log, and quotes only its own lines.
+    with pytest.raises(EngineError) as caught:
+        make_server(tmp_path, environment={"PYTHONHASHSEED": "-2"}).start(timeout_s=60)
+    assert str(caught.value).count("PYTHONHASHSEED must be") == 1
+    assert (tmp_path / "engine-3.log").read_text(encoding="utf-8").count("PYTHONHASHSEED must be") == 2
 
 
 def test_a_server_that_is_killed_while_it_starts_is_reported_with_the_signal(tmp_path: Path) -> None:
@@ -101,6 +108,7 @@ def test_log_tail_hides_keys_and_noise_and_keeps_the_last_twenty_lines(tmp_path:
 ORPHAN_SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
+from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import ServerSetup, SGLangServer
 server = SGLangServer(ServerSetup(index=0, log_dir=Path(sys.argv[1]), environment={}), server_args={"model_path": "x"})
 threading.Thread(target=server.start, kwargs={"timeout_s": 60}, daemon=True).start()
@@ -129,6 +137,49 @@ def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
         while launched.is_running() and launched.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not launched.is_running() or launched.status() == psutil.STATUS_ZOMBIE
+
+
+SCRATCH_SCRIPT = """
+import sys, time
+from pathlib import Path
+from rollout.sglang.scratch import SEGMENTS, Scratch
+scratch = Scratch()
+(scratch.path / SEGMENTS).write_text(sys.argv[1])
+sys.stdout.write(f"{scratch.path}\\n")
+sys.stdout.flush()
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_owner_left_is_swept_and_what_a_living_one_uses_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    segment = SHARED_MEMORY / f"sglang_loads_{tmp_path.name}"
+    foreign = SHARED_MEMORY / f"foreign_{tmp_path.name}"
+    script = [sys.executable, "-c", SCRATCH_SCRIPT, f"{segment.name}\n{foreign.name}\n../etc/passwd\n"]
+    owner = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        left = Path(owner.stdout.readline().strip())
+        owner.stdout.close()
+        assert left.parent == tmp_path and left.stat().st_mode & 0o777 == 0o700
+        segment.touch()
+        foreign.touch()
+        sweep()
+        assert left.is_dir() and segment.exists()
+        owner.kill()
+        owner.wait(timeout=10)
+        mine = Scratch()
+        assert not left.exists() and not segment.exists() and foreign.exists()
+        mine.remove()
+        mine.remove()
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        owner.kill()
+        segment.unlink(missing_ok=True)
+        foreign.unlink(missing_ok=True)
 
 
 def test_ports_lie_below_those_of_outgoing_connections_and_are_free() -> None:
