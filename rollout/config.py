@@ -65,12 +65,19 @@ OWNED_SGLANG_ARGS = frozenset(
         "trust_remote_code",
         "sleep_on_idle",
         "log_level",
+        "custom_weight_loader",
+        "weight_version",
     ]
 )
 """SGLang options that Parity sets itself; passing them through would contradict a key of ours."""
 
 REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})
 """SGLang options that run code found in a request."""
+
+UNSUPPORTED_SGLANG_ARGS = frozenset(
+    {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm", "tp_size"}
+)
+"""SGLang options under which the weights that an engine holds cannot be verified tensor by tensor yet."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +93,13 @@ class SGLangConfig(EngineConfig):
         for key, value in self.engine_args.items():
             if key in OWNED_SGLANG_ARGS:
                 yield Problem(key=f"engine_args.{key}", rule="is set by Parity", value=value, remedy="Remove it.")
+            if key in UNSUPPORTED_SGLANG_ARGS and value not in (None, False, 1):
+                yield Problem(
+                    key=f"engine_args.{key}",
+                    rule="is not supported: the engine's weights could not be verified",
+                    value=value,
+                    remedy="Remove it; more engines (rollout.num_engines) are supported.",
+                )
             if key in REFUSED_SGLANG_ARGS:
                 yield Problem(
                     key=f"engine_args.{key}",

@@ -45,14 +45,6 @@ CPU_SERVER_ARGS: dict[str, Any] = {
 }
 """Defaults on a CPU; rollout.engine_args override them."""
 
-ENGINE_OWNED_ARGS = frozenset({"custom_weight_loader", "weight_version"})
-"""Arguments that the weight sync depends on, besides those that rollout.config refuses."""
-
-UNVERIFIABLE_ARGS = frozenset(
-    {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm", "tp_size"}
-)
-"""Arguments under which the engine no longer holds the policy's weights one to one."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -80,11 +72,6 @@ class SGLangEngine:
         """
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
-        for name in sorted(config.engine_args.keys() & (ENGINE_OWNED_ARGS | UNVERIFIABLE_ARGS)):
-            why = "is set by Parity" if name in ENGINE_OWNED_ARGS else "makes weight syncs impossible to verify"
-            raise EngineError(
-                f"engine {index} (sglang): rollout.engine_args.{name}={config.engine_args[name]!r} {why}. Remove it."
-            )
         self._config = config
         self._index = index
         self._seed = seed
