@@ -49,7 +49,7 @@ LIGHT_MODULES = (
     "rollout.config",
     "rollout.types",
     "trainer.config",
-    "trainer.cli",
+    "trainer.cli.commands",
     "trainer.__main__",
 )
 HEAVY_MODULES = ("torch", "ray", "sglang", "transformers", "datasets", "wandb")

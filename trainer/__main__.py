@@ -1,10 +1,10 @@
-"""The command `parity`, also `python -m trainer`: words of the command line -> exit code. See trainer/cli.py."""
+"""The command `parity`, also `python -m trainer`: words -> exit code. See trainer/cli/commands.py."""
 
 from __future__ import annotations
 
 import sys
 
-from trainer.cli import run
+from trainer.cli.commands import run
 
 
 def main() -> int:

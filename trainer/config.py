@@ -1,7 +1,7 @@
 """TrainConfig: composes the component configs and checks only what crosses them.
 
 Imports no torch, no Ray and no SGLang: the command line builds and checks it in well under a second.
-`GROUPS` is the table from which the Hydra groups are registered (see trainer/compose.py).
+`GROUPS` is the table from which the Hydra groups are registered (see trainer/cli/compose.py).
 """
 
 from __future__ import annotations

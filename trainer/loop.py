@@ -4,7 +4,7 @@
            -advantages, pack-> TrainBatch ([T] tensors, denominators fixed)    trainer/packing.py
            -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
-           -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking.py
+           -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
 
 The weights that sample step k have version = completed optimizer steps; each sample carries it.
 """
@@ -24,9 +24,9 @@ from trainer.cluster import Cluster
 from trainer.config import TrainConfig
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
-from trainer.report import write_report
 from trainer.task import Task, load_task
-from trainer.tracking import Tracker, sample_rows
+from trainer.tracking.report import write_report
+from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
 
 logger = logging.getLogger(__name__)

@@ -66,10 +66,7 @@ class SGLangEngine:
         log_dir: Path,
         num_threads: int | None,
     ) -> None:
-        """`num_threads` bounds the compute threads of the server; None leaves the choice to it.
-
-        Raises EngineError for engine_args under which a weight sync cannot be verified.
-        """
+        """`num_threads` bounds the compute threads of the server; None leaves the choice to it."""
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config

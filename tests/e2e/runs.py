@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.compose import resolve
+from trainer.cli.compose import resolve
 from trainer.config import TrainConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"

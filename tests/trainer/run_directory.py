@@ -10,8 +10,8 @@ from pathlib import Path
 from rollout.config import ArithmeticDataConfig, DynamicCollectConfig
 from rollout.types import FinishReason
 from trainer.config import ArithmeticModelConfig, RunConfig, SamplingConfig, TrackingConfig, TrainConfig, WandbMode
-from trainer.console import Console
-from trainer.tracking import SampleRow, Tracker
+from trainer.tracking.console import Console
+from trainer.tracking.tracker import SampleRow, Tracker
 
 
 def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, float | None]:

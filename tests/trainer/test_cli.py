@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_process import HEAVY, parity
 
-from trainer.cli import run
+from trainer.cli.commands import run
 
 
 @pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["doctor", "--help"], ["train", "--help"]])

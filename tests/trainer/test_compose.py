@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from algorithms.config import Aggregation, BypassConfig, Level, MISConfig, PPOISConfig, TISConfig, VanillaISConfig
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
-from trainer.catalog import find_recipe
-from trainer.compose import Resolution, build_config, resolve, start_problems
+from trainer.cli.catalog import find_recipe
+from trainer.cli.compose import Resolution, build_config, resolve, start_problems
+from trainer.cli.session import empty_root
 from trainer.config import GROUPS, TrainConfig
-from trainer.session import empty_root
 
 
 def recipe(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""trainer/console.py: the step line, plain output in a pipe, a real bar on a real (pseudo) terminal."""
+"""trainer/tracking/console.py: the step line, plain output in a pipe, a real bar on a real (pseudo) terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.console import Console, step_line
+from trainer.tracking.console import Console, step_line
 
 METRICS: dict[str, float | None] = {
     "reward/mean": 0.4123,
@@ -102,7 +102,7 @@ def test_a_reader_that_goes_away_is_no_obstacle(caplog: pytest.LogCaptureFixture
                 logging.getLogger("engine").warning("late answer")
     with suppress(BrokenPipeError):  # what is buffered can no longer be written
         stream.close()
-    assert [record.name for record in caplog.records].count("trainer.console") == 1
+    assert [record.name for record in caplog.records].count("trainer.tracking.console") == 1
 
 
 def test_root_handlers_are_given_back() -> None:
@@ -120,7 +120,7 @@ def test_root_handlers_are_given_back() -> None:
 
 SCRIPT = """
 import logging, sys, time
-from trainer.console import Console
+from trainer.tracking.console import Console
 with Console(3) as console:
     console.phase("starting engines")
     console.progress(1, 2, detail="loss 0.1")

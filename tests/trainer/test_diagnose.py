@@ -9,12 +9,12 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from trainer.catalog import find_recipe
-from trainer.compose import resolve
+from trainer.cli.catalog import find_recipe
+from trainer.cli.compose import resolve
+from trainer.cli.diagnose import diagnose
+from trainer.cli.overrides import recipe_override
+from trainer.cli.session import hydra_session
 from trainer.config import GROUPS
-from trainer.diagnose import diagnose
-from trainer.overrides import recipe_override
-from trainer.session import hydra_session
 
 START = "defaults: [/train, override /model: arithmetic, override /data: arithmetic, _self_]\n"
 

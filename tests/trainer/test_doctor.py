@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from cli_process import parity
 
-from trainer import doctor
-from trainer.doctor import Finding, Findings, Status
+from trainer.cli import doctor
+from trainer.cli.doctor import Finding, Findings, Status
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

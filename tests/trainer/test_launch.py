@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rollout.engine import EngineError
-from trainer.cli import run
+from trainer.cli.commands import run
 from trainer.config import TrainConfig
 
 Train = Callable[[TrainConfig], SimpleNamespace]

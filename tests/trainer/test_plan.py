@@ -10,6 +10,8 @@ import pytest
 
 from algorithms.config import BypassConfig, MISConfig, RecomputeConfig, RejectedDenominator
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
+from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
+from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.config import (
     ArithmeticModelConfig,
     BatchConfig,
@@ -19,8 +21,6 @@ from trainer.config import (
     PolicyConfig,
     TrainConfig,
 )
-from trainer.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
-from trainer.plan import Machine, forwards, render_plan, size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 

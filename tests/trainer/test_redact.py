@@ -1,4 +1,4 @@
-"""trainer/redact.py: planted secrets never survive, our own keys always do."""
+"""trainer/tracking/redact.py: planted secrets never survive, our own keys always do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from rollout.config import FileDataConfig, SGLangConfig
 from trainer.config import ArithmeticDataConfig, ArithmeticModelConfig, TrainConfig
-from trainer.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from trainer.tracking.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"
 

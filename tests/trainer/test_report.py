@@ -1,4 +1,4 @@
-"""trainer/report.py: what is on the page, what cannot get onto it, and the page in a real browser."""
+"""trainer/tracking/report.py: what is on the page, what cannot get onto it, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from PIL import Image
 from run_directory import step_metrics, write_run
 
 from rollout.types import FinishReason
-from trainer.report import render, write_report
-from trainer.report_charts import SECTIONS, draw
-from trainer.report_data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
-from trainer.tracking import SampleRow
+from trainer.tracking.report import render, write_report
+from trainer.tracking.report_charts import SECTIONS, draw
+from trainer.tracking.report_data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
+from trainer.tracking.tracker import SampleRow
 
 CHROMIUM = browser.find_chromium()
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")

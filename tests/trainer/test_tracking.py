@@ -1,4 +1,4 @@
-"""trainer/tracking.py with its W&B side: real files, a real W&B process (offline), real failures."""
+"""trainer/tracking/tracker.py with its W&B side: real files, a real W&B process (offline), real failures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import psutil
 import pytest
 import wandb_file
 
-import trainer.wandb_sink as wandb_sink
+import trainer.tracking.wandb_sink as wandb_sink
 from rollout.config import ArithmeticDataConfig, SGLangConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.compose import resolve
+from trainer.cli.compose import resolve
 from trainer.config import (
     ArithmeticModelConfig,
     MISConfig,
@@ -31,9 +31,9 @@ from trainer.config import (
     TrainConfig,
     WandbMode,
 )
-from trainer.console import Console
-from trainer.tracking import SampleRow, Tracker, sample_rows, select_rows
-from trainer.wandb_sink import WandbSink, has_wandb_key
+from trainer.tracking.console import Console
+from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
+from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
 SECRET = "pl4nted-s3cret-value"
 
@@ -174,7 +174,7 @@ def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from trainer.tracking import _take_directory\n"
+        "import sys, time; from pathlib import Path; from trainer.tracking.tracker import _take_directory\n"
         f"lock = _take_directory(Path({str(tmp_path / 'run')!r})); sys.stdout.write('locked'); sys.stdout.flush()\n"
         "time.sleep(60)"
     )
@@ -338,7 +338,7 @@ def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
 import io, os, sys, time
 from pathlib import Path
 from trainer.config import TrackingConfig, WandbMode
-from trainer.wandb_sink import WandbSink
+from trainer.tracking.wandb_sink import WandbSink
 sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
                  report=lambda line: None)
 sink.start()

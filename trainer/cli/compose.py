@@ -1,7 +1,7 @@
 """Recipe + overrides -> TrainConfig, through Hydra. The DictConfig ends in `build_config`.
 
 `resolve` checks everything that a command would start, one run or every run of a sweep, and gives all problems
-together: what Hydra cannot compose (`trainer/diagnose.py`), the rules of each component and the rules across them.
+together: what Hydra cannot compose (`diagnose.py`), the rules of each component and the rules across them.
 Nothing here imports torch, Ray or SGLang.
 """
 
@@ -24,11 +24,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from algorithms.config import Checked, Problem
 from rollout.config import SGLangConfig
 from rollout.rewards.functions import reward_names
-from trainer import keys
+from trainer.cli import keys
+from trainer.cli.diagnose import diagnose, order_problem
+from trainer.cli.overrides import expand, parse, recipe_override
+from trainer.cli.session import hydra_session
 from trainer.config import GROUPS, RunConfig, TrainConfig
-from trainer.diagnose import diagnose, order_problem
-from trainer.overrides import expand, parse, recipe_override
-from trainer.session import hydra_session
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """The sweeper whose runs are known before it starts them."""

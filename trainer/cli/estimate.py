@@ -1,6 +1,6 @@
 """TrainConfig -> tokens, micro-batches and memory at the length cap, before anything is loaded. No torch.
 
-`trainer/plan.py` prints it. Everything here is at the cap: every prompt and every response as long as it may be.
+`plan.py` prints it. Everything here is at the cap: every prompt and every response as long as it may be.
 """
 
 from __future__ import annotations

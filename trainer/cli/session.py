@@ -1,6 +1,6 @@
 """Hydra, told where the project's configs are: typed groups, configs/, recipes/ and the user's own directory.
 
-`trainer/compose.py` composes inside a `hydra_session`; `trainer/launch.py` registers the same places for hydra.main.
+`compose.py` composes inside a `hydra_session`; `launch.py` registers the same places for hydra.main.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
+from trainer.cli.paths import config_dir, recipe_dir
 from trainer.config import GROUPS, TrainConfig
-from trainer.paths import config_dir, recipe_dir
 
 VERSION_BASE = "1.3"
 """Behaviour of Hydra that the configs are written for."""

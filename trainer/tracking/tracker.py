@@ -3,11 +3,11 @@
 metrics.jsonl is the source of truth: an error while writing it stops the run. Everything after it is a convenience:
 an error there is one warning and a count. The directory of a run:
 
-    config.yaml        the resolved config, as a recipe (trainer/provenance.py)
+    config.yaml        the resolved config, as a recipe (provenance.py)
     environment.json   versions, revision, machine, command line
     metrics.jsonl      one JSON object per step
     samples.jsonl      some samples per step
-    wandb_run_id       and wandb/, wandb.log: the W&B side (trainer/wandb_sink.py)
+    wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
     status.json        how the run ended
 """
 
@@ -28,9 +28,9 @@ from typing import TextIO
 
 from rollout.types import FinishReason, SampleGroup
 from trainer.config import TrainConfig
-from trainer.console import Console
-from trainer.provenance import config_document, config_record, environment_record, group_choices
-from trainer.wandb_sink import WandbSink
+from trainer.tracking.console import Console
+from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
+from trainer.tracking.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The process that talks to W&B: JSON lines in, JSON lines out. Started by trainer/wandb_sink.py.
+"""The process that talks to W&B: JSON lines in, JSON lines out. Started by wandb_sink.py.
 
 wandb hooks the exit of its process, waits there for the network and starts services of its own. In a process of its
 own none of that can delay or end a run, and the run's crash is seen here (end of input) and told to W&B.

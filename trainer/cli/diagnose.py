@@ -1,7 +1,7 @@
 """A composition that Hydra refused -> every error in it, each with its file or override, key and nearest match.
 
 Hydra stops at the first error. Here the same files and overrides are merged again, one key at a time, and what
-cannot be merged is left out and reported; `trainer/compose.py` then checks the rules on what is left.
+cannot be merged is left out and reported; `compose.py` then checks the rules on what is left.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Problem
-from trainer import keys
+from trainer.cli import keys
+from trainer.cli.paths import MAIN_CONFIG
+from trainer.cli.session import SCHEMA, empty_root
 from trainer.config import GROUPS
-from trainer.paths import MAIN_CONFIG
-from trainer.session import SCHEMA, empty_root
 
 OVERRIDE_PREFIX = "override "
 """In a defaults list, `override /model: hf` replaces the choice that an earlier entry made."""

@@ -1,6 +1,6 @@
 """Words of the command line -> exit code: `parity train`, `parity recipes`, `parity doctor`, shell completion.
 
-`train` checks everything with `trainer/compose.py` before it hands over to Hydra in `trainer/launch.py`. Only the
+`train` checks everything with `compose.py` before it hands over to Hydra in `launch.py`. Only the
 standard library is imported here: help appears at once, and a mistake is reported before torch or Ray is loaded.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import Problem
-from trainer.catalog import find_recipe, read_card, recipe_files
+from trainer.cli.catalog import find_recipe, read_card, recipe_files
+from trainer.cli.paths import recipe_dir
 from trainer.config import GROUPS
-from trainer.paths import recipe_dir
 
 if TYPE_CHECKING:
-    from trainer.arguments import TrainArguments
+    from trainer.cli.arguments import TrainArguments
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
@@ -94,7 +94,7 @@ def report(problems: Sequence[Problem], *, command: str) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if any(flag in words[:2] for flag in COMPLETION_FLAGS):
-        from trainer.completion import complete
+        from trainer.cli.completion import complete
 
         return complete(words)
     if not words:
@@ -137,7 +137,7 @@ def _recipes() -> int:
 
 
 def _doctor() -> int:
-    from trainer.doctor import examine, render
+    from trainer.cli.doctor import examine, render
 
     findings = examine()
     sys.stdout.write(render(findings))
@@ -153,7 +153,7 @@ def _train(words: list[str]) -> int:
         names = ", ".join(recipe_files(recipe_dir()))
         remedy = f"parity train <recipe>; recipes: {names}."
         return report([Problem(key="recipe", rule="must be given", value=None, remedy=remedy)], command="parity train")
-    from trainer.arguments import parse_train
+    from trainer.cli.arguments import parse_train
 
     arguments, problems = parse_train(words)
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
@@ -164,7 +164,7 @@ def _train(words: list[str]) -> int:
 
 def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Problem]) -> int:
     """Resolve everything, report all problems together, then print the plan or hand over to Hydra."""
-    from trainer.compose import resolve, start_problems
+    from trainer.cli.compose import resolve, start_problems
 
     command = f"parity train {arguments.recipe}"
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
@@ -177,10 +177,10 @@ def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Probl
     if problems:
         return report(problems, command=command)
     if arguments.dry_run:
-        from trainer.plan import render_plans
+        from trainer.cli.plan import render_plans
 
         sys.stdout.write(render_plans(resolution))
         return DONE
-    from trainer.launch import launch
+    from trainer.cli.launch import launch
 
     return launch(recipe, arguments)

@@ -1,6 +1,6 @@
 """What the keys of a configuration are: which exist, what they accept, which one was meant. Gives Problems.
 
-Reads the types of the config dataclasses, never their values. Used by `trainer/compose.py` and `trainer/diagnose.py`.
+Reads the types of the config dataclasses, never their values. Used by `compose.py` and `diagnose.py`.
 """
 
 from __future__ import annotations

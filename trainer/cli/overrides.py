@@ -1,6 +1,6 @@
 """Words of the command line -> parsed overrides, and a sweep -> the overrides of each of its runs.
 
-Each word is parsed by itself, so that one that cannot be read does not hide the others. Used by `trainer/compose.py`.
+Each word is parsed by itself, so that one that cannot be read does not hide the others. Used by `compose.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Words after `parity train` -> TrainArguments: the recipe, Hydra's flags, ours, and the overrides.
 
 Hydra's own parser reads the words, so that every flag of Hydra means what Hydra says; flags may stand anywhere.
-Used by `trainer/cli.py`; `trainer/launch.py` hands `hydra_words` to hydra.main.
+Used by `commands.py`; `launch.py` hands `hydra_words` to hydra.main.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 
 from algorithms.config import Problem
-from trainer.keys import nearest
+from trainer.cli.keys import nearest
 
 DRY_RUN = "--dry-run"
 INSPECTIONS = ("--cfg", "--info", "--hydra-help", "--help")

@@ -1,6 +1,6 @@
 """Take secrets out of whatever is written down: configs, command lines, environment records.
 
-Anything -> the same shape with secret strings replaced by "<redacted>". Used by trainer/tracking.py before a config
+Anything -> the same shape with secret strings replaced by "<redacted>". Used by tracker.py before a config
 reaches config.yaml, environment.json or W&B. A secret is recognised by the name of its key (api_key, hf_token,
 password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known prefix.
 """

@@ -1,6 +1,6 @@
-"""Rows of numbers -> W&B, without ever stopping or delaying a run. Used only by trainer/tracking.py.
+"""Rows of numbers -> W&B, without ever stopping or delaying a run. Used only by tracker.py.
 
-wandb lives in a process of its own (trainer/wandb_process.py). It starts while the run starts; rows are queued and
+wandb lives in a process of its own (wandb_process.py). It starts while the run starts; rows are queued and
 never waited for; only `finish` waits, with a deadline, and then ends the process. metrics.jsonl is the source of
 truth: whatever goes wrong here is one warning and a count.
 """
@@ -141,7 +141,7 @@ class WandbSink:
         )
         with (self._run_dir / "wandb.log").open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.wandb_process"],
+                [sys.executable, "-m", "trainer.tracking.wandb_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,7 +1,7 @@
 """A checked command -> hydra.main -> trainer.loop.train, once or once per combination of a sweep.
 
 Hydra shows configs (--cfg), expands sweeps and names the directories; the job function here turns its config into a
-TrainConfig for the last time and reports how the run ended. Called by `trainer/cli.py`.
+TrainConfig for the last time and reports how the run ended. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from trainer.arguments import TrainArguments
-from trainer.cli import DONE, FAILED, report
-from trainer.compose import build_config
-from trainer.overrides import recipe_override
-from trainer.redact import redact_text
-from trainer.session import VERSION_BASE, register
+from trainer.cli.arguments import TrainArguments
+from trainer.cli.commands import DONE, FAILED, report
+from trainer.cli.compose import build_config
+from trainer.cli.overrides import recipe_override
+from trainer.cli.session import VERSION_BASE, register
+from trainer.tracking.redact import redact_text
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"

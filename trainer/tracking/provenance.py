@@ -1,7 +1,7 @@
 """What a run is made of: its config as a recipe that can be run again, and the environment it ran in.
 
 TrainConfig -> text of config.yaml; this machine and installation -> environment.json. Both without secrets.
-Used by trainer/tracking.py.
+Used by tracker.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import psutil
 import yaml
 
 from algorithms.config import Checked
+from trainer.cli.paths import MAIN_CONFIG
 from trainer.config import GROUPS, TrainConfig
-from trainer.paths import MAIN_CONFIG
-from trainer.redact import redact, redact_argv
+from trainer.tracking.redact import redact, redact_argv
 
 PACKAGES = (
     "parity-rl", "torch", "transformers", "sglang", "ray", "accelerate", "datasets", "hydra-core", "omegaconf",
@@ -73,7 +73,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, object]:
         "argv": redact_argv(argv),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "git": _git_state(Path(__file__).resolve().parent.parent),
+        "git": _git_state(Path(__file__).resolve().parents[2]),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": _cpu_name(),

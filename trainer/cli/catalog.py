@@ -1,8 +1,8 @@
 """Recipe files -> cards for `parity recipes`, and a name on the command line -> the file of the recipe.
 
 A recipe is a Hydra primary config whose leading comment states what it is for, one `# Field: text` per line with
-the fields of `RecipeCard`; a line that is indented more goes on with the field above it. Used by `trainer/cli.py`;
-composing a recipe is the work of `trainer/compose.py`.
+the fields of `RecipeCard`; a line that is indented more goes on with the field above it. Used by `commands.py`;
+composing a recipe is the work of `compose.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.config import Problem
-from trainer.paths import MAIN_CONFIG, recipe_dir
+from trainer.cli.paths import MAIN_CONFIG, recipe_dir
 
 SUFFIX = ".yaml"
 CONTINUED = "#   "

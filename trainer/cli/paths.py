@@ -1,14 +1,15 @@
 """Where the YAML of the project lives: configs/ and recipes/, in a source tree and in an installed wheel.
 
 In the repository both are top-level directories; a wheel carries them inside the `trainer` package, because
-nothing else of a wheel has a place that can be found again. `trainer/compose.py` and `trainer/catalog.py` use them.
+nothing else of a wheel has a place that can be found again. `compose.py` and `catalog.py` use them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
+"""The `trainer` package."""
 MAIN_CONFIG = "train"
 """Name of the primary config in `config_dir()`: what every recipe starts from."""
 

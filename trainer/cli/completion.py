@@ -14,10 +14,10 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from algorithms.config import Problem
-from trainer.catalog import find_recipe, recipe_files
-from trainer.cli import COMMANDS, COMPLETION_FLAGS, DONE, report
-from trainer.launch import hydra_main
-from trainer.paths import MAIN_CONFIG, config_dir, recipe_dir
+from trainer.cli.catalog import find_recipe, recipe_files
+from trainer.cli.commands import COMMANDS, COMPLETION_FLAGS, DONE, report
+from trainer.cli.launch import hydra_main
+from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""

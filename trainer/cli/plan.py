@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 
 from algorithms.objective import objective
-from trainer.compose import Resolution
+from trainer.cli.compose import Resolution
+from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
 from trainer.config import ArithmeticModelConfig, HFModelConfig, TrainConfig
-from trainer.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
 
 LABEL_WIDTH = 11
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer.plan import size
+from trainer.cli.plan import size
 
 SGLANG_FLOOR = (0, 5, 23)
 """Earlier releases have known remote-code-execution holes in the routes that replace weights."""

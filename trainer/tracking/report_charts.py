@@ -2,7 +2,7 @@
 
 `SECTIONS` says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step axis and the crosshair.
 Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme of the page; the legend,
-the values under the cursor and the toggles are made by the page (trainer/report_assets/page.js).
+the values under the cursor and the toggles are made by the page (trainer/tracking/report_assets/page.js).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from trainer.report_data import Row, RunData, evaluation_rows, is_number, thin
+from trainer.tracking.report_data import Row, RunData, evaluation_rows, is_number, thin
 
 MAX_POINTS = 2000
 """Steps drawn at most; a longer run is thinned to the steps with the largest K3."""
