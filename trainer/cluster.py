@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
+import secrets
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.engine_group import EngineGroup
@@ -21,6 +21,10 @@ from trainer.policy_group import PolicyGroup
 from trainer.worker import PolicySetup, PolicyWorker
 
 logger = logging.getLogger(__name__)
+
+
+RENDEZVOUS_PORTS = range(20000, 30000)
+"""Below the range from which Linux takes the ports of outgoing connections."""
 
 
 class PlacementError(RuntimeError):
@@ -46,13 +50,6 @@ def describe(resources: dict[str, float], names: list[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in names)
 
 
-def free_port() -> int:
-    """A loopback TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
     if address is not None:
@@ -76,6 +73,7 @@ class Cluster:
         self._placement: PlacementGroup | None = None
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None
+        self._meeting_file: Path | None = None
 
     def __enter__(self) -> Cluster:
         if not ray.is_initialized():
@@ -96,6 +94,8 @@ class Cluster:
                 group.stop()
         if self._placement is not None:
             remove_placement_group(self._placement)
+        if self._meeting_file is not None:
+            self._meeting_file.unlink(missing_ok=True)
         if self._owns_ray:
             ray.shutdown()
 
@@ -103,7 +103,7 @@ class Cluster:
         """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model."""
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
-        init_method = f"tcp://127.0.0.1:{free_port()}"
+        init_method = self._rendezvous()
         threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
         workers: list[Any] = []
         for rank in range(config.num_workers):
@@ -147,10 +147,26 @@ class Cluster:
         )
         return self._engines
 
+    def _rendezvous(self) -> str:
+        """Where the ranks meet: a file on one machine, a port on the machine of rank 0 across machines.
+
+        The store behind a port listens on every interface and knows no password; a file cannot be reached.
+        """
+        if self._config.cluster.address is not None:
+            node_id = placement_group_table(self._placement)["bundles_to_node_id"][0]
+            [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
+            return f"tcp://{address}:{secrets.choice(RENDEZVOUS_PORTS)}"
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._meeting_file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
+        return f"file://{self._meeting_file}"
+
     def _options(self, bundle: int, threads: int) -> dict[str, object]:
         if self._placement is None:
             raise RuntimeError("workers are spawned inside `with Cluster(...)`")
         resources = required_bundles(self._config)[bundle]
+        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        if self._config.cluster.address is None:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
         return {
             "num_cpus": resources.get("CPU", 0),
             "num_gpus": resources.get("GPU", 0),
@@ -159,7 +175,7 @@ class Cluster:
             ),
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
             # threads must sleep: a spinning one takes a core from the worker that has something to do.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}},
+            "runtime_env": {"env_vars": environment},
         }
 
     def _reserve(self) -> PlacementGroup:

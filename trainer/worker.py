@@ -48,7 +48,7 @@ class PolicySetup:
     model_path: Path
     rank: int
     init_method: str
-    """Rendezvous of the process group, "tcp://127.0.0.1:<port>"."""
+    """Rendezvous of the process group, "file://<path>" or "tcp://<address>:<port>"."""
     device: str
     """"cpu" or "cuda"."""
     num_threads: int

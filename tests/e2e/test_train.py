@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 from runs import QUICK, column, compose, metrics_of
 
 from rollout.engine import EngineError
@@ -163,4 +162,3 @@ def test_the_command_line_trains_and_ends_with_the_report(tmp_path: Path, base_m
     environment = json.loads((tmp_path / "run" / "environment.json").read_text("utf-8"))
     assert environment["versions"]["torch"]
     assert "step 2/2" in done.stdout + done.stderr
-    assert not ray.is_initialized()

@@ -5,6 +5,7 @@ Everything here runs on one Ray cluster; models are tiny and random.
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 import torch
@@ -34,7 +36,7 @@ from rollout.engine import WeightSyncError
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
 from rollout.weights import unpack
-from trainer.cluster import Cluster, PlacementError, free_port, start_ray
+from trainer.cluster import Cluster, PlacementError, start_ray
 from trainer.config import (
     BatchConfig,
     ClusterConfig,
@@ -146,7 +148,7 @@ def lone_worker(config: TrainConfig, model_path: Path) -> Iterator[PolicyWorker]
             config=config,
             model_path=model_path,
             rank=0,
-            init_method=f"tcp://127.0.0.1:{free_port()}",
+            init_method=f"file://{model_path / secrets.token_hex(8)}",
             device="cpu",
             num_threads=2,
         )
@@ -246,6 +248,7 @@ def test_placement_held_by_another_run_ends_at_the_deadline(model_path: Path) ->
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
     config = make_config(model_path)
+    config.cluster = ClusterConfig(address="auto")  # as in a joined cluster, the ranks meet at a port
     with Cluster(config, log_dir=model_path) as cluster:
         policy = cluster.spawn_policy(model_path)
         infos = policy.wait_ready()
@@ -254,17 +257,25 @@ def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
             policy.train(pack([make_samples()], num_ranks=2, max_tokens=100), step=1)
 
 
-@pytest.mark.slow
-def test_ray_listens_on_loopback_only() -> None:
-    import psutil
-
+def listening_addresses() -> set[str]:
+    """Local addresses on which this process and all below it accept TCP connections."""
+    found = set()
     me = psutil.Process()
-    listening = []
     for process in [me, *me.children(recursive=True)]:
         try:
             connections = process.net_connections(kind="tcp")
         except psutil.NoSuchProcess:  # a Ray helper that ended between the two calls
             continue
-        listening += [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
-    assert listening
-    assert {address.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+        found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_listens_on_loopback_only(model_path: Path) -> None:
+    with Cluster(make_config(model_path), log_dir=model_path) as cluster:
+        policy = cluster.spawn_policy(model_path)
+        engines = cluster.spawn_engines(model_path)
+        policy.wait_ready()
+        engines.wait_ready()
+        assert listening_addresses() == {"127.0.0.1"}
+    assert not list(model_path.glob(".rendezvous-*"))
