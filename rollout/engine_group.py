@@ -5,16 +5,19 @@ The only file of `rollout/` that talks to Ray actors.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rollout.engine import EngineError, EngineInfo, WeightReport
 from rollout.types import GenerateRequest, Generation
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """Seconds that a group waits longer than its worker, so that the worker's own, better error arrives first."""
@@ -46,13 +49,34 @@ def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: s
                 results[position] = ray.get(ref)
             except RayTaskError as error:
                 if isinstance(error.cause, EngineError):
-                    raise error.cause from None
+                    raise error.cause from error
                 raise WorkerError(
                     f"phase {phase}: {names[position]} raised {type(error.cause).__name__}: {error.cause}"
                 ) from error
             except RayActorError as error:
                 raise WorkerError(f"phase {phase}: {names[position]} died: {error}") from error
+            except RayError as error:
+                kind = type(error).__name__
+                raise WorkerError(f"phase {phase}: {names[position]} could not answer: {kind}: {error}") from error
     return results
+
+
+def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -> None:
+    """Ask every worker to stop, log those that could not, and kill all of them; takes at most GRACE_S."""
+    refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in workers]
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+    for ref, name in zip(refs, names, strict=True):
+        if ref not in done:
+            logger.warning("%s did not stop within %.0f s and is killed", name, GRACE_S)
+            continue
+        try:
+            ray.get(ref)
+        except RayActorError:
+            logger.debug("%s was gone before it was asked to stop", name)
+        except RayError as error:
+            logger.warning("%s stopped with an error: %s", name, error)
+    for worker in workers:
+        ray.kill(worker)
 
 
 def split_by_load(requests: Sequence[GenerateRequest], num_parts: int) -> list[list[int]]:
@@ -131,10 +155,7 @@ class EngineGroup:
 
     def stop(self) -> None:
         """Stop every engine; an engine that does not answer is killed with its worker."""
-        refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in self._workers]
-        ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-        for worker in self._workers:
-            ray.kill(worker)
+        stop_workers(self._workers, names=self._names)
 
     def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
         return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

@@ -1,6 +1,6 @@
 """Named tensors <-> WeightBucket: the flat, digested form in which the policy's weights travel to the engines.
 
-`trainer/weight_sync.py` packs; `rollout/torch_engine.py` and the SGLang engine check and unpack. A bucket holds its
+`trainer/worker.py` packs; `rollout/torch_engine.py` and the SGLang engine check and unpack. A bucket holds its
 tensors one after the other, each on a 64-byte boundary, with zeros between them.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +61,8 @@ def start_ray(address: str | None) -> None:
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    # "local", or Ray would follow the environment variable RAY_ADDRESS to another cluster.
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
 class Cluster:
@@ -89,15 +91,17 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for group in (self._engines, self._policy):
-            if group is not None:
-                group.stop()
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-        if self._meeting_file is not None:
-            self._meeting_file.unlink(missing_ok=True)
-        if self._owns_ray:
-            ray.shutdown()
+        # Last in, first out; each is tried whatever happened to the others.
+        with ExitStack() as cleanup:
+            if self._owns_ray:
+                cleanup.callback(ray.shutdown)
+            if self._meeting_file is not None:
+                cleanup.callback(self._meeting_file.unlink, missing_ok=True)
+            if self._placement is not None:
+                cleanup.callback(remove_placement_group, self._placement)
+            for group in (self._policy, self._engines):
+                if group is not None:
+                    cleanup.callback(group.stop)
 
     def spawn_policy(self, model_path: Path) -> PolicyGroup:
         """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model."""
@@ -109,7 +113,7 @@ class Cluster:
         for rank in range(config.num_workers):
             setup = PolicySetup(
                 config=self._config,
-                model_path=model_path,
+                model_path=model_path.resolve(),
                 rank=rank,
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
@@ -135,7 +139,7 @@ class Cluster:
                 device="cuda" if config.gpus_per_engine > 0 else "cpu",
                 num_threads=threads,
                 log_dir=self._log_dir,
-                model_path=model_path,
+                model_path=model_path.resolve(),
             )
             options = self._options(self._config.policy.num_workers + index, threads)
             workers.append(ray.remote(RolloutWorker).options(**options).remote(setup))

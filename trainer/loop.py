@@ -125,7 +125,7 @@ def build_batch(config: TrainConfig, collected: Collected) -> TrainBatch:
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """Whether the policy is evaluated after `step`: every `eval.every` steps, and after the last."""
+    """Whether the policy is evaluated after `step`: every `eval.every` steps (not the first), and after the last."""
     due = config.eval.every > 0 and step % config.eval.every == 0
     return (due and step > 1) or step == config.run.num_steps
 

@@ -84,6 +84,10 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
 
     Gathering is a collective: every rank must walk the iterator to its end. Tied parameters come once.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
     for name, parameter in model.causal_lm.named_parameters():
         tensor = parameter.detach()
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
+        yield name, tensor.full_tensor()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,11 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from rollout.engine_group import GRACE_S, gather
+from rollout.engine_group import GRACE_S, gather, stop_workers
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.worker import PolicyInfo, TrainReport
+
+logger = logging.getLogger(__name__)
 
 
 class PolicyGroup:
@@ -40,6 +43,11 @@ class PolicyGroup:
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
         sample_k3 = {key: value for report in reports for key, value in report.sample_k3.items()}
+        skipped = reports[0].metrics["optim/skipped_steps"]
+        if skipped:
+            norm, kept = reports[0].metrics["optim/grad_norm"], reports[0].metrics["mismatch/kept_frac"]
+            text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
+            logger.warning(text, step, skipped, norm, kept)
         return replace(reports[0], sample_k3=sample_k3)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -56,10 +64,7 @@ class PolicyGroup:
 
     def stop(self) -> None:
         """End every rank; one that does not answer is killed."""
-        refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in self._workers]
-        ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-        for worker in self._workers:
-            ray.kill(worker)
+        stop_workers(self._workers, names=self._names)
 
     def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
         return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

@@ -68,7 +68,7 @@ class PolicyInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainReport:
-    """The outcome of one rollout step on one rank; metrics are global and equal on all ranks."""
+    """The outcome of one rollout step on one rank; metrics are global but for perf/*, which are the rank's own."""
 
     metrics: dict[str, float | None]
     num_optimizer_steps: int
@@ -104,7 +104,7 @@ class PolicyWorker:
         causal_lm = load_causal_lm(setup.model_path)
         num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
         self._model = ScoringModel(causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens).to(self._device)
-        self._model.train()
+        self._model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         shard(self._model, init_device_mesh(setup.device, (config.policy.num_workers,)), config.policy.dtype)
         self._optimizer = build_optimizer(self._model, config.optim)
         return PolicyInfo(
@@ -142,7 +142,7 @@ class PolicyWorker:
 
     def weight_buckets(self, policy_version: int) -> list[WeightBucket]:
         """All weights in the engine's dtype, flattened; rank 0 returns them, the others an empty list."""
-        tensors = full_tensors(self._model)
+        tensors = full_tensors(self._model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters

@@ -25,6 +25,8 @@ from rollout.sglang.shared_buffer import SharedBuffer
 from rollout.types import WeightBucket
 from rollout.weights import unpack
 
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds for closing a session after a failure."""
 LISTED_MISMATCHES = 5
 
 
@@ -40,7 +42,6 @@ class WeightUpdate:
         self._device = device
         self._dtype = dtype
         self._timeout_s = timeout_s
-        self._deadline = 0.0
         self._deadline = time.monotonic() + timeout_s
         self._routes = client.routes(timeout_s=timeout_s)
         self.parameter_names = tuple(self._held_digests())
@@ -141,7 +142,8 @@ class WeightUpdate:
         except BaseException:
             # Close it, or the next sync is refused; the first error is the one to report.
             with suppress(ClientError):
-                self._post("/end_weight_update", {})
+                # With a time limit of its own: the sync's may be what has just run out.
+                self._client.call("/end_weight_update", body={}, timeout_s=CLOSE_TIMEOUT_S)
             raise
         self._post("/end_weight_update", {})
 

@@ -31,11 +31,15 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
+from rollout.collect import make_sample as make_rollout
+from rollout.collect import sampling_params
+from rollout.config import ArithmeticDataConfig, DType, EngineConfig, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
+from rollout.engine_group import EngineGroup
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
-from rollout.types import Sample
+from rollout.types import GenerateRequest, Sample
 from rollout.weights import unpack
+from trainer.batch import MicroBatch
 from trainer.cluster import Cluster, PlacementError, start_ray
 from trainer.config import (
     BatchConfig,
@@ -45,7 +49,7 @@ from trainer.config import (
     PolicyConfig,
     TrainConfig,
 )
-from trainer.packing import pack
+from trainer.packing import micro_batch, pack
 from trainer.policy_group import PolicyGroup
 from trainer.weight_sync import sync_weights
 from trainer.worker import PolicySetup, PolicyWorker
@@ -217,6 +221,64 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
                     ]
                 )
             )
+
+
+ENGINES = [TorchEngineConfig(dtype=DType.float32), SGLangConfig(dtype=DType.float32)]
+TOLERANCE = 1e-4
+"""Nats per token by which engine and trainer may differ in float32 on the same weights."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine", [ENGINES[0], pytest.param(ENGINES[1], marks=pytest.mark.sglang)], ids=["torch", "sglang"]
+)
+def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement(
+    model_path: Path, engine: EngineConfig
+) -> None:
+    config = make_config(model_path)
+    config.rollout = replace(engine, cpus_per_engine=0.25)
+    config.sampling = SamplingConfig(temperature=0.7, max_new_tokens=12)
+    config.optim = OptimConfig(lr=1e-2)
+    with Cluster(config, log_dir=model_path) as cluster:
+        policy = cluster.spawn_policy(model_path)
+        engines = cluster.spawn_engines(model_path)
+        policy.wait_ready()
+        engines.wait_ready()
+        sync_weights(policy, engines, policy_version=0)
+        samples = rollouts(engines, config.sampling)
+        batch = pack([samples], num_ranks=2, max_tokens=1000)
+        micro, hotter = micro_batch(samples), micro_batch(rollouts(engines, SamplingConfig(max_new_tokens=12)))
+        [trainer, trainer_of_hotter] = policy.logprobs([micro, hotter])
+        assert worst(micro, trainer) < TOLERANCE
+        assert worst(hotter, trainer_of_hotter) > TOLERANCE  # the engine's temperature is not the trainer's
+        assert worst(micro, trainer.roll(1)) > TOLERANCE  # the shift
+        policy.train(batch, step=1)
+        [updated] = policy.logprobs([micro])
+        assert worst(micro, updated) > TOLERANCE  # other weights
+        # Scoring gathered the weights; what is sent afterwards must still be the sharded masters.
+        assert sync_weights(policy, engines, policy_version=1).policy_version == 1
+
+
+def rollouts(engines: EngineGroup, sampling: SamplingConfig) -> list[Sample]:
+    """Six responses of the engines, ready to be packed."""
+    requests = [
+        GenerateRequest(
+            prompt_id=index,
+            sample_index=0,
+            prompt_token_ids=[3 + index, 9, 11],
+            sampling=sampling_params(sampling, seed=index, stop_token_ids=()),
+        )
+        for index in range(6)
+    ]
+    samples = [make_rollout(r, g) for r, g in zip(requests, engines.generate(requests), strict=True)]
+    for sample in samples:
+        sample.advantage = 1.0
+    return samples
+
+
+def worst(micro: MicroBatch, logprobs: torch.Tensor) -> float:
+    """Largest difference from the engine's log-probs over the response tokens, nats."""
+    return (logprobs - micro.rollout_logprobs)[micro.response_mask].abs().max().item()
 
 
 @pytest.mark.slow
