@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """Seconds that a group waits longer than its worker, so that the worker's own, better error arrives first."""
-
-T = TypeVar("T")
 
 
 class WorkerError(RuntimeError):

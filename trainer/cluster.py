@@ -21,9 +21,6 @@ from trainer.config import TrainConfig
 from trainer.policy_group import PolicyGroup
 from trainer.worker import PolicySetup, PolicyWorker
 
-logger = logging.getLogger(__name__)
-
-
 RENDEZVOUS_PORTS = range(20000, 30000)
 """Below the range from which Linux takes the ports of outgoing connections."""
 

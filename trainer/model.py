@@ -17,14 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
 from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from rollout.weights import DTYPES
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
-
-TORCH_DTYPES = {
-    DType.float32: torch.float32,
-    DType.bfloat16: torch.bfloat16,
-    DType.float16: torch.float16,
-}
 
 ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config fields of models whose logits are not head(hidden): scoring them with the plain head would be wrong."""
@@ -66,7 +61,7 @@ def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
 
     Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
     """
-    policy = MixedPrecisionPolicy(param_dtype=TORCH_DTYPES[dtype], reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
     for layer in decoder_layers(model.causal_lm):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -27,11 +27,11 @@ from algorithms.kl import k3
 from algorithms.loss import policy_loss
 from algorithms.masked import segment_mean
 from rollout.types import WeightBucket
-from rollout.weights import pack_buckets
+from rollout.weights import DTYPES, pack_buckets
 from trainer.batch import MicroBatch, MiniBatch
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
-from trainer.model import TORCH_DTYPES, full_tensors, gradient_sync, load_causal_lm, shard
+from trainer.model import full_tensors, gradient_sync, load_causal_lm, shard
 from trainer.optim import build_optimizer, clip_gradients, learning_rate
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class PolicyWorker:
             ((name, tensor.cpu()) for name, tensor in tensors),
             policy_version=policy_version,
             bucket_bytes=self._config.policy.sync_bucket_mib * 2**20,
-            dtype=TORCH_DTYPES[self._config.rollout.dtype],
+            dtype=DTYPES[self._config.rollout.dtype.name],
         )
 
     def stop(self) -> None:
@@ -166,7 +166,7 @@ class PolicyWorker:
             micro,
             temperature=self._config.sampling.temperature,
             entropy_grad=self._config.loss.entropy_coef > 0,
-            floor_dtype=TORCH_DTYPES[self._config.rollout.dtype] if measure_floor else None,
+            floor_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
         )
         return scores
 
