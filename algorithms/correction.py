@@ -1,18 +1,18 @@
-"""The six correction modes: log-probs of both engines -> Correction(anchor, weight, keep).
+"""The mismatch correction: log-probs of both engines -> Correction(anchor, weight, keep).
 
-One config dataclass per mode (`algorithms.config`), one `match` here. `algorithms.loss` consumes the result,
-`algorithms.diagnostics` measures it. mu = pi_rollout, Delta = log pi_old - log mu, rho = exp(Delta):
+`config.spec()` says what is done (`algorithms.config.spec`); this file does it. `algorithms.rejection` holds the
+criteria, `algorithms.loss` consumes the result, `algorithms.diagnostics` measures it. The six short names, with
+mu = pi_rollout, Delta = log pi_old - log mu, rho = exp(Delta):
 
     mode         anchor of the ratio   weight              rejected besides invalid tokens
     recompute    pi_old                1                   -
     ppo_is       mu                    1                   -
     vanilla_is   pi_old                rho                 -
     tis          pi_old                min(rho, cap)       -
-    mis          pi_old                rho or min(rho, hi) outside the bounds; responses with a vetoed token
-    bypass       mu                    1                   -
+    mis          pi_old                rho or min(rho, hi) outside the bounds; what a criterion rejects
+    bypass       mu                    1                   what a criterion on pi_theta / mu rejects
 
-rho is accumulated over a token, a response (product) or a response's geometric mean: `config.level`. Bounds are
-always on rho = pi_train / mu and decided in log space, on values that no clamp has moved.
+Bounds are always on rho = pi_train / mu and decided in log space, on values that no clamp has moved.
 
 T: packed tokens, N: sequences.
 """
@@ -26,37 +26,52 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from algorithms.chunks import sequence_chunks
 from algorithms.config import (
     MAX_LOG_RATIO,
+    WHOLE_RESPONSE_LEVELS,
+    Anchor,
+    Bound,
     BypassConfig,
     BypassLoss,
     CorrectionConfig,
+    CorrectionSpec,
+    CustomConfig,
     Level,
     MISBound,
     MISConfig,
     PPOISConfig,
     RecomputeConfig,
+    RejectConfig,
     RejectedDenominator,
+    SelfNormalize,
     TISConfig,
     VanillaISConfig,
+    WeightSpec,
 )
-from algorithms.masked import require_packed, segment_expand, segment_mean, segment_min, segment_sum
+from algorithms.masked import require_packed, segment_mean, segment_sum
+from algorithms.rejection import Gap, Verdict, expand_responses, expand_sequences, verdicts
 
 __all__ = [
     "BypassConfig",
     "BypassLoss",
     "Correction",
     "CorrectionConfig",
+    "CustomConfig",
     "Level",
     "MISBound",
     "MISConfig",
     "PPOISConfig",
     "RecomputeConfig",
+    "RejectConfig",
     "RejectedDenominator",
+    "SelfNormalize",
     "TISConfig",
     "VanillaISConfig",
+    "Verdict",
     "correct",
     "valid_tokens",
+    "weight_total",
 ]
 
 MAX_ROLLOUT_LOGPROB = 1e-4
@@ -73,7 +88,13 @@ class Correction(NamedTuple):
     keep: Tensor
     """[T] bool, True for response tokens that enter the loss; False off the mask."""
     clipped: Tensor | None = None
-    """[T] bool, True for kept tokens whose weight was cut to its upper bound; None where the mode has no such bound."""
+    """[T] bool, True for kept tokens whose weight was cut to its upper bound; None where there is no such bound."""
+    raised: Tensor | None = None
+    """[T] bool, True for kept tokens whose weight was raised to its lower bound; None where there is no such bound."""
+    raw_weight: Tensor | None = None
+    """[T] float32, the weight before its bounds, up to e^+-20; 1 where there is none. None for a weight of 1."""
+    verdicts: tuple[Verdict, ...] = ()
+    """What each rejection criterion decided, in the order of the config."""
 
 
 def correct(
@@ -83,46 +104,54 @@ def correct(
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
+    advantages: Tensor | None = None,
 ) -> Correction:
     """Anchor, weight and keep of every token under `config`.
 
     Args:
         config: The mode.
-        old_logprobs: [T] float32, log pi_old; None only with ppo_is and bypass, which do not need it.
+        old_logprobs: [T] float32, the trainer's log-probs that are compared with mu: log pi_old, or the detached
+            log pi_theta of the running forward where `config.spec().compared` says so (bypass). None where nothing
+            reads them: ppo_is, and bypass without a weight or a criterion.
         rollout_logprobs: [T] float32, log mu as the engine returned it.
         response_mask: [T] bool, True where mu sampled the token. Not changed.
         cu_seqlens: [N+1] int32, first token of each sequence.
+        advantages: [T] float32; only for criteria that read their sign.
 
     A token is invalid, and rejected in every mode, if either log-prob is not finite or log mu is not a
     log-probability. At the sequence and geometric levels, where it leaves the response without a weight, and under
-    a veto, an invalid token rejects its whole response.
-
-    Under `bypass` with `loss=reinforce` the loss takes its weight from pi_theta. The weight given here is its value
-    at pi_theta = pi_old, for the diagnostics; 1 if pi_old is None.
+    a criterion over responses, an invalid token rejects its whole response; at the segment level its segment, at
+    the prefix level itself and what follows.
 
     Raises:
-        ValueError: old_logprobs is None in a mode that needs it; a wrong shape or dtype.
+        ValueError: old_logprobs or advantages are None and something reads them; a wrong shape or dtype.
         TypeError: a config of no known mode.
     """
+    spec = config.spec()
+    if old_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
+        raise ValueError(
+            f"correction={config.mode} needs old_logprobs, got None. Pass the detached log-probs of the training "
+            "forward (before the first update, where they stand for pi_old)."
+        )
+    given = {"old_logprobs": old_logprobs, "advantages": advantages}
+    require_packed(
+        response_mask,
+        rollout_logprobs=rollout_logprobs,
+        **{name: tensor for name, tensor in given.items() if tensor is not None},
+    )
     with torch.no_grad():
-        gap = _measure(old_logprobs, rollout_logprobs, response_mask=response_mask, cu_seqlens=cu_seqlens)
-        match config:
-            case RecomputeConfig():
-                return _correction(gap, anchor=_needed(old_logprobs, config), bounded=_unweighted(gap))
-            case PPOISConfig():
-                return _correction(gap, anchor=rollout_logprobs, bounded=_unweighted(gap))
-            case VanillaISConfig(level=level):
-                return _correction(gap, anchor=_needed(old_logprobs, config), bounded=_unbounded(_at(level, gap)))
-            case TISConfig(level=level, cap=cap):
-                return _correction(gap, anchor=_needed(old_logprobs, config), bounded=_truncated(_at(level, gap), cap))
-            case MISConfig():
-                return _correction(gap, anchor=_needed(old_logprobs, config), bounded=_masked(gap, config))
-            case BypassConfig(loss=BypassLoss.reinforce, cap=cap) if old_logprobs is not None:
-                return _correction(gap, anchor=rollout_logprobs, bounded=_truncated(_at(Level.token, gap), cap))
-            case BypassConfig():
-                return _correction(gap, anchor=rollout_logprobs, bounded=_unweighted(gap))
-            case _:
-                raise TypeError(f"no correction mode for a {type(config).__name__}")
+        parts = [
+            _correct(
+                spec,
+                old_logprobs=None if old_logprobs is None else old_logprobs[tokens],
+                rollout_logprobs=rollout_logprobs[tokens],
+                response_mask=response_mask[tokens],
+                cu_seqlens=part_cu_seqlens,
+                advantages=None if advantages is None else advantages[tokens],
+            )
+            for tokens, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0])
+        ]
+        return _join(parts)
 
 
 def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
@@ -131,17 +160,88 @@ def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, respo
     return valid if old_logprobs is None else valid & torch.isfinite(old_logprobs)
 
 
-class _Gap(NamedTuple):
-    """What the two engines say about the same tokens."""
+def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
+    """(sum of weights, their number) of a micro-batch -> [2] float64; the normaliser of an optimizer step is
+    Z = sum / number over all its micro-batches and ranks.
 
-    delta: Tensor
-    """[T] log pi_old - log mu, not clamped; 0 where not valid, and everywhere if pi_old is unknown."""
-    valid: Tensor
-    """[T] bool."""
-    response_mask: Tensor
-    """[T] bool."""
-    cu_seqlens: Tensor
-    """[N+1] int32."""
+    At a level with one weight per response each response with a kept token counts once, else each kept token.
+    """
+    weight = correction.weight.double()
+    spec = config.spec()
+    if spec.weight is not None and spec.weight.level in WHOLE_RESPONSE_LEVELS:
+        # All kept tokens of a response have the same weight, so their mean is it.
+        per_response = segment_mean(weight, correction.keep, cu_seqlens)
+        counted = segment_sum(correction.keep.double(), cu_seqlens) > 0
+        return torch.stack([per_response.sum(), counted.sum().double()])
+    return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
+
+
+def _join(parts: list[Correction]) -> Correction:
+    """The corrections of consecutive sequences as one."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    names = [verdict.criterion for verdict in first.verdicts]
+    return Correction(
+        anchor_logprobs=torch.cat([part.anchor_logprobs for part in parts]),
+        weight=torch.cat([part.weight for part in parts]),
+        keep=torch.cat([part.keep for part in parts]),
+        clipped=_cat([part.clipped for part in parts]),
+        raised=_cat([part.raised for part in parts]),
+        raw_weight=_cat([part.raw_weight for part in parts]),
+        verdicts=tuple(
+            Verdict(criterion=name, keep=torch.cat([part.verdicts[index].keep for part in parts]))
+            for index, name in enumerate(names)
+        ),
+    )
+
+
+def _cat(tensors: list[Tensor | None]) -> Tensor | None:
+    """Tensors that one spec gives everywhere or nowhere, as one."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(given) if given else None
+
+
+def _correct(
+    spec: CorrectionSpec,
+    *,
+    old_logprobs: Tensor | None,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    advantages: Tensor | None,
+) -> Correction:
+    """`correct` of a few whole sequences, small enough for a processor's cache."""
+    valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
+    rollout = torch.where(valid, rollout_logprobs, 0.0)
+    trainer = rollout if old_logprobs is None else torch.where(valid, old_logprobs, 0.0)
+    gap = Gap(
+        delta=trainer - rollout,
+        valid=valid,
+        response_mask=response_mask,
+        cu_seqlens=cu_seqlens,
+        trainer_logprobs=trainer,
+        rollout_logprobs=rollout,
+        advantages=advantages,
+    )
+    bounded = _bounded(spec.weight, gap)
+    decided = verdicts(spec.reject, gap)
+    keep = bounded.keep
+    for verdict in decided:
+        keep = keep & verdict.keep
+    weight = None if bounded.weight is None else torch.where(keep, bounded.weight, (~response_mask).to(rollout.dtype))
+    return Correction(
+        anchor_logprobs=trainer if spec.anchor is Anchor.old else rollout,
+        weight=(keep | ~response_mask).to(rollout.dtype) if weight is None else weight,
+        keep=keep,
+        clipped=None if bounded.clipped is None else bounded.clipped & keep,
+        raised=None if bounded.raised is None else bounded.raised & keep,
+        raw_weight=bounded.raw_weight,
+        verdicts=decided,
+    )
+
+
+# ---------------------------------------------------------------- levels: Delta -> log-ratio of each token
 
 
 class _LogWeight(NamedTuple):
@@ -153,127 +253,108 @@ class _LogWeight(NamedTuple):
     """[T] bool, the tokens that have a weight at this level."""
 
 
-class _Bounded(NamedTuple):
-    """A weight after its bounds."""
-
-    weight: Tensor
-    """[T] finite."""
-    keep: Tensor
-    """[T] bool."""
-    clipped: Tensor | None
-    """[T] bool, cut to the upper bound."""
-
-
-def _measure(
-    old_logprobs: Tensor | None, rollout_logprobs: Tensor, *, response_mask: Tensor, cu_seqlens: Tensor
-) -> _Gap:
-    require_packed(response_mask, rollout_logprobs=rollout_logprobs)
-    valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
-    delta = torch.zeros_like(rollout_logprobs)
-    if old_logprobs is not None:
-        require_packed(response_mask, old_logprobs=old_logprobs)
-        delta = torch.where(valid, old_logprobs - rollout_logprobs, 0.0)
-    return _Gap(delta=delta, valid=valid, response_mask=response_mask, cu_seqlens=cu_seqlens)
-
-
-def _needed(old_logprobs: Tensor | None, config: CorrectionConfig) -> Tensor:
-    if old_logprobs is None:
-        raise ValueError(
-            f"correction={config.mode} needs old_logprobs (pi_old), got None. Pass the detached log-probs of the "
-            "training forward before the first update, or use correction=bypass."
-        )
-    return old_logprobs
-
-
-def _correction(gap: _Gap, *, anchor: Tensor, bounded: _Bounded) -> Correction:
-    """The one place that fills what tokens outside the loss get."""
-    keep = gap.valid & bounded.keep
-    weight = torch.where(keep, bounded.weight, torch.where(gap.response_mask, 0.0, 1.0))
-    return Correction(
-        anchor_logprobs=torch.where(gap.valid, anchor, 0.0),
-        weight=weight.to(anchor.dtype),
-        keep=keep,
-        clipped=None if bounded.clipped is None else bounded.clipped & keep,
-    )
-
-
-# ---------------------------------------------------------------- levels: Delta -> log-ratio of each token
-
-
-def _token_level(gap: _Gap) -> _LogWeight:
+def _token_level(gap: Gap) -> _LogWeight:
     return _LogWeight(log_ratio=gap.delta, valid=gap.valid)
 
 
-def _sequence_level(gap: _Gap) -> _LogWeight:
+def _sequence_level(gap: Gap) -> _LogWeight:
     return _whole_responses(gap, segment_sum(gap.delta, gap.cu_seqlens))
 
 
-def _geometric_level(gap: _Gap) -> _LogWeight:
+def _geometric_level(gap: Gap) -> _LogWeight:
     return _whole_responses(gap, segment_mean(gap.delta, gap.valid, gap.cu_seqlens))
 
 
-LEVELS: Final[dict[Level, Callable[[_Gap], _LogWeight]]] = {
+def _whole_responses(gap: Gap, log_ratio: Tensor) -> _LogWeight:
+    """One log-ratio per sequence [N] -> one per token, valid where no token of the response is invalid."""
+    complete = expand_responses(gap, torch.ones_like(log_ratio, dtype=torch.bool))
+    valid = gap.valid & complete
+    return _LogWeight(log_ratio=torch.where(valid, expand_sequences(gap, log_ratio), 0.0), valid=valid)
+
+
+def _prefix_level(gap: Gap) -> _LogWeight:
+    """Sum of Delta over the response up to and with the token, other turns included (per-decision weights).
+
+    Source: Precup, Sutton, Singh, "Eligibility traces for off-policy policy evaluation" (2000).
+    """
+    invalid = gap.response_mask & ~gap.valid
+    valid = gap.valid & (_running_sum(gap, invalid.double()) == 0)
+    log_ratio = _running_sum(gap, gap.delta.double()).to(gap.delta.dtype)
+    return _LogWeight(log_ratio=torch.where(valid, log_ratio, 0.0), valid=valid)
+
+
+def _running_sum(gap: Gap, values: Tensor) -> Tensor:
+    """Inclusive sum of values [T] float64 from the first token of each sequence."""
+    total = values.cumsum(0)
+    before = torch.cat([total.new_zeros(1), total])[gap.cu_seqlens[:-1].long()]
+    return total - expand_sequences(gap, before)
+
+
+def _segment_level(gap: Gap) -> _LogWeight:
+    """Sum of Delta over the contiguous run of response tokens (assistant turn) that holds the token."""
+    num_tokens = gap.delta.shape[0]
+    starts = torch.zeros(num_tokens + 1, dtype=torch.bool, device=gap.delta.device)
+    starts[gap.cu_seqlens.long()] = True
+    continues = torch.cat([gap.response_mask.new_zeros(1), gap.response_mask[:-1]])
+    # A run begins at a response token that begins its sequence or follows a token off the mask.
+    run = (gap.response_mask & (starts[:num_tokens] | ~continues)).long().cumsum(0)
+    # There are at most T runs; run 0 is what lies before the first.
+    zeros = gap.delta.new_zeros(num_tokens + 1, dtype=torch.float64)
+    totals = zeros.index_add(0, run, gap.delta.double())[run].to(gap.delta.dtype)
+    invalid = zeros.index_add(0, run, (gap.response_mask & ~gap.valid).double())[run]
+    valid = gap.valid & (invalid == 0)
+    return _LogWeight(log_ratio=torch.where(valid, totals, 0.0), valid=valid)
+
+
+LEVELS: Final[dict[Level, Callable[[Gap], _LogWeight]]] = {
     Level.token: _token_level,
     Level.sequence: _sequence_level,
     Level.geometric: _geometric_level,
+    Level.segment: _segment_level,
+    Level.prefix: _prefix_level,
 }
-
-
-def _at(level: Level, gap: _Gap) -> _LogWeight:
-    return LEVELS[level](gap)
-
-
-def _whole_responses(gap: _Gap, log_ratio: Tensor) -> _LogWeight:
-    """One log-ratio per sequence [N] -> one per token, valid where no token of the response is invalid."""
-    num_tokens = gap.delta.shape[0]
-    invalid = segment_sum((gap.response_mask & ~gap.valid).float(), gap.cu_seqlens)
-    complete = segment_expand(invalid == 0, gap.cu_seqlens, num_tokens=num_tokens)
-    valid = gap.valid & complete
-    expanded = segment_expand(log_ratio, gap.cu_seqlens, num_tokens=num_tokens)
-    return _LogWeight(log_ratio=torch.where(valid, expanded, 0.0), valid=valid)
 
 
 # ---------------------------------------------------------------- bounds: log-ratio -> weight, keep
 
 
-def _unweighted(gap: _Gap) -> _Bounded:
-    return _Bounded(weight=torch.ones_like(gap.delta), keep=gap.valid, clipped=None)
+class _Bounded(NamedTuple):
+    """A weight after its bounds."""
+
+    weight: Tensor | None
+    """[T] finite; None for a weight of 1."""
+    keep: Tensor
+    """[T] bool."""
+    clipped: Tensor | None = None
+    """[T] bool, cut to the upper bound."""
+    raised: Tensor | None = None
+    """[T] bool, raised to the lower bound."""
+    raw_weight: Tensor | None = None
+    """[T] before the bounds."""
 
 
-def _unbounded(at: _LogWeight) -> _Bounded:
-    return _Bounded(weight=_exp(at.log_ratio), keep=at.valid, clipped=None)
+def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
+    """The weight of each token. A bound is written, not exponentiated back: a cut weight is exactly `high`."""
+    if weight is None:
+        return _Bounded(weight=None, keep=gap.valid)
+    log_ratio, valid = LEVELS[weight.level](gap)
+    raw = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    low, high = weight.low, weight.high
+    never = torch.zeros_like(valid)
+    below = never if low is None else log_ratio < math.log(low)
+    above = never if high is None else log_ratio > math.log(high)
+    bounded = _Bounded(weight=raw, keep=valid, raw_weight=raw)
+    match weight.bound:
+        case Bound.none:
+            return bounded
+        case Bound.truncate:
+            return bounded._replace(weight=_fill(raw, above, high), keep=valid & ~below, clipped=above)
+        case Bound.clip:
+            return bounded._replace(weight=_fill(_fill(raw, above, high), below, low), clipped=above, raised=below)
+        case Bound.mask:
+            return bounded._replace(keep=valid & ~(above | below))
 
 
-def _truncated(at: _LogWeight, cap: float) -> _Bounded:
-    """min(rho, cap). The cap is written, not exponentiated back, so that a cut weight is exactly `cap`."""
-    clipped = at.log_ratio.clamp(max=MAX_LOG_RATIO) > math.log(cap)
-    return _Bounded(weight=torch.where(clipped, cap, _exp(at.log_ratio)), keep=at.valid, clipped=clipped)
-
-
-def _masked(gap: _Gap, config: MISConfig) -> _Bounded:
-    """rho within [low, high], both ends included, and no vetoed response."""
-    at = _at(config.level, gap)
-    keep = at.valid & (at.log_ratio >= math.log(config.low)) & _not_vetoed(gap, config.veto)
-    match config.bound:
-        case MISBound.truncate:
-            bounded = _truncated(at, config.high)
-        case MISBound.mask:
-            keep = keep & (at.log_ratio <= math.log(config.high))
-            bounded = _unbounded(at)
-    return bounded._replace(keep=keep)
-
-
-def _not_vetoed(gap: _Gap, veto: float) -> Tensor:
-    """Tokens [T] bool of responses without a catastrophic token: min Delta >= log veto, on the raw Delta.
-
-    An invalid token counts as catastrophic: one side gave it probability 0, or it has no probability at all.
-    """
-    if veto == 0:
-        return torch.ones_like(gap.valid)
-    delta = torch.where(gap.valid, gap.delta, torch.where(gap.response_mask, -math.inf, math.inf))
-    kept = segment_min(delta, gap.cu_seqlens) >= math.log(veto)
-    return segment_expand(kept, gap.cu_seqlens, num_tokens=gap.delta.shape[0])
-
-
-def _exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _fill(weight: Tensor, where: Tensor, bound: float | None) -> Tensor:
+    """weight with `bound` written where it binds."""
+    return weight if bound is None else weight.masked_fill(where, bound)

@@ -1,12 +1,13 @@
-"""Mismatch and loss statistics: per-token tensors -> a few device scalars -> metrics.
+"""Mismatch and loss statistics: per-token tensors -> a few device tensors -> metrics.
 
 The worker computes `MismatchStats` and `LossStats` per micro-batch, merges them, reduces `sums` with SUM and `maxes`
 with MAX over ranks, and calls `metrics()` once per step: the only place where values reach the host.
 
 Mismatch statistics compare pi_old (trainer) with mu = pi_rollout (engine) on the ORIGINAL response mask, before any
 bound, in every mode. Invalid tokens leave the means and are counted. A metric without tokens is None, never 0.
+`algorithms.mismatch_stats` adds up, `algorithms.mismatch_report` divides.
 
-T: packed tokens, K: sums, M: maxima.
+T: packed tokens, N: sequences, K: sums, M: maxima.
 """
 
 from __future__ import annotations
@@ -18,82 +19,35 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from algorithms.config import MAX_LOG_RATIO
-from algorithms.correction import Correction, valid_tokens
-from algorithms.kl import k1, k2, k3
-from algorithms.masked import require_packed
+from algorithms.correction import Correction
+from algorithms.kl import k3
+from algorithms.mismatch_report import MismatchStats
+from algorithms.mismatch_stats import StepContext, mismatch_sums
+from algorithms.stats import Stats, max_or_none, mean_or_none
 from algorithms.surrogate import Surrogate
 
-MISMATCH_SUMS: Final = (
-    "tokens",
-    "valid",
-    "k1",
-    "k2",
-    "k3",
-    "abs_logdiff",
-    "prob_diff",
-    "rho",
-    "rho_squared",
-    "corrected",
-    "weight",
-    "weight_squared",
-    "clipped",
-    "corrected_tokens",
-    "kept",
+__all__ = [
+    "LossStats",
+    "MismatchStats",
+    "Stats",
+    "StepContext",
+    "loss_stats",
+    "mismatch_metrics",
+    "mismatch_stats",
+]
+
+LOSS_SUMS: Final = (
+    "policy",
+    "active",
+    "ratio",
+    "approx_kl",
+    "clipped_low",
+    "clipped_high",
+    "invalid",
+    "entropy",
+    "entropy_tokens",
 )
-MISMATCH_MAXES: Final = ("k3", "abs_logdiff", "prob_diff", "rho")
-LOSS_SUMS: Final = ("policy", "active", "ratio", "clipped_low", "clipped_high", "invalid", "entropy", "entropy_tokens")
 LOSS_MAXES: Final = ("ratio",)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Stats:
-    """Sums and maxima that add up over micro-batches and ranks."""
-
-    sums: Tensor
-    """[K] float64, reduced over ranks with SUM."""
-    maxes: Tensor
-    """[M] float64, reduced over ranks with MAX; -inf where there was no token."""
-
-    def merge(self, other: Self) -> Self:
-        """The statistics of both, on the device."""
-        return replace(self, sums=self.sums + other.sums, maxes=torch.maximum(self.maxes, other.maxes))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MismatchStats(Stats):
-    """How far pi_old and mu are apart, and what the correction did about it."""
-
-    def metrics(self) -> dict[str, float | None]:
-        """`mismatch/*`: means over valid response tokens. Reads the device; None where there is no such token.
-
-        k1, k2, k3: estimates of KL(mu || pi_old), nats (`algorithms.kl`). abs_logdiff: |Delta|, nats. prob_diff:
-        |pi_old - mu| of the sampled token. is/raw: rho = pi_old / mu of the token; is/applied: the weight after its
-        bounds, 0 for rejected tokens. ess: (sum w)^2 / (n sum w^2), a fraction. is/clip_frac: tokens whose weight
-        was cut. kept_frac: kept / all response tokens. num_tokens, invalid_tokens: counts.
-        """
-        sums = dict(zip(MISMATCH_SUMS, self.sums.tolist(), strict=True))
-        maxes = dict(zip(MISMATCH_MAXES, self.maxes.tolist(), strict=True))
-        valid, corrected = sums["valid"], sums["corrected"]
-        return {
-            "mismatch/k1": _mean(sums["k1"], valid),
-            "mismatch/k2": _mean(sums["k2"], valid),
-            "mismatch/k3": _mean(sums["k3"], valid),
-            "mismatch/k3_max": _max(maxes["k3"], valid),
-            "mismatch/abs_logdiff_mean": _mean(sums["abs_logdiff"], valid),
-            "mismatch/abs_logdiff_max": _max(maxes["abs_logdiff"], valid),
-            "mismatch/prob_diff_mean": _mean(sums["prob_diff"], valid),
-            "mismatch/prob_diff_max": _max(maxes["prob_diff"], valid),
-            "mismatch/ess/raw_token": _mean(sums["rho"] ** 2, valid * sums["rho_squared"]),
-            "mismatch/ess/applied_token": _mean(sums["weight"] ** 2, corrected * sums["weight_squared"]),
-            "mismatch/is/raw_mean": _mean(sums["rho"], valid),
-            "mismatch/is/raw_max": _max(maxes["rho"], valid),
-            "mismatch/is/applied_mean": _mean(sums["weight"], corrected),
-            "mismatch/is/clip_frac": _mean(sums["clipped"], corrected),
-            "mismatch/kept_frac": _mean(sums["kept"], sums["corrected_tokens"]),
-            "mismatch/invalid_tokens": sums["tokens"] - valid,
-            "mismatch/num_tokens": sums["tokens"],
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,23 +58,36 @@ class LossStats(Stats):
         """`loss/*` and `policy/entropy`. Reads the device; None where there is no token.
 
         loss/policy is a sum over micro-batches and ranks, divided by the `optimizer_steps` that were merged: it is
-        the aggregated policy loss, without the entropy bonus. clip_frac_low / _high: kept tokens without gradient
-        because A < 0 and ratio < 1 - clip_low / A > 0 and ratio > 1 + clip_high. ratio_mean: pi_theta / anchor over
-        kept tokens. invalid_tokens: kept tokens whose log pi_theta is not finite, left out. policy/entropy: nats,
-        over all response tokens.
+        the aggregated policy loss, without the entropy bonus. clip_frac_low / _high: kept tokens at the lower / upper
+        bound of their surrogate (`algorithms.surrogate.Surrogate`); only under cispo do they still have a gradient.
+        ratio_mean, ratio_max: the ratio that the bounds act on, over kept tokens: pi_theta / anchor of the token, or
+        of its response under gspo, so that a response counts once per token. approx_kl: mean of k3 of the token's
+        log pi_theta - log anchor, nats, in every surrogate. It estimates KL(anchor || pi_theta), without bias where
+        the anchor is pi_rollout; anchored on pi_old it ignores the mismatch of the engines. invalid_tokens: kept
+        tokens whose log pi_theta is not finite, left out. policy/entropy: nats, over all response tokens.
         """
         sums = dict(zip(LOSS_SUMS, self.sums.tolist(), strict=True))
         maxes = dict(zip(LOSS_MAXES, self.maxes.tolist(), strict=True))
         active = sums["active"]
         return {
             "loss/policy": sums["policy"] / optimizer_steps,
-            "loss/clip_frac_low": _mean(sums["clipped_low"], active),
-            "loss/clip_frac_high": _mean(sums["clipped_high"], active),
-            "loss/ratio_mean": _mean(sums["ratio"], active),
-            "loss/ratio_max": _max(maxes["ratio"], active),
+            "loss/clip_frac_low": mean_or_none(sums["clipped_low"], active),
+            "loss/clip_frac_high": mean_or_none(sums["clipped_high"], active),
+            "loss/ratio_mean": mean_or_none(sums["ratio"], active),
+            "loss/ratio_max": max_or_none(maxes["ratio"], active),
+            "loss/approx_kl": mean_or_none(sums["approx_kl"], active),
             "loss/invalid_tokens": sums["invalid"],
-            "policy/entropy": _mean(sums["entropy"], sums["entropy_tokens"]),
+            "policy/entropy": mean_or_none(sums["entropy"], sums["entropy_tokens"]),
         }
+
+    def scaled(self, *, policy: Tensor) -> Self:
+        """The same statistics with the policy loss multiplied by `policy`, a scalar on the device.
+
+        For a factor that is known only after the last micro-batch and is applied to the gradient there.
+        """
+        factors = torch.ones_like(self.sums)
+        factors[LOSS_SUMS.index("policy")] = policy
+        return replace(self, sums=self.sums * factors)
 
 
 def mismatch_stats(
@@ -130,6 +97,7 @@ def mismatch_stats(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     correction: Correction | None,
+    context: StepContext | None = None,
 ) -> MismatchStats:
     """Mismatch statistics of one micro-batch, on its device.
 
@@ -137,24 +105,25 @@ def mismatch_stats(
         old_logprobs: [T] float32, log pi_old scored by the trainer: never the rollout's own log-probs.
         rollout_logprobs: [T] float32, log mu.
         response_mask: [T] bool, the original mask.
-        cu_seqlens: [N+1] int32, first token of each sequence; no statistic here is per sequence yet.
-        correction: What was applied; None leaves the metrics of the applied weight None.
+        cu_seqlens: [N+1] int32, first token of each sequence.
+        correction: What was applied; None leaves the metrics of the applied weight and of rejection None.
+        context: Advantages, rewards, entropy and weight lags, each for the metrics that need it.
+
+    The metrics and their formulas stand at the top of `algorithms.mismatch_report`.
 
     Raises:
         ValueError: a wrong shape or dtype.
     """
-    require_packed(response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    with torch.no_grad():
-        valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
-        measured = _measured(old_logprobs, rollout_logprobs, valid=valid)
-        columns = {
-            "tokens": response_mask,
-            "valid": valid,
-            **measured,
-            "rho_squared": measured["rho"].double().square(),
-            **_applied(correction, response_mask=response_mask, valid=valid),
-        }
-        return MismatchStats(sums=_sums(columns, MISMATCH_SUMS), maxes=_maxes(measured, MISMATCH_MAXES, mask=valid))
+    sums, maxes = mismatch_sums(
+        old_logprobs=old_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        response_mask=response_mask,
+        cu_seqlens=cu_seqlens,
+        correction=correction,
+        context=StepContext() if context is None else context,
+    )
+    criteria = () if correction is None else tuple(verdict.criterion for verdict in correction.verdicts)
+    return MismatchStats(sums=sums, maxes=maxes, criteria=criteria)
 
 
 def mismatch_metrics(
@@ -164,6 +133,7 @@ def mismatch_metrics(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     correction: Correction | None = None,
+    context: StepContext | None = None,
 ) -> dict[str, float | None]:
     """`mismatch_stats` of one batch as metrics; arguments as there. Reads the device."""
     return mismatch_stats(
@@ -172,12 +142,14 @@ def mismatch_metrics(
         response_mask=response_mask,
         cu_seqlens=cu_seqlens,
         correction=correction,
+        context=context,
     ).metrics()
 
 
 def loss_stats(
     surrogate: Surrogate,
     *,
+    log_ratio: Tensor,
     policy: Tensor,
     active: Tensor,
     invalid: Tensor,
@@ -188,6 +160,7 @@ def loss_stats(
 
     Args:
         surrogate: Its ratio and clip indicators, [T].
+        log_ratio: [T] float32, log pi_theta - log anchor of each token, nats.
         policy: Scalar, the micro-batch's part of the policy loss.
         active: [T] bool, tokens that entered the loss.
         invalid: [T] bool, kept tokens left out for a non-finite log pi_theta.
@@ -199,6 +172,7 @@ def loss_stats(
         columns = {
             "active": active,
             "ratio": torch.where(active, surrogate.ratio, 0.0),
+            "approx_kl": torch.where(active, k3(log_ratio), 0.0),
             "clipped_low": surrogate.clipped_low & active,
             "clipped_high": surrogate.clipped_high & active,
             "invalid": invalid,
@@ -212,38 +186,6 @@ def loss_stats(
         )
 
 
-def _measured(old_logprobs: Tensor, rollout_logprobs: Tensor, *, valid: Tensor) -> dict[str, Tensor]:
-    """Per-token statistics of the two log-probs [T], 0 where not valid."""
-    delta = torch.where(valid, old_logprobs - rollout_logprobs, 0.0)
-    probability_gap = (old_logprobs.exp() - rollout_logprobs.exp()).abs()
-    return {
-        "k1": k1(delta),
-        "k2": k2(delta),
-        "k3": k3(delta),
-        "abs_logdiff": delta.abs(),
-        "prob_diff": torch.where(valid, probability_gap, 0.0),
-        "rho": torch.where(valid, delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0),
-    }
-
-
-def _applied(correction: Correction | None, *, response_mask: Tensor, valid: Tensor) -> dict[str, Tensor]:
-    """Per-token statistics of the applied weight [T]; all 0, the counts included, where there is no correction."""
-    never = torch.zeros_like(valid)
-    if correction is None:
-        names = ("corrected", "weight", "weight_squared", "clipped", "corrected_tokens", "kept")
-        return dict.fromkeys(names, never)
-    kept = valid & correction.keep
-    weight = torch.where(kept, correction.weight, 0.0)
-    return {
-        "corrected": valid,
-        "weight": weight,
-        "weight_squared": weight.double().square(),
-        "clipped": never if correction.clipped is None else correction.clipped & kept,
-        "corrected_tokens": response_mask,
-        "kept": kept,
-    }
-
-
 def _sums(columns: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
     """Sum of each named [T] column -> [K] float64."""
     return torch.stack([columns[name].double() for name in names]).sum(dim=1)
@@ -254,13 +196,3 @@ def _maxes(columns: dict[str, Tensor], names: tuple[str, ...], *, mask: Tensor) 
     stacked = torch.stack([torch.where(mask, columns[name].double(), -math.inf) for name in names])
     # One more column, because a maximum over T = 0 tokens is an error.
     return torch.cat([stacked, stacked.new_full((len(names), 1), -math.inf)], dim=1).amax(dim=1)
-
-
-def _mean(total: float, count: float) -> float | None:
-    """total / count, None for nothing to divide by."""
-    return total / count if count else None
-
-
-def _max(maximum: float, count: float) -> float | None:
-    """The maximum, None where no token was seen."""
-    return maximum if count else None

@@ -13,13 +13,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.config import Aggregation, BypassConfig, BypassLoss, CorrectionConfig, LossConfig
+from algorithms.config.loss import (
+    Aggregation,
+    CISPOConfig,
+    DPPOConfig,
+    DPPOKLConfig,
+    DPPOTVConfig,
+    GSPOConfig,
+    LossConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    SAPOConfig,
+)
 from algorithms.correction import Correction
 from algorithms.diagnostics import LossStats, loss_stats
 from algorithms.masked import masked_sum, require_packed
-from algorithms.surrogate import SURROGATES, Surrogate
+from algorithms.surrogate import SURROGATES, SurrogateFn
 
-__all__ = ["Aggregation", "LossConfig", "LossOutput", "LossStats", "policy_loss"]
+__all__ = [
+    "Aggregation",
+    "CISPOConfig",
+    "DPPOConfig",
+    "DPPOKLConfig",
+    "DPPOTVConfig",
+    "GSPOConfig",
+    "LossConfig",
+    "LossOutput",
+    "LossStats",
+    "PPOClipConfig",
+    "ReinforceConfig",
+    "SAPOConfig",
+    "policy_loss",
+]
 
 
 class LossOutput(NamedTuple):
@@ -37,9 +62,9 @@ def policy_loss(
     entropy: Tensor | None,
     advantages: Tensor,
     response_mask: Tensor,
+    cu_seqlens: Tensor,
     correction: Correction,
     coefficients: Tensor,
-    correction_config: CorrectionConfig,
     loss_config: LossConfig,
 ) -> LossOutput:
     """Policy loss and entropy bonus of one micro-batch, a sum: nothing is left to divide by.
@@ -49,10 +74,10 @@ def policy_loss(
         entropy: [T] float32, nats, entropy of pi_theta; None where it was not computed.
         advantages: [T] float32, read on the mask only.
         response_mask: [T] bool, True where the rollout policy sampled the token.
-        correction: From `algorithms.correction.correct`.
+        cu_seqlens: [N+1] int32, first token of each sequence; a sequence is never split over micro-batches.
+        correction: From `algorithms.correction.correct`; its weight multiplies every surrogate.
         coefficients: [T] float32 from `algorithms.aggregate.token_coefficients`.
-        correction_config: The mode: chooses surrogate and weight.
-        loss_config: Clip bounds and entropy coefficient.
+        loss_config: Its type chooses the surrogate.
 
     Where keep is False the gradient of the policy term is exactly 0. A kept token whose log pi_theta is not finite
     is treated as rejected and counted (`loss/invalid_tokens`). The entropy bonus covers the tokens that have a
@@ -60,25 +85,30 @@ def policy_loss(
 
     Raises:
         ValueError: entropy is None with an entropy bonus; a wrong shape or dtype.
+        TypeError: a loss_config without a surrogate.
     """
     require_packed(response_mask, logprobs=logprobs, advantages=advantages, coefficients=coefficients)
     kept = response_mask & correction.keep
     active = kept & torch.isfinite(logprobs)
-    surrogate, weight = _surrogate(
-        # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
-        torch.where(active, logprobs, 0.0),
-        advantages=torch.where(active, advantages, 0.0),
-        correction=correction._replace(anchor_logprobs=torch.where(active, correction.anchor_logprobs, 0.0)),
-        correction_config=correction_config,
-        loss_config=loss_config,
+    # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
+    theta = torch.where(active, logprobs, 0.0)
+    anchor = torch.where(active, correction.anchor_logprobs, 0.0).detach()
+    surrogate = _surrogate_of(loss_config)(
+        theta,
+        anchor_logprobs=anchor,
+        advantages=torch.where(active, advantages, 0.0).detach(),
+        response_mask=active,
+        cu_seqlens=cu_seqlens,
+        config=loss_config,
     )
-    scale = torch.where(active, coefficients * weight, 0.0).detach()
+    scale = torch.where(active, coefficients * correction.weight, 0.0).detach()
     policy = (scale * surrogate.loss).sum(dtype=torch.float64)
     loss = policy
     if loss_config.entropy_coef > 0:
         loss = policy - loss_config.entropy_coef * _entropy_sum(entropy, coefficients, response_mask=response_mask)
     stats = loss_stats(
         surrogate,
+        log_ratio=theta.detach() - anchor,
         policy=policy,
         active=active,
         invalid=kept & ~active,
@@ -88,28 +118,15 @@ def policy_loss(
     return LossOutput(loss=loss.to(logprobs.dtype), stats=stats)
 
 
-def _surrogate(
-    logprobs: Tensor,
-    *,
-    advantages: Tensor,
-    correction: Correction,
-    correction_config: CorrectionConfig,
-    loss_config: LossConfig,
-) -> tuple[Surrogate, Tensor]:
-    """The surrogate of the mode and its detached weight [T]. All inputs are finite."""
-    anchor = correction.anchor_logprobs
-    match correction_config:
-        case BypassConfig(loss=BypassLoss.reinforce, cap=cap):
-            surrogate = SURROGATES["reinforce"](
-                logprobs, anchor_logprobs=anchor, advantages=advantages, config=loss_config
-            )
-            # The weight follows pi_theta, so it also covers the drift since the rollout.
-            return surrogate, surrogate.ratio.clamp(max=cap)
-        case _:
-            surrogate = SURROGATES["ppo_clip"](
-                logprobs, anchor_logprobs=anchor, advantages=advantages, config=loss_config
-            )
-            return surrogate, correction.weight
+def _surrogate_of(loss_config: LossConfig) -> SurrogateFn:
+    """The surrogate that the type of the config names."""
+    surrogate = SURROGATES.get(loss_config.surrogate)
+    if surrogate is None:
+        raise TypeError(
+            f"loss must be the config of a surrogate, got {type(loss_config).__name__}. "
+            f"Choose one of {', '.join(SURROGATES)}."
+        )
+    return surrogate
 
 
 def _entropy_sum(entropy: Tensor | None, coefficients: Tensor, *, response_mask: Tensor) -> Tensor:

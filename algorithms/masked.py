@@ -57,19 +57,17 @@ def divide_by_count(values: Tensor, count: float | Tensor) -> Tensor:
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum of values [T] over each sequence -> [N], same dtype; 0 for an empty sequence.
 
-    Accumulates in float64, so that the result does not depend on where in the pack a sequence lies.
+    Accumulates in float64, each sequence by itself: neither its place in the pack nor what lies in the others, NaN
+    included, changes its sum.
     """
-    num_segments = cu_seqlens.numel() - 1
-    # One slot more than sequences: padding behind the last one is summed there and dropped.
-    sums = values.new_zeros(num_segments + 1, dtype=torch.float64)
-    sums = sums.index_add(0, _segment_ids(cu_seqlens, values.shape[0]), values.double())
-    return sums[:num_segments].to(values.dtype)
+    sums = torch.segment_reduce(values.double(), "sum", offsets=cu_seqlens, initial=0, unsafe=True)
+    return sums.to(values.dtype)
 
 
 def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Mean of values [T] over the mask-True tokens of each sequence -> [N]; 0 for a sequence without any."""
     totals = segment_sum(torch.where(mask, values, 0.0), cu_seqlens)
-    return divide_by_count(totals, segment_sum(mask.to(values.dtype), cu_seqlens))
+    return divide_by_count(totals, segment_sum(mask.view(torch.uint8).to(values.dtype), cu_seqlens))
 
 
 def segment_min(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -86,10 +84,16 @@ def segment_expand(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Te
     `num_tokens` is an argument because `cu_seqlens[-1]` lies on the device, and reading it would wait for it.
     """
     padded = torch.cat([values, values.new_zeros(1)])
-    return padded[_segment_ids(cu_seqlens, num_tokens)]
+    return padded.repeat_interleave(_lengths(cu_seqlens, num_tokens), output_size=num_tokens)
 
 
 def _segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Sequence of each token [T] int64; N for padding. Empty sequences own no token."""
-    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+    num_segments = cu_seqlens.numel() - 1
+    ids = torch.arange(num_segments + 1, device=cu_seqlens.device)
+    return ids.repeat_interleave(_lengths(cu_seqlens, num_tokens), output_size=num_tokens)
+
+
+def _lengths(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Tokens of each sequence, then of the padding -> [N+1]."""
+    return torch.cat([cu_seqlens, cu_seqlens.new_full((1,), num_tokens)]).diff()

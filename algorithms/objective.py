@@ -1,106 +1,157 @@
 """The resolved objective as one line of mathematics: config -> text. Printed before torch is imported.
 
 It says what `algorithms.loss` computes: mask and rejection, weight, surrogate, denominator. m: response mask, mu:
-pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, prod_y and geomean_y: over the response, |y|: its tokens.
+pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, |y|: response tokens, Z: mean weight of what is kept.
+prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<t: up to the token; prod_turn: over its turn.
 """
 
 from __future__ import annotations
 
 from algorithms.config import (
     Aggregation,
-    BypassConfig,
-    BypassLoss,
+    Anchor,
+    Bound,
+    Compared,
     CorrectionConfig,
     Level,
     LossConfig,
-    MISBound,
-    MISConfig,
-    PPOISConfig,
-    RecomputeConfig,
+    RejectConfig,
     RejectedDenominator,
-    TISConfig,
-    VanillaISConfig,
+    SelfNormalize,
+    WeightSpec,
 )
+from algorithms.config.combine import resolved_loss
+from algorithms.config.loss import CISPOConfig, DPPOKLConfig, DPPOTVConfig, GSPOConfig, PPOClipConfig, SAPOConfig
+from algorithms.config.spec import CorrectionSpec
 
 
 def objective(config: CorrectionConfig, loss: LossConfig) -> str:
     """What is minimised, one line, for example
-    `L = -sum m * sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.28) * A / N_tokens`.
+    `L = -sum m * sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.2) * A / N_tokens`.
 
     Raises:
-        TypeError: a config of no known mode.
+        TypeError: a config of no known mode or surrogate.
     """
-    factors = ["m", *_weight_factors(config), _surrogate(config, loss), "A"]
-    divisor = _divisor(config, loss)
+    spec = config.spec()
+    loss = resolved_loss(config, loss)
+    rho = "pi_theta/mu" if spec.compared is Compared.current else "pi_old/mu"
+    factors = ["m"]
+    if spec.weight is not None:
+        factors += _indicators(spec.weight, rho)
+    factors += _criteria(spec.reject, rho)
+    if spec.weight is not None:
+        factors.append(f"sg({_weight(spec.weight, rho)})")
+    factors += [_surrogate(loss, anchor="pi_old" if spec.anchor is Anchor.old else "mu"), "A"]
+    divisor = _divisor(spec, loss)
     line = f"L = -sum {' * '.join(factors)}{divisor}"
     if loss.entropy_coef:
         # Under `drop` the denominator's mask is the kept one, and the bonus uses the same coefficients.
-        mask = "m_kept" if _drops(config) else "m"
+        mask = "m_kept" if _drops(spec) else "m"
         line += f" - {loss.entropy_coef:g} * sum {mask} * H(pi_theta){divisor}"
     return line
 
 
-def _weight_factors(config: CorrectionConfig) -> list[str]:
-    """Indicators of what is kept, then the weight; empty for a weight of 1."""
-    match config:
-        case VanillaISConfig(level=level):
-            return [f"sg({_rho(level)})"]
-        case TISConfig(level=level, cap=cap):
-            return [f"sg(min({_rho(level)}, {cap:g}))"]
-        case MISConfig():
-            return _mis_factors(config)
-        case BypassConfig(loss=BypassLoss.reinforce, cap=cap):
-            return [f"sg(min(pi_theta/mu, {cap:g}))"]
-        case RecomputeConfig() | PPOISConfig() | BypassConfig():
-            return []
-        case _:
-            raise TypeError(f"no correction mode for a {type(config).__name__}")
+def _at(level: Level, rho: str) -> str:
+    return {
+        Level.token: rho,
+        Level.sequence: f"prod_y({rho})",
+        Level.geometric: f"geomean_y({rho})",
+        Level.segment: f"prod_turn({rho})",
+        Level.prefix: f"prod_<t({rho})",
+    }[level]
 
 
-def _mis_factors(config: MISConfig) -> list[str]:
-    rho = _rho(config.level)
-    match config.bound:
-        case MISBound.mask:
-            factors = [f"1[{config.low:g} <= {rho} <= {config.high:g}]", f"sg({rho})"]
-        case MISBound.truncate:
-            factors = [f"1[{rho} >= {config.low:g}]", f"sg(min({rho}, {config.high:g}))"]
-    if config.veto:
-        factors.insert(1, f"1[min_y(pi_old/mu) >= {config.veto:g}]")
-    return factors
+def _indicators(weight: WeightSpec, rho: str) -> list[str]:
+    """What the bound of the weight rejects."""
+    at = _at(weight.level, rho)
+    if weight.bound is Bound.mask:
+        return [f"1[{weight.low:g} <= {at} <= {weight.high:g}]"]
+    if weight.bound is Bound.truncate and weight.low is not None:
+        return [f"1[{at} >= {weight.low:g}]"]
+    return []
 
 
-def _rho(level: Level) -> str:
-    match level:
-        case Level.token:
-            return "pi_old/mu"
-        case Level.sequence:
-            return "prod_y(pi_old/mu)"
-        case Level.geometric:
-            return "geomean_y(pi_old/mu)"
+def _weight(weight: WeightSpec, rho: str) -> str:
+    at = _at(weight.level, rho)
+    match weight.bound:
+        case Bound.none | Bound.mask:
+            return at
+        case Bound.truncate:
+            return f"min({at}, {weight.high:g})"
+        case Bound.clip:
+            return f"clip({at}, {weight.low:g}, {weight.high:g})"
 
 
-def _surrogate(config: CorrectionConfig, loss: LossConfig) -> str:
-    if isinstance(config, BypassConfig) and config.loss is BypassLoss.reinforce:
-        return "log pi_theta"
-    anchor = "mu" if isinstance(config, PPOISConfig | BypassConfig) else "pi_old"
-    dual = "" if loss.dual_clip is None else f", dual {loss.dual_clip:g}"
-    return f"PPOclip(pi_theta/{anchor}, {loss.clip_low:g}, {loss.clip_high:g}{dual})"
+_CRITERIA = {
+    "token_ratio": "1[{low:g} <= {rho} <= {high:g}]",
+    "sequence_ratio": "1[{low:g} <= prod_y({rho}) <= {high:g}]",
+    "geometric_ratio": "1[{low:g} <= geomean_y({rho}) <= {high:g}]",
+    "token_k2": "1[K2 <= {bound:g}]",
+    "token_k3": "1[K3 <= {bound:g}]",
+    "sum_k2": "1[sum_y(K2) <= {bound:g}]",
+    "sum_k3": "1[sum_y(K3) <= {bound:g}]",
+    "mean_k2": "1[mean_y(K2) <= {bound:g}]",
+    "mean_k3": "1[mean_y(K3) <= {bound:g}]",
+    "max_k2": "1[max_y(K2) <= {bound:g}]",
+    "max_k3": "1[max_y(K3) <= {bound:g}]",
+    "veto": "1[min_y({rho}) >= {bound:g}]",
+    "prob_diff": "1[{low:g} <= {train} - mu <= {high:g}]",
+    "mult_err": "1[mean_y(max({rho}, 1/({rho}))) <= {bound:g}]",
+    "dppo_tv": "1[sign(A)({train} - mu) <= {bound:g}]",
+    "dppo_kl": "1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]",
+    "opsm": "1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]",
+}
+"""Key of `RejectConfig` -> its indicator."""
 
 
-def _divisor(config: CorrectionConfig, loss: LossConfig) -> str:
-    kept = "_kept" if _drops(config) else ""
+def _criteria(reject: RejectConfig, rho: str) -> list[str]:
+    lines = []
+    for name in reject.active():
+        value = getattr(reject, name)
+        low, high = value if isinstance(value, list) else (0.0, 0.0)
+        bound = 0.0 if isinstance(value, list) else value
+        lines.append(_CRITERIA[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=bound))
+    return lines
+
+
+def _surrogate(loss: LossConfig, *, anchor: str) -> str:
+    ratio = f"pi_theta/{anchor}"
+    match loss:
+        case PPOClipConfig():
+            dual = "" if loss.dual_clip is None else f", dual {loss.dual_clip:g}"
+            return f"PPOclip({ratio}, {loss.clip_low:g}, {loss.clip_high:g}{dual})"
+        case GSPOConfig():
+            return f"PPOclip(geomean_y({ratio}), {loss.clip_low:g}, {loss.clip_high:g})"
+        case CISPOConfig():
+            return f"sg(clip({ratio}, {loss.low:g}, {loss.high:g})) * log pi_theta"
+        case DPPOTVConfig() | DPPOKLConfig():
+            return f"{loss.surrogate}({ratio}, {loss.threshold:g}, cap {loss.ratio_cap:g})"
+        case SAPOConfig():
+            return f"SAPO({ratio}, {loss.temperature_positive:g}, {loss.temperature_negative:g})"
+        case _ if loss.surrogate == "reinforce":
+            return "log pi_theta"
+    raise TypeError(f"no surrogate for a {type(loss).__name__}")
+
+
+def _divisor(spec: CorrectionSpec, loss: LossConfig) -> str:
+    kept = "_kept" if _drops(spec) else ""
+    normaliser = "Z" if spec.self_normalize is SelfNormalize.mean_one else ""
     match loss.aggregation:
         case Aggregation.token_mean:
-            return f" / N_tokens{kept}"
+            parts = [normaliser, f"N_tokens{kept}"]
         case Aggregation.seq_mean_token_mean:
-            return f" / (N_sequences{kept} * |y{kept}|)"
+            parts = [normaliser, f"N_sequences{kept}", f"|y{kept}|"]
         case Aggregation.seq_mean_token_sum:
-            return f" / N_sequences{kept}"
+            parts = [normaliser, f"N_sequences{kept}"]
         case Aggregation.fixed_length:
-            return f" / (N_sequences{kept} * {loss.fixed_length_tokens})"
+            parts = [normaliser, f"N_sequences{kept}", f"{loss.fixed_length_tokens}"]
         case Aggregation.token_sum:
-            return ""
+            parts = [normaliser]
+    given = [part for part in parts if part]
+    if not given:
+        return ""
+    return f" / {given[0]}" if len(given) == 1 else f" / ({' * '.join(given)})"
 
 
-def _drops(config: CorrectionConfig) -> bool:
-    return isinstance(config, MISConfig) and config.rejected_denominator is RejectedDenominator.drop
+def _drops(spec: CorrectionSpec) -> bool:
+    return spec.rejected_denominator is RejectedDenominator.drop

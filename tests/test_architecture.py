@@ -29,6 +29,8 @@ TOP_LEVEL = frozenset(
         "configs",
         "recipes",
         "tests",
+        "benchmarks",
+        "docs",
         "requirements",
         "Dockerfile",
         "Makefile",

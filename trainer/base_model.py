@@ -29,7 +29,7 @@ import transformers
 from rollout.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
-from trainer.config import ArithmeticModelConfig
+from trainer.components import ArithmeticModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -33,6 +33,8 @@ class MicroBatch:
     """[T] float32, 0 off the mask."""
     sample_keys: list[tuple[int, int]]
     """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
+    sample_numbers: Tensor
+    """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
     old_logprobs: Tensor | None = None
     """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
 
@@ -51,6 +53,7 @@ class MicroBatch:
             response_mask=self.response_mask.to(device),
             rollout_logprobs=self.rollout_logprobs.to(device),
             advantages=self.advantages.to(device),
+            sample_numbers=self.sample_numbers.to(device),
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
         )
 
@@ -65,6 +68,29 @@ class MiniBatch:
     """Response tokens of the optimizer step over all ranks, before any rejection."""
     num_sequences: int
     """Responses of the optimizer step over all ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepSamples:
+    """What is known of every sample of a rollout step, all ranks. S: samples."""
+
+    rewards: Tensor
+    """[S] float32, what advantages are computed from."""
+    group_ids: Tensor
+    """[S] int64, equal within a group."""
+    num_tokens: Tensor
+    """[S] int64, response tokens."""
+    lags: Tensor
+    """[S] int64, optimizer steps between the weights that sampled and those that the step starts with."""
+
+    def to(self, device: torch.device) -> StepSamples:
+        """The same on `device`."""
+        return StepSamples(
+            rewards=self.rewards.to(device),
+            group_ids=self.group_ids.to(device),
+            num_tokens=self.num_tokens.to(device),
+            lags=self.lags.to(device),
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,4 +121,6 @@ class TrainBatch:
 
     ranks: list[list[MiniBatch]]
     """[num_ranks][optimizer steps]."""
+    samples: StepSamples
+    """Every rank sees all of them."""
     stats: PackingStats

@@ -1,35 +1,47 @@
 """TrainConfig: composes the component configs and checks only what crosses them.
 
 Imports no torch, no Ray and no SGLang: the command line builds and checks it in well under a second.
-`GROUPS` is the table from which the Hydra groups are registered (see trainer/cli/compose.py).
+`GROUPS` and `PRESETS` are the tables from which the Hydra groups are registered (see trainer/cli/session.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import ClassVar
 
+from algorithms.config import (
+    PRESETS as CORRECTION_PRESETS,
+)
 from algorithms.config import (
     AdvantageConfig,
     Aggregation,
+    BaselineScope,
     BypassConfig,
     Checked,
+    CISPOConfig,
+    Compared,
     CorrectionConfig,
+    CustomConfig,
+    DPPOKLConfig,
+    DPPOTVConfig,
+    Estimator,
+    GSPOConfig,
     LossConfig,
     MISConfig,
+    PPOClipConfig,
     PPOISConfig,
     Problem,
     RecomputeConfig,
+    ReinforceConfig,
+    SAPOConfig,
     TISConfig,
     VanillaISConfig,
 )
+from algorithms.config.combine import combination_problems, resolved_loss
 from rollout.config import (
     ArithmeticDataConfig,
     CollectConfig,
     DataConfig,
-    DType,
     DynamicCollectConfig,
     EngineConfig,
     FileDataConfig,
@@ -39,266 +51,21 @@ from rollout.config import (
     SGLangConfig,
     TorchEngineConfig,
 )
+from trainer.components import (
+    ArithmeticModelConfig,
+    BatchConfig,
+    ClusterConfig,
+    EvalConfig,
+    HFModelConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RunConfig,
+    TrackingConfig,
+)
 
-
-@dataclass(kw_only=True, slots=True)
-class RunConfig(Checked):
-    """The run as a whole."""
-
-    recipe: str = "custom"
-    """Name of the recipe; set by the command line."""
-    dir: str = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Directory of everything the run writes; must be absent or empty."""
-    seed: int = 0
-    """Decides prompt order, sampling seeds and initialisation."""
-    num_steps: int = 40
-    """Rollout steps: one collection of prompts, one or more optimizer steps."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_steps < 1:
-            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
-        if not 0 <= self.seed < 2**31:
-            yield Problem(key="seed", rule="must lie in [0, 2**31)", value=self.seed)
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelConfig(Checked):
-    """The policy's initial weights. Choose with `model=hf` or `model=arithmetic`."""
-
-    kind: ClassVar[str] = ""
-
-
-@dataclass(kw_only=True, slots=True)
-class HFModelConfig(ModelConfig):
-    """A Hugging Face causal language model; safetensors only, no remote code."""
-
-    kind: ClassVar[str] = "hf"
-    path: str = ""
-    """Local directory or hub name."""
-    revision: str | None = None
-    """Git revision of a hub model; pin it."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.path:
-            yield Problem(key="path", rule="must be set", value=self.path, remedy="A local directory or a hub name.")
-
-
-@dataclass(kw_only=True, slots=True)
-class ArithmeticModelConfig(ModelConfig):
-    """A small Qwen2 trained on the spot on demonstrations of mixed quality, and cached; see trainer/base_model.py."""
-
-    kind: ClassVar[str] = "arithmetic"
-    hidden_size: int = 64
-    """Width of the residual stream; a multiple of 32 (the head size)."""
-    num_layers: int = 3
-    """Transformer blocks."""
-    wrong_fraction: float = 0.6
-    """Share of demonstrations whose author forgets to carry."""
-    num_steps: int = 1200
-    """Supervised optimizer steps."""
-    seed: int = 0
-    """Decides initialisation and demonstrations."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.hidden_size < 32 or self.hidden_size % 32:
-            yield Problem(key="hidden_size", rule="must be a positive multiple of 32", value=self.hidden_size)
-        if self.num_layers < 1:
-            yield Problem(key="num_layers", rule="must be >= 1", value=self.num_layers)
-        if self.num_steps < 1:
-            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
-        if not 0 <= self.wrong_fraction < 1:
-            yield Problem(key="wrong_fraction", rule="must lie in [0, 1)", value=self.wrong_fraction)
-
-
-@dataclass(kw_only=True, slots=True)
-class BatchConfig(Checked):
-    """How many samples make a step, and how they are cut for the optimizer and for memory."""
-
-    prompts_per_step: int = 16
-    """Groups trained on per rollout step."""
-    group_size: int = 8
-    """Samples per prompt."""
-    mini_batch_prompts: int | None = None
-    """Groups per optimizer step; null means all of them (one optimizer step per rollout)."""
-    max_tokens_per_microbatch: int = 8192
-    """Hard cap on the packed tokens of one forward on one rank; a longer sample is an error."""
-
-    @property
-    def optimizer_steps_per_rollout(self) -> int:
-        return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    def problems(self) -> Iterator[Problem]:
-        for key in ("prompts_per_step", "max_tokens_per_microbatch"):
-            if getattr(self, key) < 1:
-                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
-        if self.group_size < 2:
-            yield Problem(
-                key="group_size",
-                rule="must be >= 2: a group of one has no baseline",
-                value=self.group_size,
-                remedy="Vetted: 8.",
-            )
-        if self.mini_batch_prompts is not None and (
-            self.mini_batch_prompts < 1 or self.prompts_per_step % self.mini_batch_prompts
-        ):
-            yield Problem(
-                key="mini_batch_prompts",
-                rule=f"must divide batch.prompts_per_step ({self.prompts_per_step})",
-                value=self.mini_batch_prompts,
-                remedy="null means one optimizer step per rollout.",
-            )
-
-
-class Schedule(Enum):
-    """Learning rate after warm-up."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-@dataclass(kw_only=True, slots=True)
-class OptimConfig(Checked):
-    """AdamW and its schedule. Units are in the names: a rollout step may hold several optimizer steps."""
-
-    lr: float = 1e-6
-    """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
-    warmup_rollout_steps: int = 0
-    """Rollout steps of linear warm-up from lr / warmup_rollout_steps."""
-    schedule: Schedule = Schedule.constant
-    """From the end of warm-up to run.num_steps. Vetted: constant."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
-    beta1: float = 0.9
-    """First-moment decay."""
-    beta2: float = 0.999
-    """Second-moment decay."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    max_grad_norm: float = 1.0
-    """Global L2 norm above which gradients are scaled down. Vetted: 1.0."""
-
-    def problems(self) -> Iterator[Problem]:
-        for key in ("lr", "epsilon", "max_grad_norm"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                yield Problem(key=key, rule="must lie in [0, 1)", value=getattr(self, key))
-        for key in ("weight_decay", "warmup_rollout_steps"):
-            if getattr(self, key) < 0:
-                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
-
-
-@dataclass(kw_only=True, slots=True)
-class PolicyConfig(Checked):
-    """The FSDP2 training workers."""
-
-    num_workers: int = 2
-    """Data-parallel FSDP2 ranks, one Ray actor each."""
-    dtype: DType = DType.float32
-    """Type of forward and backward; master weights, gradients and optimizer are float32."""
-    logprob_chunk_tokens: int = 512
-    """Tokens whose full-vocabulary logits exist at one time."""
-    cpus_per_worker: float = 0.5
-    """Ray CPUs (logical cores) reserved for a worker."""
-    gpus_per_worker: float = 0.0
-    """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
-    threads_per_worker: int | None = None
-    """Torch threads of a worker on a CPU; null divides the cores among the workers."""
-    start_timeout_s: float = 300.0
-    """Deadline in seconds for loading the model and joining the process group."""
-    step_timeout_s: float = 1800.0
-    """Deadline in seconds of one training call, collectives included."""
-    sync_bucket_mib: int = 256
-    """Largest weight bucket, MiB; a larger single tensor gets a bucket of its own."""
-
-    def problems(self) -> Iterator[Problem]:
-        for key in ("num_workers", "logprob_chunk_tokens", "sync_bucket_mib"):
-            if getattr(self, key) < 1:
-                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
-        if self.threads_per_worker is not None and self.threads_per_worker < 1:
-            yield Problem(key="threads_per_worker", rule="must be >= 1 or null", value=self.threads_per_worker)
-        for key in ("cpus_per_worker", "gpus_per_worker"):
-            if getattr(self, key) < 0:
-                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
-        for key in ("start_timeout_s", "step_timeout_s"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
-        if self.dtype is DType.float16:
-            yield Problem(
-                key="dtype",
-                rule="must be float32 or bfloat16: float16 needs a gradient scaler",
-                value=self.dtype,
-                remedy="Use policy.dtype=bfloat16.",
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class ClusterConfig(Checked):
-    """Ray: a local cluster on loopback, or the address of a running one."""
-
-    address: str | None = None
-    """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
-    placement_timeout_s: float = 60.0
-    """Deadline in seconds for the resources of all workers to be granted together."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.placement_timeout_s > 0:
-            yield Problem(key="placement_timeout_s", rule="must be > 0 seconds", value=self.placement_timeout_s)
-
-
-@dataclass(kw_only=True, slots=True)
-class EvalConfig(Checked):
-    """Held-out evaluation, greedy and sampled. The first and the last step are always evaluated."""
-
-    every: int = 0
-    """Also evaluate after every this many rollout steps; 0 for the first and last only."""
-    max_prompts: int = 200
-    """Held-out prompts used."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 0:
-            yield Problem(key="every", rule="must be >= 0", value=self.every)
-        if self.max_prompts < 1:
-            yield Problem(key="max_prompts", rule="must be >= 1", value=self.max_prompts)
-
-
-class WandbMode(Enum):
-    """Where W&B rows go; metrics.jsonl is always written."""
-
-    auto = "auto"
-    """Online when a key and the network are there, offline otherwise."""
-    online = "online"
-    """Online; falls back to offline, with a warning, rather than stop a run."""
-    offline = "offline"
-    disabled = "disabled"
-
-
-@dataclass(kw_only=True, slots=True)
-class TrackingConfig(Checked):
-    """What is recorded besides metrics.jsonl and samples.jsonl."""
-
-    wandb: WandbMode = WandbMode.auto
-    """Where W&B rows go."""
-    project: str = "parity"
-    """W&B project."""
-    entity: str | None = None
-    """W&B user or team; null for the default."""
-    wandb_timeout_s: float = 20.0
-    """Deadline in seconds for reaching W&B before the run goes on offline."""
-    samples_per_step: int = 8
-    """Samples written to samples.jsonl per step."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.samples_per_step < 0:
-            yield Problem(key="samples_per_step", rule="must be >= 0", value=self.samples_per_step)
-        if not self.wandb_timeout_s > 0:
-            yield Problem(key="wandb_timeout_s", rule="must be > 0 seconds", value=self.wandb_timeout_s)
+BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
+"""Estimators whose baseline is the group, which therefore must have two members."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -315,7 +82,7 @@ class TrainConfig(Checked):
     batch: BatchConfig = field(default_factory=BatchConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: CorrectionConfig = field(default_factory=TISConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
+    loss: LossConfig = field(default_factory=PPOClipConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -323,10 +90,20 @@ class TrainConfig(Checked):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
+    def policy_loss(self) -> LossConfig:
+        """The loss that is computed: what the correction makes of `loss`."""
+        return resolved_loss(self.correction, self.loss)
+
+    @property
+    def needs_prepass(self) -> bool:
+        """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
+        return self.advantage.baseline_scope is BaselineScope.kept
+
+    @property
     def needs_old_logprobs_pass(self) -> bool:
         """Whether pi_old costs a forward of its own; otherwise the detached training forward is pi_old."""
         steps = self.batch.optimizer_steps_per_rollout
-        return self.correction.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
+        return self.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
 
     @property
     def forwards_per_token(self) -> int:
@@ -334,14 +111,14 @@ class TrainConfig(Checked):
         return 4 if self.needs_old_logprobs_pass else 3
 
     def problems(self) -> Iterator[Problem]:
-        for key, chosen in (("model", self.model), ("data", self.data)):
-            if not chosen.kind:
-                yield Problem(
-                    key=key,
-                    rule="must be chosen",
-                    value=None,
-                    remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}.",
-                )
+        unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
+        for key in unchosen:
+            yield Problem(
+                key=key,
+                rule="must be chosen",
+                value=None,
+                remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}.",
+            )
         if isinstance(self.model, ArithmeticModelConfig) and not isinstance(self.data, ArithmeticDataConfig):
             yield Problem(
                 key="model",
@@ -377,6 +154,46 @@ class TrainConfig(Checked):
                 rule=f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})",
                 value=self.loss.fixed_length_tokens,
             )
+        if "correction" not in unchosen and "loss" not in unchosen:
+            yield from combination_problems(self.correction, self.loss)
+            yield from self._advantage_problems()
+
+    def _advantage_problems(self) -> Iterator[Problem]:
+        """Rules between advantages and what else decides them: groups and the correction."""
+        estimator = self.advantage.estimator
+        if self.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
+            yield Problem(
+                key="batch.group_size",
+                rule=f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
+                value=self.batch.group_size,
+                remedy="Vetted: 8. reinforce and reinforce_pp need no groups.",
+            )
+        if self.batch.group_size < 2 and isinstance(self.collect, DynamicCollectConfig):
+            yield Problem(
+                key="batch.group_size",
+                rule="must be >= 2 with collect=dynamic, which keeps groups whose rewards differ",
+                value=self.batch.group_size,
+                remedy="Use collect=fixed.",
+            )
+        if self.advantage.baseline_scope is BaselineScope.all:
+            return
+        spec = self.correction.spec()
+        reasons = {
+            "must be all: the baseline of what is kept needs pi_old before the first update, which this correction "
+            "never computes": spec.compared is Compared.current,
+            "must be all: a criterion of the correction reads the advantages that would depend on it": (
+                spec.reject.reads_advantages()
+            ),
+            "has no effect: the correction rejects nothing": not spec.rejects,
+        }
+        for rule, broken in reasons.items():
+            if broken:
+                yield Problem(
+                    key="advantage.baseline_scope",
+                    rule=rule,
+                    value=self.advantage.baseline_scope,
+                    remedy=f"Set it to all, or choose another correction than {self.correction.mode} as it is set.",
+                )
 
 
 GROUPS: dict[str, dict[str, type[Checked]]] = {
@@ -391,6 +208,24 @@ GROUPS: dict[str, dict[str, type[Checked]]] = {
         "tis": TISConfig,
         "mis": MISConfig,
         "bypass": BypassConfig,
+        "custom": CustomConfig,
+    },
+    "loss": {
+        "ppo_clip": PPOClipConfig,
+        "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+        "reinforce": ReinforceConfig,
+        "dppo_tv": DPPOTVConfig,
+        "dppo_kl": DPPOKLConfig,
+        "sapo": SAPOConfig,
     },
 }
 """Hydra groups whose members are types: `correction=tis` chooses the class, `correction.cap=3` sets its field."""
+
+PRESETS: Mapping[str, Mapping[str, Checked]] = {"correction": CORRECTION_PRESETS}
+"""Further options of a group: named values of its types, for example `correction=decoupled_token_is`."""
+
+
+def _is_option(group: str, chosen: Checked) -> bool:
+    """Whether `chosen` is an instance of one of the group's types, not of the base that says nothing."""
+    return type(chosen) in GROUPS[group].values()

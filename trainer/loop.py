@@ -73,7 +73,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                     collected = collector.collect(step, policy_version)
                 timer.move(collected.stats.reward_s, source="rollout", target="reward")
                 with timer.phase("pack"):
-                    batch = build_batch(config, collected)
+                    batch = build_batch(config, collected, policy_version)
                 with timer.phase("train"):
                     report = policy.train(batch, step=step)
                 policy_version += report.num_optimizer_steps
@@ -114,13 +114,14 @@ def build_collector(config: TrainConfig, task: Task, engines: EngineGroup) -> Co
     )
 
 
-def build_batch(config: TrainConfig, collected: Collected) -> TrainBatch:
+def build_batch(config: TrainConfig, collected: Collected, policy_version: int) -> TrainBatch:
     """Advantages, mini-batches (one per optimizer step) and packed micro-batches for every rank."""
     assign_advantages(collected.groups, config.advantage)
     return pack(
         split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
         num_ranks=config.policy.num_workers,
         max_tokens=config.batch.max_tokens_per_microbatch,
+        policy_version=policy_version,
     )
 
 

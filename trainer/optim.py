@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import OptimConfig, Schedule
+from trainer.components import OptimConfig, Schedule
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -38,6 +38,14 @@ def learning_rate(config: OptimConfig, *, step: int, num_steps: int) -> float:
             return config.lr * (1 - progress)
         case Schedule.cosine:
             return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply every gradient by `factor`, the same number on every rank."""
+    if factor != 1.0:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:

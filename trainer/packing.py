@@ -15,7 +15,7 @@ import torch
 from algorithms.advantage import ADVANTAGES
 from algorithms.config import AdvantageConfig
 from rollout.types import Sample, SampleGroup
-from trainer.batch import MicroBatch, MiniBatch, PackingStats, TrainBatch
+from trainer.batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
 
 
 def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
@@ -83,8 +83,11 @@ def split_in_two(indices: list[int], lengths: Sequence[int]) -> list[list[int]]:
     return [parts[0], parts[1]]
 
 
-def micro_batch(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay samples end to end. No samples: one masked token, so that the rank still takes part in collectives."""
+def micro_batch(samples: Sequence[Sample], numbers: Sequence[int] | None = None) -> MicroBatch:
+    """Lay samples end to end. No samples: one masked token, so that the rank still takes part in collectives.
+
+    `numbers` are the positions of the samples in the step; None counts them from 0.
+    """
     token_ids = [token for sample in samples for token in sample.token_ids] or [0]
     lengths = [len(sample.token_ids) for sample in samples] or [1]
     response_mask = torch.tensor([m for sample in samples for m in sample.response_mask] or [False])
@@ -101,6 +104,7 @@ def micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         ),
         advantages=torch.tensor(advantages or [0.0], dtype=torch.float32),
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
+        sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
     )
 
 
@@ -111,43 +115,83 @@ def advantage_of(sample: Sample) -> float:
     return sample.advantage
 
 
-def pack(mini_batches: Sequence[Sequence[Sample]], *, num_ranks: int, max_tokens: int) -> TrainBatch:
+def pack(
+    mini_batches: Sequence[Sequence[Sample]], *, num_ranks: int, max_tokens: int, policy_version: int
+) -> TrainBatch:
     """Pack the samples of each optimizer step for `num_ranks` ranks.
 
-    `mini_batches[k]` are the samples of optimizer step k; `max_tokens` is the cap of one micro-batch.
+    `mini_batches[k]` are the samples of optimizer step k, group after group; `max_tokens` is the cap of one
+    micro-batch, `policy_version` that of the weights that the step starts with.
     """
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    first = 0
     for samples in mini_batches:
         lengths = [len(sample.token_ids) for sample in samples]
         dealt = balance(best_fit_decreasing(lengths, max_tokens), lengths, num_ranks)
         num_response_tokens = sum(sample.num_response_tokens for sample in samples)
         for rank, bins in enumerate(dealt):
+            micro_batches = [
+                micro_batch([samples[i] for i in indices], [first + i for i in indices]) for indices in bins
+            ]
             ranks[rank].append(
                 MiniBatch(
-                    micro_batches=[micro_batch([samples[i] for i in indices]) for indices in bins],
+                    micro_batches=micro_batches,
                     num_response_tokens=num_response_tokens,
                     num_sequences=len(samples),
                 )
             )
-    loads = [sum(micro.num_tokens for mini in minis for micro in mini.micro_batches) for minis in ranks]
-    num_micro_batches = sum(len(mini.micro_batches) for mini in ranks[0])
+        first += len(samples)
     return TrainBatch(
         ranks=ranks,
-        stats=PackingStats(
-            num_micro_batches=num_micro_batches,
-            num_tokens=sum(loads),
-            fill_frac=sum(loads) / (num_micro_batches * num_ranks * max_tokens),
-            imbalance=max(loads) * num_ranks / sum(loads) - 1,
-        ),
+        samples=step_samples([sample for samples in mini_batches for sample in samples], policy_version=policy_version),
+        stats=_packing_stats(ranks, max_tokens=max_tokens),
     )
 
 
+def _packing_stats(ranks: Sequence[Sequence[MiniBatch]], *, max_tokens: int) -> PackingStats:
+    loads = [sum(micro.num_tokens for mini in minis for micro in mini.micro_batches) for minis in ranks]
+    num_micro_batches = sum(len(mini.micro_batches) for mini in ranks[0])
+    return PackingStats(
+        num_micro_batches=num_micro_batches,
+        num_tokens=sum(loads),
+        fill_frac=sum(loads) / (num_micro_batches * len(ranks) * max_tokens),
+        imbalance=max(loads) * len(ranks) / sum(loads) - 1,
+    )
+
+
+def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSamples:
+    """What the ranks know of every sample of the step; `samples` stand group after group.
+
+    Raises:
+        ValueError: a sample without a reward.
+    """
+    group_ids: list[int] = []
+    for index, sample in enumerate(samples):
+        before = samples[index - 1] if index else sample
+        # A prompt may come back in the same step when an epoch ends; its sample indices then start again.
+        same = (sample.prompt_id, True) == (before.prompt_id, sample.sample_index > before.sample_index)
+        group_ids.append(group_ids[-1] if index and same else len(group_ids))
+    return StepSamples(
+        rewards=torch.tensor([_reward_of(sample) for sample in samples], dtype=torch.float32),
+        group_ids=torch.tensor(group_ids, dtype=torch.int64),
+        num_tokens=torch.tensor([sample.num_response_tokens for sample in samples], dtype=torch.int64),
+        lags=torch.tensor([policy_version - sample.policy_version for sample in samples], dtype=torch.int64),
+    )
+
+
+def _reward_of(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
+    return sample.reward
+
+
 def assign_advantages(groups: Sequence[SampleGroup], config: AdvantageConfig) -> None:
-    """Set the advantage of every sample from the rewards of its group."""
+    """Set the advantage of every sample from the rewards of the step, all samples forming the baseline."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
     group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
-    advantages = ADVANTAGES[config.estimator.name](rewards, group_ids, epsilon=config.epsilon)
     samples = [sample for group in groups for sample in group.samples]
+    num_tokens = torch.tensor([sample.num_response_tokens for sample in samples])
+    advantages = ADVANTAGES[config.estimator.name](rewards, group_ids, epsilon=config.epsilon, num_tokens=num_tokens)
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         sample.advantage = advantage
 

@@ -38,7 +38,7 @@ class PolicyGroup:
     def train(self, batch: TrainBatch, *, step: int) -> TrainReport:
         """One rollout step on all ranks; the report is global."""
         refs = [
-            worker.train.remote(mini_batches, step)
+            worker.train.remote(mini_batches, batch.samples, step)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)

@@ -13,7 +13,8 @@ from rollout.data import Dataset, load_dataset, stop_token_ids
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
 from trainer.base_model import build_base_model
-from trainer.config import ArithmeticModelConfig, HFModelConfig, TrainConfig
+from trainer.components import ArithmeticModelConfig, HFModelConfig
+from trainer.config import TrainConfig
 
 SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 """What is fetched of a hub model: safetensors weights, configuration and tokenizer; never pickles or code."""

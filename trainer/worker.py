@@ -7,6 +7,7 @@ contains collectives. Inside `train`: forward -> pi_old -> correction -> loss ->
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass, replace
@@ -19,20 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from algorithms.aggregate import token_coefficients
-from algorithms.config import RejectedDenominator
-from algorithms.correction import Correction, MISConfig, correct
-from algorithms.diagnostics import LossStats, MismatchStats, mismatch_stats
-from algorithms.kl import k3
-from algorithms.loss import policy_loss
-from algorithms.masked import segment_mean
 from rollout.types import WeightBucket
 from rollout.weights import DTYPES, pack_buckets
-from trainer.batch import MicroBatch, MiniBatch
+from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
+from trainer.micro_loss import NUM_COUNTS, StepFactor, micro_loss, rebase_advantages, step_factor
 from trainer.model import full_tensors, gradient_sync, load_causal_lm, shard
-from trainer.optim import build_optimizer, clip_gradients, learning_rate
+from trainer.optim import build_optimizer, clip_gradients, learning_rate, scale_gradients
+from trainer.step_totals import StepTotals
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +110,11 @@ class PolicyWorker:
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
-    def train(self, mini_batches: list[MiniBatch], step: int) -> TrainReport:
-        """One rollout step: every mini-batch is one optimizer step. Returns global metrics."""
+    def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
+        """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
+
+        `samples` are those of the whole step, all ranks.
+        """
         started = time.perf_counter()
         minis = [
             replace(mini, micro_batches=[micro.to(self._device) for micro in mini.micro_batches])
@@ -126,8 +125,13 @@ class PolicyWorker:
             group["lr"] = rate
         if self._config.needs_old_logprobs_pass:
             self._fill_old_logprobs(minis)
-        totals = _StepTotals(self._device)
-        taken = sum(self._optimizer_step(mini, index=index, totals=totals) for index, mini in enumerate(minis))
+        samples = samples.to(self._device)
+        if self._config.needs_prepass:
+            rebase_advantages(self._config, minis, samples)
+        totals = StepTotals(self._device)
+        taken = sum(
+            self._optimizer_step(mini, index=index, samples=samples, totals=totals) for index, mini in enumerate(minis)
+        )
         metrics = totals.metrics()
         metrics["optim/lr"] = rate
         metrics["optim/skipped_steps"] = float(len(minis) - taken)
@@ -177,46 +181,34 @@ class PolicyWorker:
                 for micro in mini.micro_batches:
                     micro.old_logprobs = self._score(micro).logprobs
 
-    def _correct(self, micro: MicroBatch, old_logprobs: Tensor) -> Correction:
-        return correct(
-            self._config.correction,
-            old_logprobs=old_logprobs,
-            rollout_logprobs=micro.rollout_logprobs,
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-        )
-
-    def _denominators(self, mini: MiniBatch) -> tuple[float, float]:
-        """Global (tokens, sequences) that the loss is divided by; all of them, or under `drop` the kept ones."""
-        if not _drops(self._config):
-            return float(mini.num_response_tokens), float(mini.num_sequences)
-        counts = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for micro in mini.micro_batches:
-            if micro.old_logprobs is None:
-                raise RuntimeError("rejected_denominator=drop needs pi_old before the first update")
-            kept = micro.response_mask & self._correct(micro, micro.old_logprobs).keep
-            tokens_before = torch.cat([kept.new_zeros(1).long(), kept.long().cumsum(0)])
-            per_sequence = tokens_before[micro.cu_seqlens.long()].diff()
-            counts += torch.stack([per_sequence.sum(), (per_sequence > 0).sum()]).double()
-        dist.all_reduce(counts)
-        tokens, sequences = counts.tolist()
-        return max(tokens, 1.0), max(sequences, 1.0)
-
-    def _optimizer_step(self, mini: MiniBatch, *, index: int, totals: _StepTotals) -> bool:
+    def _optimizer_step(self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals) -> bool:
         """Forward, backward and update of one mini-batch; False if nothing could be learnt from it."""
-        denominators = self._denominators(mini)
-        kept = torch.zeros((), dtype=torch.float64, device=self._device)
+        counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
         self._optimizer.zero_grad(set_to_none=True)
         for position, micro in enumerate(mini.micro_batches):
             gradient_sync(self._model, position == len(mini.micro_batches) - 1)
-            measure_floor = index == 0 and position == 0
-            kept += self._backward(
-                micro, denominators=denominators, index=index, measure_floor=measure_floor, totals=totals
-            )
-        dist.all_reduce(kept)
+            scores = self._score(micro, measure_floor=index == 0 and position == 0)
+            # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
+            old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+            part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini)
+            # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
+            (part.loss * self._config.policy.num_workers).backward()
+            counts += part.counts
+            totals.add_loss(part.stats)
+            # Later mini-batches without a pi_old show drift and mismatch together and are left out.
+            if micro.old_logprobs is not None or index == 0:
+                totals.add_mismatch(micro, part.correction, old_logprobs, entropy=scores.entropy, samples=samples)
+            totals.add_floor(scores.floor_delta)
+        dist.all_reduce(counts)
+        factor = step_factor(self._config, counts, mini)
+        scale_gradients(self._model, factor.gradient)
         norm = clip_gradients(self._model, self._config.optim.max_grad_norm)
-        totals.grad_norms.append(norm)
-        if not torch.isfinite(torch.tensor(norm)):
+        totals.end_step(factor, grad_norm=norm)
+        return self._update(norm, factor)
+
+    def _update(self, norm: float, factor: StepFactor) -> bool:
+        """Take the optimizer step unless the gradient is not finite or every token was rejected."""
+        if not math.isfinite(norm):
             self._bad_steps += 1
             logger.warning("gradient norm is %s: optimizer step skipped on every rank", norm)
             if self._bad_steps >= MAX_CONSECUTIVE_BAD_STEPS:
@@ -226,107 +218,8 @@ class PolicyWorker:
                 )
             return False
         self._bad_steps = 0
-        if kept.item() == 0:
+        if factor.kept_tokens == 0:
             logger.warning("every token was rejected: optimizer step skipped on every rank")
             return False
         self._optimizer.step()
         return True
-
-    def _backward(
-        self,
-        micro: MicroBatch,
-        *,
-        denominators: tuple[float, float],
-        index: int,
-        measure_floor: bool,
-        totals: _StepTotals,
-    ) -> Tensor:
-        """Accumulate the gradient and the statistics of one micro-batch; returns its kept tokens, float64."""
-        config = self._config
-        scores = self._score(micro, measure_floor=measure_floor)
-        old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        correction = self._correct(micro, old_logprobs)
-        mask = micro.response_mask & correction.keep if _drops(config) else micro.response_mask
-        coefficients = token_coefficients(
-            config.loss.aggregation,
-            mask=mask,
-            cu_seqlens=micro.cu_seqlens,
-            num_tokens=denominators[0],
-            num_sequences=denominators[1],
-            fixed_length_tokens=config.loss.fixed_length_tokens,
-        )
-        output = policy_loss(
-            scores.logprobs,
-            entropy=scores.entropy,
-            advantages=micro.advantages,
-            response_mask=micro.response_mask,
-            correction=correction,
-            coefficients=coefficients,
-            correction_config=config.correction,
-            loss_config=config.loss,
-        )
-        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-        (output.loss * config.policy.num_workers).backward()
-        totals.loss = output.stats if totals.loss is None else totals.loss.merge(output.stats)
-        # Without a forward of its own, pi_old is the training forward before the first update; later
-        # mini-batches show drift and mismatch together and are left out.
-        if micro.old_logprobs is not None or index == 0:
-            stats = mismatch_stats(
-                old_logprobs=old_logprobs,
-                rollout_logprobs=micro.rollout_logprobs,
-                response_mask=micro.response_mask,
-                cu_seqlens=micro.cu_seqlens,
-                correction=correction,
-            )
-            totals.mismatch = stats if totals.mismatch is None else totals.mismatch.merge(stats)
-            totals.add_samples(micro, old_logprobs)
-        if scores.floor_delta is not None:
-            totals.add_floor(scores.floor_delta)
-        return (micro.response_mask & correction.keep).sum().double()
-
-
-def _drops(config: TrainConfig) -> bool:
-    """Whether rejected tokens leave the denominator."""
-    correction = config.correction
-    return isinstance(correction, MISConfig) and correction.rejected_denominator is RejectedDenominator.drop
-
-
-class _StepTotals:
-    """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss: LossStats | None = None
-        self.mismatch: MismatchStats | None = None
-        self.grad_norms: list[float] = []
-        self._floor = torch.zeros(2, dtype=torch.float64, device=device)
-        self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
-
-    def add_samples(self, micro: MicroBatch, old_logprobs: Tensor) -> None:
-        """Keep the mean K3 of each sequence of `micro`; nothing is read from the device yet."""
-        per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
-        means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
-        self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
-
-    def sample_k3(self) -> dict[tuple[int, int], float]:
-        """K3 of every sample of this rank; reads the device."""
-        return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
-
-    def add_floor(self, delta: Tensor) -> None:
-        """Add the head's rounding errors [F] of one micro-batch."""
-        self._floor += torch.stack([k3(delta).sum(), torch.tensor(float(delta.numel()), device=delta.device)])
-
-    def metrics(self) -> dict[str, float | None]:
-        """Reduce over ranks (a collective) and turn sums into metrics."""
-        if self.loss is None or self.mismatch is None:
-            raise RuntimeError("no micro-batch was trained on")
-        for stats in (self.loss, self.mismatch):
-            dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
-            dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
-        dist.all_reduce(self._floor, op=dist.ReduceOp.SUM)
-        floor_sum, floor_count = self._floor.tolist()
-        return {
-            **self.mismatch.metrics(),
-            "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
-            **self.loss.metrics(optimizer_steps=len(self.grad_norms)),
-            "optim/grad_norm": sum(self.grad_norms) / len(self.grad_norms),
-        }

@@ -5,42 +5,90 @@ composes and checks these classes before torch or Ray is imported, which is why 
 tensor code that they configure. `algorithms.correction` and `algorithms.loss` re-export them.
 """
 
-from algorithms.config.advantage import AdvantageConfig, Estimator
+from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator, GAEConfig, ValueLossConfig
 from algorithms.config.checked import Checked, ConfigError, Problem
 from algorithms.config.correction import (
-    MAX_LOG_RATIO,
     BypassConfig,
     BypassLoss,
     CorrectionConfig,
-    Level,
     MISBound,
     MISConfig,
     PPOISConfig,
     RecomputeConfig,
-    RejectedDenominator,
     TISConfig,
     VanillaISConfig,
 )
-from algorithms.config.loss import Aggregation, LossConfig
+from algorithms.config.custom import CustomConfig
+from algorithms.config.loss import (
+    Aggregation,
+    CISPOConfig,
+    DPPOConfig,
+    DPPOKLConfig,
+    DPPOTVConfig,
+    GSPOConfig,
+    LossConfig,
+    PPOClipConfig,
+    ReinforceConfig,
+    SAPOConfig,
+)
+from algorithms.config.presets import PRESETS
+from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
+from algorithms.config.rejection import RejectConfig
+from algorithms.config.spec import (
+    MAX_LOG_RATIO,
+    WHOLE_RESPONSE_LEVELS,
+    Anchor,
+    Bound,
+    Compared,
+    CorrectionSpec,
+    Level,
+    RejectedDenominator,
+    SelfNormalize,
+    WeightSpec,
+)
 
 __all__ = [
     "MAX_LOG_RATIO",
+    "PRESETS",
+    "WHOLE_RESPONSE_LEVELS",
     "AdvantageConfig",
     "Aggregation",
+    "Anchor",
+    "BaselineScope",
+    "Bound",
     "BypassConfig",
     "BypassLoss",
+    "CISPOConfig",
     "Checked",
+    "Compared",
     "ConfigError",
     "CorrectionConfig",
+    "CorrectionSpec",
+    "CustomConfig",
+    "DPPOConfig",
+    "DPPOKLConfig",
+    "DPPOTVConfig",
     "Estimator",
+    "GAEConfig",
+    "GSPOConfig",
+    "KLEstimator",
+    "KLPlacement",
     "Level",
     "LossConfig",
     "MISBound",
     "MISConfig",
+    "PPOClipConfig",
     "PPOISConfig",
     "Problem",
     "RecomputeConfig",
+    "ReferenceKLConfig",
+    "ReinforceConfig",
+    "RejectConfig",
     "RejectedDenominator",
+    "SAPOConfig",
+    "SelfNormalize",
     "TISConfig",
+    "ValueLossConfig",
     "VanillaISConfig",
+    "WeightSpec",
 ]

@@ -1,27 +1,28 @@
-"""Configuration of the mismatch correction: one dataclass per mode."""
+"""Configuration of the mismatch correction: the modes, short names for values of `CorrectionSpec`.
+
+Every mode is a dataclass with the keys that mean something in it, and gives its spec with `spec()`. `CustomConfig`
+(`algorithms.config.custom`) has all the keys; the presets of other libraries are values of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
 from algorithms.config.checked import Checked, Problem
-
-MAX_LOG_RATIO = 20.0
-"""Bound on |log-ratio| before exp: e^20 and its square are finite in float32."""
-
-
-class Level(Enum):
-    """Over which tokens a log-ratio is accumulated before it becomes a weight."""
-
-    token = "token"
-    """Delta_t: each token by itself. Low variance, biased over long responses."""
-    sequence = "sequence"
-    """Sum of Delta over the response. Unbiased, variance grows with length."""
-    geometric = "geometric"
-    """Mean of Delta over the response: the length-normalised product."""
+from algorithms.config.rejection import RejectConfig
+from algorithms.config.spec import (
+    Anchor,
+    Bound,
+    Compared,
+    CorrectionSpec,
+    Level,
+    RejectedDenominator,
+    SelfNormalize,
+    WeightSpec,
+)
 
 
 class MISBound(Enum):
@@ -37,18 +38,9 @@ class BypassLoss(Enum):
     """The objective of `correction=bypass`."""
 
     ppo_clip = "ppo_clip"
-    """PPO-clip on pi_theta / pi_rollout."""
+    """The ratio of the surrogate is pi_theta / mu."""
     reinforce = "reinforce"
-    """REINFORCE weighted with the detached, truncated pi_theta / pi_rollout; no clip."""
-
-
-class RejectedDenominator(Enum):
-    """Whether rejected tokens stay in the denominator of the loss."""
-
-    keep = "keep"
-    """Divide by all response tokens: rejection shrinks the gradient (safe; default)."""
-    drop = "drop"
-    """Divide by the kept response tokens: constant scale, needs a forward before the first update."""
+    """-A log pi_theta, weighted with the detached, bounded pi_theta / mu; no clip."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,13 +48,22 @@ class CorrectionConfig(Checked):
     """How the gap between the rollout engine and the trainer is corrected. Choose with `correction=<mode>`."""
 
     mode: ClassVar[str] = ""
-    needs_old_logprobs: ClassVar[bool] = True
-    """Whether pi_old must be known when a rollout is used for more than one optimizer step."""
+
+    def spec(self) -> CorrectionSpec:
+        """The correction in full; modes override."""
+        raise TypeError(f"no correction mode for a {type(self).__name__}")
 
     @property
-    def needs_prepass(self) -> bool:
-        """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
-        return False
+    def needs_old_logprobs(self) -> bool:
+        """Whether pi_old must be known when a rollout is used for more than one optimizer step."""
+        return self.spec().compared is Compared.old
+
+    def notes(self) -> Iterator[str]:
+        """What is allowed and probably not meant, one sentence each; printed with the plan."""
+        spec = self.spec()
+        if spec.weight is not None:
+            yield from _level_notes(spec.weight)
+        yield from spec.reject.notes()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,12 +72,18 @@ class RecomputeConfig(CorrectionConfig):
 
     mode: ClassVar[str] = "recompute"
 
+    def spec(self) -> CorrectionSpec:
+        return CorrectionSpec(anchor=Anchor.old, compared=Compared.old)
+
 
 @dataclass(kw_only=True, slots=True)
 class PPOISConfig(CorrectionConfig):
     """PPO ratio against pi_rollout: the correction sits inside the clip. pi_old is kept for the metrics."""
 
     mode: ClassVar[str] = "ppo_is"
+
+    def spec(self) -> CorrectionSpec:
+        return CorrectionSpec(anchor=Anchor.rollout, compared=Compared.old)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,6 +93,16 @@ class VanillaISConfig(CorrectionConfig):
     mode: ClassVar[str] = "vanilla_is"
     level: Level = Level.token
     """Tokens over which rho is accumulated. Vetted: token."""
+    self_normalize: SelfNormalize = SelfNormalize.none
+    """Whether weights are divided by their mean. Vetted: none."""
+
+    def spec(self) -> CorrectionSpec:
+        return CorrectionSpec(
+            anchor=Anchor.old,
+            compared=Compared.old,
+            weight=WeightSpec(level=self.level, bound=Bound.none),
+            self_normalize=self.self_normalize,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,15 +114,19 @@ class TISConfig(CorrectionConfig):
     """Tokens over which rho is accumulated. Vetted: token."""
     cap: float = 2.0
     """Upper bound C of the weight, a ratio; larger means less bias and more variance. Vetted: 2.0 (token)."""
+    self_normalize: SelfNormalize = SelfNormalize.none
+    """Whether weights are divided by their mean. Vetted: none; mean_one is advised at sequence and geometric level."""
+
+    def spec(self) -> CorrectionSpec:
+        return CorrectionSpec(
+            anchor=Anchor.old,
+            compared=Compared.old,
+            weight=WeightSpec(level=self.level, bound=Bound.truncate, high=self.cap),
+            self_normalize=self.self_normalize,
+        )
 
     def problems(self) -> Iterator[Problem]:
-        if not self.cap > 0:
-            yield Problem(
-                key="cap",
-                rule="must be > 0",
-                value=self.cap,
-                remedy="Use correction=vanilla_is for a weight without a cap.",
-            )
+        yield from cap_problems("cap", self.cap, remedy="Use correction=vanilla_is for a weight without a cap.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,37 +142,27 @@ class MISConfig(CorrectionConfig):
     """Lower bound of rho, a ratio. Vetted: 0.5."""
     high: float = 2.0
     """Upper bound of rho, a ratio. Vetted: 2.0."""
-    veto: float = 1e-4
-    """A response with any token whose rho is below this is rejected whole; 0 turns the veto off. Vetted: 1e-4."""
+    reject: RejectConfig = field(default_factory=lambda: RejectConfig(veto=1e-4))
+    """Further criteria; all must keep a token. Vetted: veto=1e-4 alone."""
+    self_normalize: SelfNormalize = SelfNormalize.none
+    """Whether weights are divided by their mean. Vetted: none."""
     rejected_denominator: RejectedDenominator = RejectedDenominator.keep
     """Whether rejected tokens stay in the denominator of the loss. Vetted: keep."""
 
-    @property
-    def needs_prepass(self) -> bool:
-        return self.rejected_denominator is RejectedDenominator.drop
+    def spec(self) -> CorrectionSpec:
+        bound = Bound.mask if self.bound is MISBound.mask else Bound.truncate
+        return CorrectionSpec(
+            anchor=Anchor.old,
+            compared=Compared.old,
+            weight=WeightSpec(level=self.level, bound=bound, low=self.low, high=self.high),
+            reject=self.reject,
+            self_normalize=self.self_normalize,
+            rejected_denominator=self.rejected_denominator,
+        )
 
     def problems(self) -> Iterator[Problem]:
-        if not 0 < self.low < self.high:
-            yield Problem(
-                key="low",
-                rule=f"must satisfy 0 < low < high (high is {self.high})",
-                value=self.low,
-                remedy="Bounds are on rho = pi_train / pi_rollout, for example low=0.5 high=2.0.",
-            )
-        elif not self.low <= 1 <= self.high:
-            yield Problem(
-                key="low",
-                rule=f"and high={self.high} must enclose 1, or on-policy tokens are rejected",
-                value=self.low,
-                remedy="For example low=0.5 high=2.0.",
-            )
-        if self.veto != 0 and not 2.1e-9 < self.veto < 1:
-            yield Problem(
-                key="veto",
-                rule="must be 0 (off) or lie in (2.1e-9, 1): log-ratios are clamped to +-20",
-                value=self.veto,
-                remedy="Vetted: 1e-4.",
-            )
+        yield from interval_problems(self.low, self.high)
+        yield from (problem.under("reject") for problem in self.reject.problems())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -159,12 +170,67 @@ class BypassConfig(CorrectionConfig):
     """No pi_old at all: the loss is anchored on pi_rollout and no extra forward is ever run."""
 
     mode: ClassVar[str] = "bypass"
-    needs_old_logprobs: ClassVar[bool] = False
     loss: BypassLoss = BypassLoss.ppo_clip
-    """PPO-clip on pi_theta/pi_rollout, or REINFORCE with a detached truncated weight. Vetted: ppo_clip."""
+    """A ratio pi_theta/pi_rollout, or REINFORCE with a detached truncated weight. Vetted: ppo_clip."""
+    level: Level = Level.token
+    """Tokens over which the weight of `loss=reinforce` is accumulated. Vetted: token."""
     cap: float = 2.0
     """Upper bound of the detached weight of `loss=reinforce`, a ratio. Vetted: 2.0."""
+    reject: RejectConfig = field(default_factory=RejectConfig)
+    """Criteria on pi_theta / pi_rollout; all must keep a token. Vetted: none."""
+    rejected_denominator: RejectedDenominator = RejectedDenominator.keep
+    """Whether rejected tokens stay in the denominator of the loss. Vetted: keep."""
+
+    def spec(self) -> CorrectionSpec:
+        reinforce = self.loss is BypassLoss.reinforce
+        return CorrectionSpec(
+            anchor=Anchor.none if reinforce else Anchor.rollout,
+            compared=Compared.current,
+            weight=WeightSpec(level=self.level, bound=Bound.truncate, high=self.cap) if reinforce else None,
+            reject=self.reject,
+            rejected_denominator=self.rejected_denominator,
+        )
 
     def problems(self) -> Iterator[Problem]:
-        if not self.cap > 0:
-            yield Problem(key="cap", rule="must be > 0", value=self.cap, remedy="Vetted: 2.0.")
+        yield from cap_problems("cap", self.cap, remedy="Vetted: 2.0.")
+        yield from (problem.under("reject") for problem in self.reject.problems())
+        if self.loss is BypassLoss.ppo_clip and self.level is not Level.token:
+            yield Problem(
+                key="level",
+                rule="has no effect with loss=ppo_clip, which has no weight",
+                value=self.level,
+                remedy="Remove it, or use correction.loss=reinforce.",
+            )
+
+
+def cap_problems(key: str, cap: float, *, remedy: str) -> Iterator[Problem]:
+    """The rule of an upper bound."""
+    if not cap > 0:
+        yield Problem(key=key, rule="must be > 0", value=cap, remedy=remedy)
+
+
+def interval_problems(low: float, high: float) -> Iterator[Problem]:
+    """The rule of a pair of bounds, reported under `low`."""
+    if not 0 < low < high:
+        yield Problem(
+            key="low",
+            rule=f"must satisfy 0 < low < high (high is {high})",
+            value=low,
+            remedy="Bounds are on rho = pi_train / pi_rollout, for example low=0.5 high=2.0.",
+        )
+    elif not low <= 1 <= high:
+        yield Problem(
+            key="low",
+            rule=f"and high={high} must enclose 1, or on-policy tokens are rejected",
+            value=low,
+            remedy="For example low=0.5 high=2.0.",
+        )
+
+
+def _level_notes(weight: WeightSpec) -> Iterator[str]:
+    """Bounds of one level that were probably meant for another."""
+    low, high = weight.low or 0.0, weight.high or 0.0
+    if weight.level is Level.geometric and weight.bound is not Bound.none and (high > 1.1 or 0 < low < 0.9):
+        yield f"a bound of {high:g} on a geometric mean practically never binds: peers use 1.001 to 1.01"
+    if weight.level is Level.sequence and weight.bound is not Bound.none and high < 1.1:
+        yield f"a cap of {high:g} on the product over a response binds on nearly every response: peers use 2 to 10"

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from algorithms.aggregate import token_coefficients
+from algorithms.config import PRESETS, Bound, CustomConfig, RejectConfig
+from algorithms.config.combine import resolved_loss
 from algorithms.correction import (
     BypassConfig,
     BypassLoss,
@@ -30,6 +32,26 @@ from algorithms.correction import (
 from algorithms.loss import LossConfig, LossOutput, policy_loss
 from algorithms.masked import segment_sum
 
+BYPASS_REINFORCE = BypassConfig(loss=BypassLoss.reinforce)
+EVERY_CRITERION = RejectConfig(
+    token_ratio=[0.2, 5.0],
+    sequence_ratio=[0.1, 10.0],
+    geometric_ratio=[0.5, 2.0],
+    token_k2=1.5,
+    token_k3=1.5,
+    sum_k2=4.0,
+    sum_k3=4.0,
+    mean_k2=1.0,
+    mean_k3=1.0,
+    max_k2=1.5,
+    max_k3=1.5,
+    veto=1e-2,
+    prob_diff=[-0.4, 0.4],
+    mult_err=2.5,
+    dppo_tv=0.3,
+    dppo_kl=0.5,
+    opsm=0.5,
+)
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),
     "ppo_is": PPOISConfig(),
@@ -38,8 +60,12 @@ MODES: dict[str, CorrectionConfig] = {
     **{f"mis-{level.name}-{bound.name}": MISConfig(level=level, bound=bound) for level in Level for bound in MISBound},
     "mis-drop": MISConfig(rejected_denominator=RejectedDenominator.drop),
     "bypass": BypassConfig(),
-    "bypass-reinforce": BypassConfig(loss=BypassLoss.reinforce),
+    "bypass-reinforce": BYPASS_REINFORCE,
+    "custom-clip": CustomConfig(level=Level.token, bound=Bound.clip, low=0.5, high=2.0),
+    "custom-every-criterion": CustomConfig(reject=EVERY_CRITERION),
+    **PRESETS,
 }
+"""Every mode at every level and bound, and every preset."""
 
 
 def packed(*lengths: int) -> Tensor:
@@ -109,12 +135,13 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
         rollout_logprobs=batch.rollout_logprobs,
         response_mask=batch.response_mask,
         cu_seqlens=batch.cu_seqlens,
+        advantages=batch.advantages,
     )
 
 
 def denominator_mask(batch: Batch, config: CorrectionConfig) -> Tensor:
     """The tokens of the denominator, [T] bool."""
-    if isinstance(config, MISConfig) and config.rejected_denominator is RejectedDenominator.drop:
+    if config.spec().rejected_denominator is RejectedDenominator.drop:
         return batch.response_mask & corrected(batch, config).keep
     return batch.response_mask
 
@@ -136,6 +163,7 @@ def backward(
         entropy=batch.entropy,
         advantages=batch.advantages,
         response_mask=batch.response_mask,
+        cu_seqlens=batch.cu_seqlens,
         correction=corrected(batch, config),
         coefficients=token_coefficients(
             loss_config.aggregation,
@@ -145,8 +173,7 @@ def backward(
             num_sequences=totals[1],
             fixed_length_tokens=loss_config.fixed_length_tokens,
         ),
-        correction_config=config,
-        loss_config=loss_config,
+        loss_config=resolved_loss(config, loss_config),
     )
     output.loss.backward()
     assert logprobs.grad is not None

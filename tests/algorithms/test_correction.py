@@ -7,6 +7,7 @@ import torch
 from algorithm_cases import MODES, packed
 from torch import Tensor
 
+from algorithms.config import Anchor
 from algorithms.correction import (
     BypassConfig,
     BypassLoss,
@@ -17,6 +18,7 @@ from algorithms.correction import (
     MISConfig,
     PPOISConfig,
     RecomputeConfig,
+    RejectConfig,
     TISConfig,
     VanillaISConfig,
     correct,
@@ -27,8 +29,8 @@ GOLDEN = ((0.1, -0.3, 0.9), (0.0, -2.5))
 RHO = (1.10517, 0.74082, 2.45960, 1.0, 0.0820850)
 
 
-def on_gaps(config: CorrectionConfig, *responses: tuple[float, ...]) -> Correction:
-    """The correction of responses whose tokens have these Delta, every token on the mask."""
+def on_gaps(config: CorrectionConfig, *responses: tuple[float, ...], advantage: float = 1.0) -> Correction:
+    """The correction of responses whose tokens have these Delta, every token on the mask, all with one advantage."""
     delta = torch.tensor([value for response in responses for value in response])
     rollout = torch.full_like(delta, ROLLOUT)
     return correct(
@@ -37,6 +39,7 @@ def on_gaps(config: CorrectionConfig, *responses: tuple[float, ...]) -> Correcti
         rollout_logprobs=rollout,
         response_mask=torch.ones_like(delta, dtype=torch.bool),
         cu_seqlens=packed(*map(len, responses)),
+        advantages=torch.full_like(delta, advantage),
     )
 
 
@@ -82,15 +85,16 @@ def test_modes_without_a_weight() -> None:
         assert correction.clipped is None
 
 
-def test_bypass_reinforce_reports_its_weight_at_pi_old() -> None:
+def test_bypass_reinforce_takes_its_weight_from_the_logprobs_it_is_given() -> None:
     config = BypassConfig(loss=BypassLoss.reinforce)
     assert_weights(on_gaps(config, *GOLDEN), 1.10517, 0.74082, 2.0, 1.0, 0.0820850)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_the_anchor_is_mu_for_ppo_is_and_bypass_and_pi_old_elsewhere(name: str) -> None:
+def test_the_anchor_is_pi_old_or_mu_as_the_spec_says(name: str) -> None:
     correction = on_gaps(MODES[name], *GOLDEN)
-    delta = torch.tensor([0.0] * 5 if name.startswith(("ppo_is", "bypass")) else [*GOLDEN[0], *GOLDEN[1]])
+    on_mu = MODES[name].spec().anchor is not Anchor.old
+    delta = torch.tensor([0.0] * 5 if on_mu else [*GOLDEN[0], *GOLDEN[1]])
     assert torch.equal(correction.anchor_logprobs, ROLLOUT + delta)
 
 
@@ -123,7 +127,7 @@ def test_bounds_see_the_log_ratio_before_the_clamp() -> None:
     assert correction.keep.tolist() == [False, True]
     assert_weights(correction, 0.0, math.exp(20))
     assert_weights(on_gaps(VanillaISConfig(), (25.0, -25.0)), math.exp(20), math.exp(-20))
-    assert_weights(on_gaps(TISConfig(cap=1e9), (25.0,)), math.exp(20))
+    assert_weights(on_gaps(TISConfig(cap=1e9), (20.5,)), math.exp(20))
 
 
 def test_sequence_sums_are_clamped_after_summing() -> None:
@@ -136,8 +140,14 @@ def test_sequence_sums_are_clamped_after_summing() -> None:
 def test_veto_rejects_the_whole_response_and_no_other() -> None:
     responses = ((0.0, -10.0, 0.1), (0.2, -0.3))  # e^-10 = 4.5e-5 < 1e-4
     assert on_gaps(MISConfig(), *responses).keep.tolist() == [False, False, False, True, True]
-    assert on_gaps(MISConfig(veto=0.0), *responses).keep.tolist() == [True, False, True, True, True]
-    assert on_gaps(MISConfig(veto=1e-5), *responses).keep.tolist() == [True, False, True, True, True]
+    assert on_gaps(MISConfig(reject=RejectConfig()), *responses).keep.tolist() == [True, False, True, True, True]
+    assert on_gaps(MISConfig(reject=RejectConfig(veto=1e-5)), *responses).keep.tolist() == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     low = MISConfig(bound=MISBound.truncate, low=1e-6)
     assert on_gaps(low, *responses).keep.tolist() == [False, False, False, True, True]
 
@@ -166,13 +176,14 @@ def test_pi_old_may_be_missing_only_where_it_is_not_needed(name: str) -> None:
             cu_seqlens=packed(3),
         )
 
-    if name.startswith(("ppo_is", "bypass")):
+    spec = MODES[name].spec()
+    if spec.anchor is Anchor.rollout and not spec.measures_trainer:
         correction = without_old()
         assert correction.anchor_logprobs.tolist() == [-1, -2, 0]
         assert correction.weight.tolist() == [1, 1, 0]
         assert correction.keep.tolist() == [True, True, False]
     else:
-        with pytest.raises(ValueError, match=rf"correction={MODES[name].mode} needs old_logprobs.*correction=bypass"):
+        with pytest.raises(ValueError, match=rf"correction={MODES[name].mode} needs old_logprobs, got None"):
             without_old()
 
 
@@ -197,12 +208,15 @@ def test_an_invalid_token_is_rejected_in_every_mode(name: str, old: float, rollo
         rollout_logprobs=torch.tensor([-1.0, rollout, -1.0]),
         response_mask=torch.ones(3, dtype=torch.bool),
         cu_seqlens=packed(2, 1),
+        advantages=torch.ones(3),
     )
     assert correction.keep.tolist()[1:] == [False, True]
     assert correction.weight.tolist()[1:] == [0, 1]
     assert correction.anchor_logprobs.tolist() == [-1, 0, -1]
-    # Without this token the response has no weight of its own; and a veto counts it as catastrophic.
-    whole = name.startswith("mis") or name.endswith(("sequence", "geometric"))
+    # Without this token the response, or the turn, has no weight; and no criterion over responses can be decided.
+    spec = MODES[name].spec()
+    whole = spec.weight is not None and spec.weight.level in (Level.sequence, Level.geometric, Level.segment)
+    whole = whole or any(not criterion.startswith(("token_", "prob_", "dppo_")) for criterion in spec.reject.active())
     assert correction.keep.tolist()[0] is not whole
 
 
@@ -226,7 +240,12 @@ def test_off_the_mask_everything_is_defined_and_nothing_is_changed(name: str) ->
     before = (old.clone(), rollout.clone(), mask.clone())
     old.requires_grad_()
     correction = correct(
-        MODES[name], old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, cu_seqlens=packed(3, 0)
+        MODES[name],
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=mask,
+        cu_seqlens=packed(3, 0),
+        advantages=torch.full((4,), math.nan).masked_fill(mask, 1.0),
     )
     assert correction.anchor_logprobs.tolist() == [0, -1, 0, 0]
     assert correction.weight.tolist() == [1, 1, 1, 1]

@@ -1,194 +1,304 @@
-"""Exact expectations by enumeration: every sequence of 3 tokens over a vocabulary of 3, tabular policies, float64.
+"""Estimators by enumeration: every draw of N samples, every partition and every order of a batch, every gradient path.
 
-A policy is a table of logits, one row per prefix. Sampling from mu is replaced by all sequences y, weighted with
-mu(y): `coefficients` carries mu(y), so the loss is an exact expectation and its gradient can be compared with the
-gradient of J = E_pi[A(y)] to rounding.
+The bias of one sample's gradient is in test_enumeration_bias.py, divergences are in test_enumeration_kl.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, permutations
 
 import pytest
 import torch
-from algorithm_cases import packed
+from algorithm_cases import MODES, Batch, backward, corrected, counts, random_batch
+from enumeration_cases import (
+    Case,
+    corrected_case,
+    expected_gradient,
+    random_case,
+    relative_error,
+    score_coefficients,
+)
 from torch import Tensor
 
+from algorithms.aggregate import token_coefficients
+from algorithms.config import CorrectionConfig, RejectConfig, SelfNormalize
+from algorithms.config.combine import resolved_loss
 from algorithms.correction import (
-    BypassConfig,
-    BypassLoss,
-    CorrectionConfig,
+    Correction,
     Level,
     MISConfig,
-    PPOISConfig,
     RecomputeConfig,
     TISConfig,
     VanillaISConfig,
     correct,
+    weight_total,
 )
-from algorithms.diagnostics import mismatch_stats
-from algorithms.kl import k1, k3
-from algorithms.loss import LossConfig, policy_loss
+from algorithms.loss import Aggregation, PPOClipConfig, policy_loss
+from algorithms.masked import segment_mean, segment_sum
 
-VOCABULARY = 3
-
-
-@dataclass
-class Problem:
-    """Two tabular policies and an advantage per sequence; S sequences of length L, T = S L tokens."""
-
-    logits: Tensor
-    """[prefixes, V] of pi, with gradient."""
-    rollout_logits: Tensor
-    """[prefixes, V] of mu."""
-    advantages: Tensor
-    """[S]"""
-    states: Tensor
-    """[S, L] prefix of each token."""
-    tokens: Tensor
-    """[S, L]"""
-
-    def logprobs(self, logits: Tensor) -> Tensor:
-        """[S, L] log-prob of every token of every sequence."""
-        return logits.log_softmax(-1)[self.states, self.tokens]
-
-    @property
-    def length(self) -> int:
-        return self.tokens.shape[1]
-
-    def true_gradient(self) -> Tensor:
-        """Gradient of -E_pi[A]."""
-        expected = (self.logprobs(self.logits).sum(1).exp() * self.advantages).sum()
-        (gradient,) = torch.autograd.grad(-expected, self.logits)
-        return gradient
+# ---------------------------------------------------------------- self-normalised weights
 
 
-def problem(seed: int, *, noise: float, length: int = 3) -> Problem:
-    generator = torch.Generator().manual_seed(seed)
-    prefixes = [p for n in range(length) for p in product(range(VOCABULARY), repeat=n)]
-    number = {prefix: n for n, prefix in enumerate(prefixes)}
-    sequences = list(product(range(VOCABULARY), repeat=length))
+@cache
+def self_normalised_gradient(name: str, seed: int, num_samples: int) -> Tensor:
+    """E of (mean of N responses' gradients) / Z over all draws of N responses of two tokens from mu, [prefixes, V].
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    Z = sum / number of `weight_total`, added up over responses as it is over micro-batches. A draw without any
+    weight is not divided.
+    """
+    case, config = random_case(seed, noise=0.5, length=2), NORMALISED[name]
+    totals = totals_by_response(case, config)
+    draws = torch.cartesian_prod(*[torch.arange(len(case.tokens))] * num_samples).view(-1, num_samples)
+    weights, number = totals[draws].sum(1).unbind(1)
+    normaliser = torch.where(number > 0, weights / number.clamp(min=1), 1.0)
+    probability = case.mu()[draws].prod(1)
+    scale = (probability / normaliser / num_samples).unsqueeze(1).expand_as(draws)
+    # What a response contributes over all draws in which it takes part.
+    per_response = torch.zeros(len(case.tokens), dtype=scale.dtype).index_add(0, draws.flatten(), scale.flatten())
+    return case.ascent(per_response.unsqueeze(1) * score_coefficients(case, config))
 
-    logits = normal(len(prefixes), VOCABULARY)
-    return Problem(
-        logits=logits.clone().requires_grad_(),
-        rollout_logits=logits + noise * normal(len(prefixes), VOCABULARY),
-        advantages=normal(len(sequences)),
-        states=torch.tensor([[number[y[:t]] for t in range(length)] for y in sequences]),
-        tokens=torch.tensor(sequences),
-    )
+
+def totals_by_response(case: Case, config: CorrectionConfig) -> Tensor:
+    """`weight_total` of each response as a micro-batch of its own, [S, 2]."""
+    whole = corrected_case(case, config)
+    rows = []
+    for index in range(len(case.tokens)):
+        tokens = slice(index * case.length, (index + 1) * case.length)
+        only = Correction(
+            anchor_logprobs=whole.anchor_logprobs[tokens], weight=whole.weight[tokens], keep=whole.keep[tokens]
+        )
+        rows.append(weight_total(config, only, cu_seqlens=torch.tensor([0, case.length], dtype=torch.int32)))
+    return torch.stack(rows)
 
 
-def expected_gradient(case: Problem, config: CorrectionConfig) -> Tensor:
-    """Gradient of E_mu[policy_loss] at pi_theta = pi_old, by enumeration."""
-    logprobs = case.logprobs(case.logits).flatten()
-    rollout = case.logprobs(case.rollout_logits)
-    mask = torch.ones(logprobs.numel(), dtype=torch.bool)
-    output = policy_loss(
+MEAN_ONE = SelfNormalize.mean_one
+NORMALISED: dict[str, CorrectionConfig] = {
+    **{f"vanilla-{level.name}": VanillaISConfig(level=level, self_normalize=MEAN_ONE) for level in Level},
+    "tis-sequence": TISConfig(level=Level.sequence, cap=1.2, self_normalize=MEAN_ONE),
+    "mis-token": MISConfig(low=0.7, high=1.3, self_normalize=MEAN_ONE, reject=RejectConfig()),
+    "mis-geometric": MISConfig(
+        level=Level.geometric, low=0.8, high=1.2, self_normalize=MEAN_ONE, reject=RejectConfig()
+    ),
+}
+
+
+def limit(name: str, seed: int) -> Tensor:
+    """The gradient for N -> infinity: E_mu[g] / (E_mu[sum of weights] / E_mu[their number])."""
+    case, config = random_case(seed, noise=0.5, length=2), NORMALISED[name]
+    weights, number = (case.mu().unsqueeze(1) * totals_by_response(case, config)).sum(0)
+    return expected_gradient(case, config) * number / weights
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+def test_the_bias_of_self_normalised_weights_falls_with_the_number_of_samples(name: str) -> None:
+    for seed in range(3):
+        errors = {n: relative_error(self_normalised_gradient(name, seed, n), limit(name, seed)) for n in (1, 2, 3, 5)}
+        assert errors[1] > errors[2] > errors[3] > errors[5] > 0, errors
+        # Of order 1 / N.
+        assert 5 * errors[5] < 2 * errors[1] + 1e-3, errors
+
+
+def test_self_normalised_sequence_weights_converge_to_the_true_gradient() -> None:
+    for seed in range(3):
+        case = random_case(seed, noise=0.5, length=2)
+        assert relative_error(limit("vanilla-sequence", seed), case.true_gradient()) < 1e-12
+        # A token's ratio is 1 on average too: Z removes variance and leaves the bias of the level.
+        token = expected_gradient(case, VanillaISConfig())
+        assert relative_error(limit("vanilla-token", seed), token) < 1e-12
+        # A cap takes weight away; Z puts some of it back, and its bias becomes another one.
+        weights, number = (case.mu().unsqueeze(1) * totals_by_response(case, NORMALISED["tis-sequence"])).sum(0)
+        assert number.item() == pytest.approx(1) and weights.item() < 0.99
+
+
+def test_one_self_normalised_response_has_weight_one() -> None:
+    for name in ("vanilla-sequence", "vanilla-geometric", "tis-sequence"):
+        plain = expected_gradient(random_case(0, noise=0.5, length=2), RecomputeConfig())
+        assert relative_error(self_normalised_gradient(name, 0, 1), plain) < 1e-12
+
+
+# ---------------------------------------------------------------- partitions and orders
+
+
+def partitions(items: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """Every way to divide the items into non-empty parts."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest) + 1):
+        for with_first in combinations(rest, size):
+            others = tuple(item for item in rest if item not in with_first)
+            for parts in partitions(others):
+                yield [(first, *with_first), *parts]
+
+
+def four_responses() -> Batch:
+    """The engines disagree about three responses and nearly agree about the last, which every mode keeps."""
+    batch = random_batch(3, [5, 1, 4, 3], noise=0.6, dtype=torch.float64)
+    gap = 1e-4 * torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    batch.response_mask[10:] = True
+    batch.old_logprobs[10:] = torch.tensor([-0.7, -1.5, -0.2], dtype=torch.float64)
+    batch.advantages[10:] = 1.0
+    batch.rollout_logprobs[10:] = batch.old_logprobs[10:] - gap
+    batch.logprobs[10:] = batch.old_logprobs[10:] + gap
+    return batch
+
+
+BATCH = four_responses()
+SEQUENCES = (0, 1, 2, 3)
+AGGREGATIONS = (Aggregation.token_mean, Aggregation.seq_mean_token_mean)
+
+
+def step_counts(batch: Batch, config: CorrectionConfig) -> Tensor:
+    """What ranks add up for an optimizer step: denominator, kept tokens and sequences, sum and number of weights."""
+    correction = corrected(batch, config)
+    kept = segment_sum(correction.keep.double(), batch.cu_seqlens)
+    weights = weight_total(config, correction, cu_seqlens=batch.cu_seqlens)
+    denominator = torch.tensor(counts(batch, config), dtype=torch.float64)
+    return torch.cat([denominator, torch.stack([kept.sum(), (kept > 0).sum().double()]), weights])
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_partition_into_micro_batches_and_shards_has_the_same_counts_and_gradient(name: str) -> None:
+    config = MODES[name]
+    whole = step_counts(BATCH, config)
+    totals = counts(BATCH, config)
+    loss_configs = [PPOClipConfig(aggregation=aggregation) for aggregation in AGGREGATIONS]
+    gradients = [backward(BATCH, config, loss_config, totals=totals)[1] for loss_config in loss_configs]
+    subsets = {part for parts in partitions(SEQUENCES) for part in parts}
+    assert len(subsets) == 15
+    counted = {part: step_counts(BATCH.select(list(part)), config) for part in subsets}
+    ways = list(partitions(SEQUENCES))
+    assert len(ways) == 15  # Bell number
+    for parts in ways:
+        added = torch.stack([counted[part] for part in parts]).sum(0)
+        torch.testing.assert_close(added, whole, rtol=1e-12, atol=0)
+    # A token's gradient in a part is that of the whole batch, so any sum over parts is.
+    starts = [0, *BATCH.cu_seqlens[1:].tolist()]
+    for loss_config, gradient in zip(loss_configs, gradients, strict=True):
+        for part in subsets:
+            _, partial = backward(BATCH.select(list(part)), config, loss_config, totals=totals)
+            expected = torch.cat([gradient[starts[n] : starts[n + 1]] for n in part])
+            torch.testing.assert_close(partial, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["recompute", "ppo_is", "tis-prefix", "mis-segment-mask", "miles_default"])
+def test_every_order_of_the_sequences_has_the_same_loss(name: str) -> None:
+    config = MODES[name]
+    totals = counts(BATCH, config)
+    whole, _ = backward(BATCH, config, PPOClipConfig(), totals=totals)
+    for order in permutations(SEQUENCES):
+        shuffled, _ = backward(BATCH.select(list(order)), config, PPOClipConfig(), totals=totals)
+        torch.testing.assert_close(shuffled.loss, whole.loss, rtol=1e-12, atol=1e-15)
+
+
+# ---------------------------------------------------------------- no gradient but that of log pi_theta
+
+
+def loss_with(correction: Correction, logprobs: Tensor, config: CorrectionConfig, **tensors: Tensor) -> Tensor:
+    """The policy loss of BATCH with this correction, with coefficient 1 or the tensors that are given."""
+    arguments = {"advantages": BATCH.advantages, "coefficients": BATCH.response_mask.double(), **tensors}
+    return policy_loss(
         logprobs,
         entropy=None,
-        advantages=case.advantages.repeat_interleave(case.length),
-        response_mask=mask,
-        correction=correct(
-            config,
-            old_logprobs=logprobs.detach(),
-            rollout_logprobs=rollout.flatten(),
-            response_mask=mask,
-            cu_seqlens=packed(*[case.length] * len(case.tokens)),
-        ),
-        coefficients=rollout.sum(1).exp().repeat_interleave(case.length),
-        correction_config=config,
-        loss_config=LossConfig(),
+        response_mask=BATCH.response_mask,
+        cu_seqlens=BATCH.cu_seqlens,
+        correction=correction,
+        loss_config=resolved_loss(config, PPOClipConfig()),
+        **arguments,
+    ).loss
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_nothing_but_log_pi_theta_gets_a_gradient(name: str) -> None:
+    config = MODES[name]
+    old, rollout, advantages, logprobs = (
+        values.clone().requires_grad_()
+        for values in (BATCH.old_logprobs, BATCH.rollout_logprobs, BATCH.advantages, BATCH.logprobs)
     )
-    (gradient,) = torch.autograd.grad(output.loss, case.logits)
-    return gradient
+    attached = replace(BATCH, old_logprobs=old, rollout_logprobs=rollout, advantages=advantages)
+    correction = corrected(attached, config)
+    for field, value in correction._asdict().items():
+        assert not (isinstance(value, Tensor) and value.requires_grad), field
+    # Whoever builds a Correction with a graph gets no gradient through it either.
+    weight, anchor = correction.weight.clone().requires_grad_(), correction.anchor_logprobs.clone().requires_grad_()
+    coefficients = BATCH.response_mask.double().requires_grad_()
+    loss_with(
+        correction._replace(weight=weight, anchor_logprobs=anchor),
+        logprobs,
+        config,
+        advantages=advantages,
+        coefficients=coefficients,
+    ).backward()
+    assert logprobs.grad is not None and (logprobs.grad != 0).any()
+    for tensor in (old, rollout, advantages, weight, anchor, coefficients):
+        assert tensor.grad is None or not tensor.grad.any()
 
 
-def bias(config: CorrectionConfig, *, noise: float, length: int = 3, problems: int = 4) -> list[float]:
-    """Relative error of the expected gradient, one per random problem."""
-    errors = []
-    for seed in range(problems):
-        case = problem(seed, noise=noise, length=length)
-        truth = case.true_gradient()
-        errors.append(((expected_gradient(case, config) - truth).norm() / truth.norm()).item())
-    return errors
+@pytest.mark.parametrize("name", MODES)
+def test_the_running_forward_may_be_compared_with_its_graph(name: str) -> None:
+    # bypass compares log pi_theta itself; through the weight it would get a second, wrong gradient.
+    config = MODES[name]
+
+    def gradient(*, detach: bool) -> Tensor:
+        logprobs = BATCH.logprobs.clone().requires_grad_()
+        compared = logprobs.detach() if detach else logprobs
+        loss_with(corrected(replace(BATCH, old_logprobs=compared), config), logprobs, config).backward()
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    assert torch.equal(gradient(detach=False), gradient(detach=True)) and gradient(detach=True).any()
 
 
-def test_sequence_vanilla_is_is_unbiased() -> None:
-    assert max(bias(VanillaISConfig(level=Level.sequence), noise=0.5)) < 1e-12
+# ---------------------------------------------------------------- the denominator of rejected tokens
 
 
-def test_other_modes_are_biased() -> None:
-    others: list[CorrectionConfig] = [PPOISConfig(), RecomputeConfig(), VanillaISConfig(), TISConfig(), MISConfig()]
-    for config in others:
-        assert min(bias(config, noise=0.5)) > 1e-3, config
-    total = {config.mode: sum(bias(config, noise=0.2)) for config in others}
-    assert total["ppo_is"] > total["vanilla_is"] > 0
-
-
-def test_without_mismatch_every_anchored_mode_is_unbiased() -> None:
-    configs: list[CorrectionConfig] = [PPOISConfig(), RecomputeConfig(), TISConfig(), MISConfig(), BypassConfig()]
-    for config in configs:
-        assert max(bias(config, noise=0.0)) < 1e-12, config
-
-
-@pytest.mark.parametrize("level", Level)
-def test_with_one_token_every_level_is_unbiased(level: Level) -> None:
-    assert max(bias(VanillaISConfig(level=level), noise=0.5, length=1)) < 1e-12
-
-
-def test_bypass_reinforce_with_one_token_is_unbiased_without_its_cap() -> None:
-    config = BypassConfig(loss=BypassLoss.reinforce, cap=1e6)
-    assert max(bias(config, noise=0.5, length=1)) < 1e-12
-    assert max(bias(BypassConfig(loss=BypassLoss.reinforce, cap=1.0), noise=0.5, length=1)) > 1e-3
-
-
-def test_truncation_loses_exactly_the_mass_above_the_cap() -> None:
-    cap = 1.2
-    case = problem(4, noise=0.5)
-    lost = expected_gradient(case, VanillaISConfig(level=Level.sequence)) - expected_gradient(
-        case, TISConfig(level=Level.sequence, cap=cap)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_kept_tokens_are_divided_by_all_tokens_unless_they_are_to_be_dropped(aggregation: Aggregation) -> None:
+    config = MISConfig(low=0.7, high=1.4, reject=RejectConfig())
+    keep = corrected(BATCH, config).keep
+    assert 0 < keep.sum() < BATCH.response_mask.sum()
+    mask = BATCH.response_mask
+    coefficients = token_coefficients(
+        aggregation,
+        mask=mask,
+        cu_seqlens=BATCH.cu_seqlens,
+        num_tokens=mask.sum(),
+        num_sequences=(segment_sum(mask.double(), BATCH.cu_seqlens) > 0).sum(),
+        fixed_length_tokens=None,
     )
-    rollout = case.logprobs(case.rollout_logits).detach().sum(1)
-    log_pi = case.logprobs(case.logits).sum(1)
-    excess = ((log_pi.detach() - rollout).exp() - cap).clamp(min=0)
-    assert excess.max() > 0
-    (expected,) = torch.autograd.grad(-(rollout.exp() * excess * case.advantages * log_pi).sum(), case.logits)
-    torch.testing.assert_close(lost, expected, rtol=0, atol=1e-14)
-
-
-def test_the_expectation_of_k3_is_the_kl_and_that_of_its_mirror_is_not() -> None:
-    for seed in range(10):
-        case = problem(seed, noise=0.5)
-        with torch.no_grad():
-            rollout = case.logprobs(case.rollout_logits)
-            delta = case.logprobs(case.logits) - rollout
-            mu = rollout.sum(1, keepdim=True).exp()
-            # The chain rule: KL of the sequences = sum over tokens of E_mu[KL of the next token].
-            kl = -(mu * delta).sum().item()
-            assert kl > 0
-            assert (mu * k3(delta)).sum().item() == pytest.approx(kl, rel=1e-12)
-            assert (mu * k1(delta)).sum().item() == pytest.approx(kl, rel=1e-12)
-            assert abs((mu * k3(-delta)).sum().item() / kl - 1) > 1e-3
-
-
-def test_the_k3_metric_has_the_direction_of_kl_mu_pi() -> None:
-    # One token: mu = (0.7, 0.3), pi = (0.5, 0.5). Seven samples of the first and three of the second are exact.
-    mu, pi = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
-    samples = torch.tensor([0] * 7 + [1] * 3)
-    stats = mismatch_stats(
-        old_logprobs=pi.log()[samples],
-        rollout_logprobs=mu.log()[samples],
-        response_mask=torch.ones(10, dtype=torch.bool),
-        cu_seqlens=packed(*[1] * 10),
-        correction=None,
+    assert coefficients.sum().item() == pytest.approx(1, rel=1e-6)
+    kept_share = (coefficients * keep).sum().item()
+    by_hand = {
+        Aggregation.token_mean: (keep.sum() / mask.sum()).item(),
+        Aggregation.seq_mean_token_mean: segment_mean(keep.double(), mask, BATCH.cu_seqlens).sum().item()
+        / int((segment_sum(mask.double(), BATCH.cu_seqlens) > 0).sum()),
+    }
+    assert kept_share == pytest.approx(by_hand[aggregation], rel=1e-6) and kept_share < 1
+    _, gradient = backward(BATCH, config, PPOClipConfig(aggregation=aggregation), totals=counts(BATCH, config))
+    _, everything = backward(
+        BATCH, VanillaISConfig(), PPOClipConfig(aggregation=aggregation), totals=counts(BATCH, config)
     )
-    kl = (mu * (mu / pi).log()).sum().item()
-    reverse = (pi * (pi / mu).log()).sum().item()
-    assert abs(kl - reverse) > 1e-3
-    assert stats.metrics()["mismatch/k3"] == pytest.approx(kl, rel=1e-5)
-    assert stats.metrics()["mismatch/k1"] == pytest.approx(kl, rel=1e-5)
+    torch.testing.assert_close(gradient, torch.where(keep, everything, 0.0), rtol=1e-12, atol=0)
+
+
+def test_correct_is_a_function_of_its_response_alone() -> None:
+    # The weight of a response does not know the others, in every mode; weight_total does the rest.
+    for config in MODES.values():
+        whole = corrected(BATCH, config)
+        starts = BATCH.cu_seqlens.tolist()
+        for n in SEQUENCES:
+            alone = BATCH.select([n])
+            one = correct(
+                config,
+                old_logprobs=alone.old_logprobs,
+                rollout_logprobs=alone.rollout_logprobs,
+                response_mask=alone.response_mask,
+                cu_seqlens=alone.cu_seqlens,
+                advantages=alone.advantages,
+            )
+            torch.testing.assert_close(one.weight, whole.weight[starts[n] : starts[n + 1]], rtol=1e-12, atol=0)
+            assert torch.equal(one.keep, whole.keep[starts[n] : starts[n + 1]])

@@ -64,6 +64,42 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, tmp_path: Path, lo
     assert result.report_path.read_text("utf-8").lstrip().lower().startswith("<!doctype html")
 
 
+ENDS_OF_THE_SPEC = (
+    "miles_default",
+    "decoupled_k3_rs_seq_tis",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_pg_token_icepop",
+)
+"""Presets that together use every part of the spec; test_corrections.py takes all of them through a rank."""
+
+
+@pytest.mark.parametrize("preset", ENDS_OF_THE_SPEC)
+def test_presets_run(preset: str, tmp_path: Path, local_ray: None) -> None:
+    words = (f"correction={preset}", "rollout=torch", "run.num_steps=2", "batch.mini_batch_prompts=4")
+    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))
+    rows = metrics_of(result.run_dir)
+    assert all(value > 0 for value in column(rows, "mismatch/k3"))
+    assert all(value > 0 for value in column(rows, "mismatch/kept_frac"))
+    assert column(rows, "rollout/policy_version") == [0, 2]
+
+
+LOSSES_AND_ESTIMATORS = (
+    ("loss=gspo", "advantage.estimator=reinforce_pp"),
+    ("loss=reinforce", "advantage.estimator=reinforce", "batch.group_size=1"),
+    ("loss=sapo", "advantage.baseline_scope=kept", "correction=mis"),
+)
+
+
+@pytest.mark.parametrize("words", LOSSES_AND_ESTIMATORS, ids=" ".join)
+def test_every_surrogate_and_estimator_runs(words: tuple[str, ...], tmp_path: Path, local_ray: None) -> None:
+    quick = ("rollout=torch", "run.num_steps=2", "batch.mini_batch_prompts=4")
+    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *quick, *words, f"run.dir={tmp_path / 'run'}"))
+    rows = metrics_of(result.run_dir)
+    assert column(rows, "rollout/policy_version") == [0, 2]
+    # The quick base model rarely earns a reward, so an advantage, and with it the gradient, may be 0.
+    assert all(math.isfinite(value) for value in column(rows, "optim/grad_norm"))
+
+
 def test_two_runs_with_one_seed_are_bitwise_equal(tmp_path: Path, local_ray: None) -> None:
     rows, samples = [], []
     for name in ("first", "second"):

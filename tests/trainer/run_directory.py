@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rollout.config import ArithmeticDataConfig, DynamicCollectConfig
 from rollout.types import FinishReason
-from trainer.config import ArithmeticModelConfig, RunConfig, SamplingConfig, TrackingConfig, TrainConfig, WandbMode
+from trainer.components import ArithmeticModelConfig, RunConfig, TrackingConfig, WandbMode
+from trainer.config import SamplingConfig, TrainConfig
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import SampleRow, Tracker
 
@@ -38,7 +39,7 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "mismatch/prob_diff_max": 0.01 * math.exp(noise.gauss(0, 0.3)),
         "mismatch/ess/raw_token": 0.9997 - 4 * k3,
         "mismatch/ess/applied_token": 0.9999,
-        "mismatch/is/clip_frac": max(0.0, noise.gauss(1e-4, 1e-4)),
+        "mismatch/is/clip_frac_hi": max(0.0, noise.gauss(1e-4, 1e-4)),
         "mismatch/kept_frac": 1.0,
         "policy/entropy": 0.62 * math.exp(-1.4 * progress) + 0.02,
         "optim/grad_norm": 0.12 * math.exp(noise.gauss(0, 0.3)),

@@ -24,7 +24,7 @@ from trainer.base_model import (
     find_damage,
     response_loss,
 )
-from trainer.config import ArithmeticModelConfig
+from trainer.components import ArithmeticModelConfig
 
 DATA = ArithmeticDataConfig(max_operand=19, num_heldout=10)
 MODEL = ArithmeticModelConfig(hidden_size=64, num_layers=1, num_steps=2)

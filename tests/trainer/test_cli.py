@@ -92,8 +92,8 @@ def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path
         "correction.cap",
         "optim.lr",
         "colect",
-        "batch.group_size",
         "reward.overlong_buffer_tokens",
+        "batch.group_size",
     ]
     assert lines[0] == "  - flag is not known, got '--dryrun'. Did you mean --dry-run? See parity train --help."
     assert list(tmp_path.iterdir()) == []
@@ -219,7 +219,10 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
     assert completions("parity train arithmetic_grpo --dry-run correction=bypass correction.", tmp_path) == [
         "correction.cap=",
+        "correction.level=",
         "correction.loss=",
+        "correction.reject.",
+        "correction.rejected_denominator=",
     ]
     assert completions("parity train arithmetic_grpo --dry", tmp_path) == ["--dry-run"]
 

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from algorithms.config import Aggregation, BypassConfig, Level, MISConfig, PPOISConfig, TISConfig, VanillaISConfig
+from algorithms.config import (
+    Aggregation,
+    BypassConfig,
+    CustomConfig,
+    Level,
+    MISConfig,
+    PPOISConfig,
+    TISConfig,
+    VanillaISConfig,
+)
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import Resolution, build_config, resolve, start_problems
@@ -115,7 +124,7 @@ REFUSALS = {
     "keys that do not exist": [
         (
             "loss.clip_hihg=0.3",
-            "loss.clip_hihg is not a key of loss, got 0.3. Did you mean loss.clip_high? Its keys: c",
+            "loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high? keys of ppo_clip: a",
         ),
         ("lr=1e-5", "lr is not a key, got 1e-05. Did you mean optim.lr?"),
         ("batch.lr=1e-5", "batch.lr is not a key of batch, got 1e-05. Did you mean optim.lr?"),
@@ -131,7 +140,7 @@ REFUSALS = {
         ("hydra.job.chdirr=true", "hydra.job.chdirr is refused by Hydra (Could not override 'hydra.job.chdirr'.)"),
     ],
     "a plus sign smuggles nothing in": [
-        ("+loss.clip_hihg=0.3", "loss.clip_hihg is not a key of loss, got 0.3. Did you mean loss.clip_high?"),
+        ("+loss.clip_hihg=0.3", "loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high?"),
         ("++seed=3", "seed is not a key, got 3. Did you mean run.seed?"),
     ],
     "additions and removals": [
@@ -144,7 +153,7 @@ REFUSALS = {
     "options that do not exist": [
         (
             "correction=tiss",
-            "correction must be one of bypass, mis, ppo_is, recompute, tis, vanilla_is, got 'tiss'. Di",
+            "ppo_is, recompute, tis, vanilla_is, got 'tiss'. Did you mean correction=tis?",
         ),
         ("correction=tiss", "Did you mean correction=tis?"),
         ("rollout=sglan", "rollout must be one of sglang, torch, got 'sglan'. Did you mean rollout=sglang?"),
@@ -153,7 +162,7 @@ REFUSALS = {
     "keys of another option": [
         (
             "correction.high=3",
-            "correction.high is not a key of correction=tis, got 3. It belongs to correction=mis; ke",
+            "correction.high is not a key of correction=tis, got 3. It belongs to correction=mis, correction=custom; k",
         ),
         ("rollout.max_batch_size=3", "max_batch_size is not a key of rollout=sglang, got 3. It belongs to rollout=tor"),
         ("model.path=x", "model.path is not a key of model=arithmetic, got 'x'. It belongs to model=hf; keys of arith"),
@@ -248,12 +257,49 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
     assert config is None
     assert {problem.key for problem in problems} == {
         "correction",
+        "loss",
         "model.path",
         "data.train_path",
         "data.eval_path",
         "optim.lr",
         "tracking.samples_per_step",
     }
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("correction.rollout_is_threshold=3", "Here it is correction.cap."),
+        ("algorithm.rollout_correction.bypass_mode=true", "Here it is correction=bypass."),
+        ("vllm_importance_sampling_cap=3", "Here it is correction.cap."),
+        ("loss.clip_ratio_c=3", "Here it is loss.dual_clip."),
+        ("correction.veto=1e-4", "Here it is correction.reject.veto."),
+        ("batch.num_generations=3", "Here it is batch.group_size."),
+    ],
+)
+def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> None:
+    [found] = messages(word)
+    assert expected in found
+
+
+def test_nested_keys_are_checked_like_any_other() -> None:
+    assert not messages("correction=mis", "correction.reject.max_k3=0.5", "correction.reject.token_ratio=[0.5,3]")
+    found = messages("correction=mis", "correction.reject.max_k4=0.5", "correction.reject.veto=2", "optim.lr=-1")
+    assert len(found) == 3, found
+    assert any("correction.reject.max_k4 is not a key of correction.reject" in message for message in found)
+    assert any(message.startswith("correction.reject.veto must be null (off)") for message in found)
+    [found_type] = messages("correction=mis", "correction.reject.token_ratio=abc")
+    assert "correction.reject.token_ratio must be a list, each entry a number or null, got 'abc'" in found_type
+
+
+def test_a_preset_is_an_option_whose_keys_can_be_set() -> None:
+    resolution = resolved("correction=decoupled_geo_rs_token_tis", "correction.high=3")
+    [run] = resolution.runs
+    assert run.config is not None
+    config = run.config.correction
+    assert isinstance(config, CustomConfig)
+    assert (config.high, config.reject.geometric_ratio) == (3.0, [0.999, 1.001])
+    assert not messages("correction=glob(*)", multirun=True)
 
 
 # ---------------------------------------------------------------------------------------------------- sweeps
@@ -265,7 +311,7 @@ def test_a_sweep_is_checked_before_its_first_run_and_names_the_combination() -> 
         "lose.x is not a key, got 1. Did you mean loss? Sections: " + ", ".join(TrainConfig.__dataclass_fields__) + ".",
         "[optim.lr=0] optim.lr must be > 0, got 0.0.",
         "[correction=mis] correction.cap is not a key of correction=mis, got 3. It belongs to correction=tis, "
-        "correction=bypass; keys of mis: level, bound, low, high, veto, rejected_denominator.",
+        "correction=bypass; keys of mis: level, bound, low, high, reject, self_normalize, rejected_denominator.",
     ]
 
 
@@ -279,7 +325,7 @@ def test_a_sweep_gives_one_run_per_combination() -> None:
 
 
 def test_a_glob_sweep_covers_the_group() -> None:
-    resolution = resolved("correction=glob(*is)", multirun=True)
+    resolution = resolved("correction=glob(*is, exclude=[decoupled*,bypass*])", multirun=True)
     assert [type(run.config.correction) for run in resolution.runs if run.config is not None] == [
         MISConfig,
         PPOISConfig,

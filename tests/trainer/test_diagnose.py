@@ -35,11 +35,12 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
     )
     found = [str(p) for p in resolve(path, ("correction.capp=1",), own_dir=None, multirun=False).problems]
     assert [message for message in found if str(path) not in message] == [
-        "correction.capp is not a key of correction=tis, got 1. Did you mean correction.cap? keys of tis: level, cap."
+        "correction.capp is not a key of correction=tis, got 1. Did you mean correction.cap? keys of tis: level, cap, "
+        "self_normalize."
     ]
     text = "\n".join(found)
     assert f"{path}: model must be one of arithmetic, hf, got 'arithmetik'. Did you mean model=arithmetic?" in text
-    assert f"{path}: loss.clip_hihg is not a key of loss, got 0.3. Did you mean loss.clip_high?" in text
+    assert f"{path}: loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high?" in text
     assert f"{path}: loss.clip_low must be a number, got 'abc'." in text
     assert f"{path}: num_stepz is not a key, got 4. Did you mean run.num_steps?" in text
     assert len(found) == 5
@@ -68,7 +69,7 @@ def test_a_recipe_file_that_cannot_be_used(tmp_path: Path, text: str, expected: 
 AGREEMENTS = [
     ("arithmetic_grpo", []),
     ("arithmetic_grpo", ["correction=mis", "correction.high=3", "rollout=torch", "run.num_steps=7", "~collect"]),
-    ("arithmetic_dapo", ["+rollout.engine_args.a={b: 1}", "loss={clip_low: 0.1, clip_high: 0.4}"]),
+    ("arithmetic_dapo", ["+rollout.engine_args.a={b: 1}", "reward={correct: 2, incorrect: -2}"]),
     ("gsm8k_grpo_qwen2.5_0.5b", ["data.train_path='a b'", "policy.dtype=float32", "++optim.lr=0.1"]),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import OptimConfig, Schedule
+from trainer.components import OptimConfig, Schedule
 from trainer.optim import build_optimizer, clip_gradients, learning_rate
 
 

@@ -57,14 +57,14 @@ def test_every_rank_gets_equally_many_bins(lengths: list[int], num_ranks: int) -
 
 
 def test_equal_samples_are_balanced_exactly() -> None:
-    batch = pack([[make_sample(index=i) for i in range(8)]], num_ranks=2, max_tokens=1000)
+    batch = pack([[make_sample(index=i) for i in range(8)]], num_ranks=2, max_tokens=1000, policy_version=0)
     assert batch.stats.imbalance == 0.0
     assert batch.stats.num_tokens == 8 * 7
 
 
 def test_packed_tensors_describe_their_tokens() -> None:
     samples = [make_sample(index=0, response=4), make_sample(index=1, prompt=2, response=1)]
-    [minis] = pack([samples], num_ranks=1, max_tokens=100).ranks
+    [minis] = pack([samples], num_ranks=1, max_tokens=100, policy_version=0).ranks
     [micro] = minis[0].micro_batches
     assert micro.cu_seqlens.tolist() == [0, 7, 10]
     assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
@@ -76,13 +76,13 @@ def test_packed_tensors_describe_their_tokens() -> None:
 
 def test_denominators_are_global_over_ranks_and_microbatches() -> None:
     samples = [make_sample(index=i, response=2 + i) for i in range(6)]
-    batch = pack([samples], num_ranks=3, max_tokens=12)
+    batch = pack([samples], num_ranks=3, max_tokens=12, policy_version=0)
     counts = {(mini.num_response_tokens, mini.num_sequences) for minis in batch.ranks for mini in minis}
     assert counts == {(sum(2 + i for i in range(6)), 6)}
 
 
 def test_a_rank_without_samples_gets_a_masked_token() -> None:
-    batch = pack([[make_sample()]], num_ranks=2, max_tokens=100)
+    batch = pack([[make_sample()]], num_ranks=2, max_tokens=100, policy_version=0)
     masks = [minis[0].micro_batches[0].response_mask.sum().item() for minis in batch.ranks]
     assert sorted(masks) == [0, 4]
 
@@ -91,7 +91,7 @@ def test_packing_needs_advantages() -> None:
     sample = make_sample()
     sample.advantage = None
     with pytest.raises(ValueError, match="sample 0/0 has no advantage"):
-        pack([[sample]], num_ranks=1, max_tokens=100)
+        pack([[sample]], num_ranks=1, max_tokens=100, policy_version=0)
 
 
 def make_group(prompt_id: int, rewards: list[float]) -> SampleGroup:

@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from algorithms.config import BypassConfig, MISConfig, RecomputeConfig, RejectedDenominator
+from algorithms.config import (
+    AdvantageConfig,
+    BaselineScope,
+    BypassConfig,
+    MISConfig,
+    RecomputeConfig,
+    RejectedDenominator,
+)
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
 from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
 from trainer.cli.plan import Machine, forwards, render_plan, size
-from trainer.config import (
+from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
     ClusterConfig,
     EvalConfig,
     HFModelConfig,
     PolicyConfig,
-    TrainConfig,
 )
+from trainer.config import TrainConfig
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -176,8 +183,10 @@ def test_forwards_and_their_reason() -> None:
     assert forwards(bypass).startswith("3 forward equivalents")
     assert "correction=bypass does without it" in forwards(bypass)
     drop = replace(config, correction=MISConfig(rejected_denominator=RejectedDenominator.drop))
-    assert forwards(drop).startswith("4 forward equivalents")
-    assert "rejected tokens must be counted" in forwards(drop)
+    assert forwards(drop).startswith("3 forward equivalents")
+    kept = replace(drop, advantage=AdvantageConfig(baseline_scope=BaselineScope.kept))
+    assert forwards(kept).startswith("4 forward equivalents")
+    assert "the baseline of what is kept must be known" in forwards(kept)
 
 
 def test_placement_is_compared_with_the_machine() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rollout.config import FileDataConfig, SGLangConfig
-from trainer.config import ArithmeticDataConfig, ArithmeticModelConfig, TrainConfig
+from trainer.components import ArithmeticModelConfig
+from trainer.config import ArithmeticDataConfig, TrainConfig
 from trainer.tracking.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"

@@ -22,15 +22,8 @@ import trainer.tracking.wandb_sink as wandb_sink
 from rollout.config import ArithmeticDataConfig, SGLangConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.cli.compose import resolve
-from trainer.config import (
-    ArithmeticModelConfig,
-    MISConfig,
-    RunConfig,
-    SamplingConfig,
-    TrackingConfig,
-    TrainConfig,
-    WandbMode,
-)
+from trainer.components import ArithmeticModelConfig, RunConfig, TrackingConfig, WandbMode
+from trainer.config import MISConfig, SamplingConfig, TrainConfig
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key

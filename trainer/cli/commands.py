@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from algorithms.config import Problem
 from trainer.cli.catalog import find_recipe, read_card, recipe_files
 from trainer.cli.paths import recipe_dir
-from trainer.config import GROUPS
+from trainer.config import GROUPS, PRESETS
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -48,6 +48,7 @@ parity train <recipe> [flags] [group=option ...] [key=value ...]
 
   <recipe>             a name from `parity recipes`, or a path to a .yaml file of your own
   group=option         {groups}
+                       presets of other trainers: {presets}
   key=value            any key of the config, for example optim.lr=1e-5
   +rollout.engine_args.NAME=value
                        an option of the engine, passed through
@@ -148,7 +149,8 @@ def _train(words: list[str]) -> int:
     if not any(not word.startswith("-") for word in words):
         if any(flag in words for flag in HELP_FLAGS):
             groups = "  ".join(f"{group}={'|'.join(options)}" for group, options in GROUPS.items())
-            sys.stdout.write(TRAIN_HELP.format(groups=groups))
+            presets = "  ".join(f"{group}={'|'.join(options)}" for group, options in PRESETS.items())
+            sys.stdout.write(TRAIN_HELP.format(groups=groups, presets=presets))
             return DONE
         names = ", ".join(recipe_files(recipe_dir()))
         remedy = f"parity train <recipe>; recipes: {names}."

@@ -28,7 +28,8 @@ from trainer.cli import keys
 from trainer.cli.diagnose import diagnose, order_problem
 from trainer.cli.overrides import expand, parse, recipe_override
 from trainer.cli.session import hydra_session
-from trainer.config import GROUPS, RunConfig, TrainConfig
+from trainer.components import RunConfig
+from trainer.config import GROUPS, TrainConfig
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """The sweeper whose runs are known before it starts them."""
@@ -243,6 +244,9 @@ def _component(node: DictConfig, base: type[Checked], *, name: str, problems: li
 
 def _value(node: DictConfig, spec: Field[Any], *, key: str, problems: list[Problem]) -> object:
     """The value of one field, interpolations resolved; its default, and a Problem, if there is none to be had."""
+    kind = keys.node_type(node, [spec.name])
+    if kind is not None and issubclass(kind, Checked):
+        return _component(node[spec.name], kind, name=key, problems=problems)
     default = spec.default_factory() if spec.default_factory is not MISSING else spec.default
     try:
         value = node[spec.name]

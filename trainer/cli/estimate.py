@@ -14,7 +14,8 @@ from pathlib import Path
 
 from rollout.arithmetic import TOKENS
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig
-from trainer.config import ArithmeticModelConfig, HFModelConfig, TrainConfig
+from trainer.components import ArithmeticModelConfig, HFModelConfig
+from trainer.config import TrainConfig
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4

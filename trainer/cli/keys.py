@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 
 from algorithms.config import Checked, Problem
+from trainer.cli.renamed import renamed_hint
 from trainer.config import GROUPS, TrainConfig
 
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -29,6 +30,8 @@ def accepted(hint: Any) -> str:
     """What a field annotated with `hint` accepts, in words: "a number", "one of token, sequence"."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(accepted(option) for option in get_args(hint))
+    if get_origin(hint) is list:
+        return f"a list, each entry {accepted(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "a mapping of names to values"
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -102,19 +105,20 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def unknown_key(path: Sequence[str], depth: int, value: object, *, root: DictConfig) -> Problem:
     """The Problem of `path`, whose part number `depth` is not a key of the config that holds it."""
     key, holder, name = ".".join(path), ".".join(path[:depth]), path[depth]
+    renamed = renamed_hint(list(path))
     if not holder:
         sections = ", ".join(field_names(TrainConfig))
-        hint = did_you_mean(path, root)
+        hint = renamed or did_you_mean(path, root)
         return Problem(key=key, rule="is not a key", value=value, remedy=f"{hint} Sections: {sections}.".strip())
     kind = node_type(root, path[:depth]) or object
     own = ", ".join(field_names(kind)) or "none"
     if holder in GROUPS:
         option = option_name(holder, kind)
         elsewhere = ", ".join(f"{holder}={other}" for other in options_with(holder, name))
-        hint = f"It belongs to {elsewhere};" if elsewhere else _meant_in_group(path, root)
+        hint = f"It belongs to {elsewhere};" if elsewhere else renamed or _meant_in_group(path, root)
         rule = f"is not a key of {holder}={option}"
         return Problem(key=key, rule=rule, value=value, remedy=f"{hint} keys of {option}: {own}.".strip())
-    hint = did_you_mean(path, root)
+    hint = renamed or did_you_mean(path, root)
     return Problem(key=key, rule=f"is not a key of {holder}", value=value, remedy=f"{hint} Its keys: {own}.".strip())
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from algorithms.config.combine import combination_notes
 from algorithms.objective import objective
 from trainer.cli.compose import Resolution
 from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
-from trainer.config import ArithmeticModelConfig, HFModelConfig, TrainConfig
+from trainer.components import ArithmeticModelConfig, HFModelConfig
+from trainer.config import TrainConfig
 
 LABEL_WIDTH = 11
 
@@ -75,6 +77,8 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     for line in _batch(config):
         yield "batch", line
     yield "objective", objective(config.correction, config.loss)
+    for note in combination_notes(config.correction, config.loss):
+        yield "note", note
     yield "forwards", forwards(config)
     for line in _memory(config):
         yield "memory", line
@@ -88,8 +92,8 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
 def forwards(config: TrainConfig) -> str:
     """Cost of training per token, and why a separate forward for pi_old is or is not among it."""
     steps, mode = config.batch.optimizer_steps_per_rollout, config.correction.mode
-    if config.correction.needs_prepass:
-        reason = "and 1 for pi_old, because rejected tokens must be counted before the first optimizer step"
+    if config.needs_prepass:
+        reason = "and 1 for pi_old, because the baseline of what is kept must be known before the first optimizer step"
     elif config.needs_old_logprobs_pass:
         reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
     elif not config.correction.needs_old_logprobs:

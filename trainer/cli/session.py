@@ -20,7 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.cli.paths import config_dir, recipe_dir
-from trainer.config import GROUPS, TrainConfig
+from trainer.config import GROUPS, PRESETS, TrainConfig
 
 VERSION_BASE = "1.3"
 """Behaviour of Hydra that the configs are written for."""
@@ -45,6 +45,8 @@ def register(own_dir: Path | None) -> None:
     for group, options in GROUPS.items():
         for name, option in options.items():
             store.store(group=group, name=name, node=option)
+        for name, value in PRESETS.get(group, {}).items():
+            store.store(group=group, name=name, node=value)
 
     class ParitySearchPath(SearchPathPlugin):
         """Where Hydra looks: configs/, the directory of the recipe ("main"), the user's, recipes/."""

@@ -136,7 +136,7 @@ SECTIONS: tuple[Section, ...] = (
             ),
             Chart(
                 id="weights", title="Tokens whose weight was cut", form="percent", from_zero=True,
-                series=(Series(key="mismatch/is/clip_frac", label="cut", slot=3),),
+                series=(Series(key="mismatch/is/clip_frac_hi", label="cut", slot=3),),
             ),
         ),
     ),

@@ -1,0 +1,56 @@
+"""Rules between correction and loss, and the loss that the two resolve to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from algorithms.config.checked import Problem
+from algorithms.config.correction import CorrectionConfig
+from algorithms.config.loss import LossConfig, PPOClipConfig, ReinforceConfig
+from algorithms.config.spec import Anchor, Level, SelfNormalize
+
+
+def resolved_loss(correction: CorrectionConfig, loss: LossConfig) -> LossConfig:
+    """The loss that is computed: a correction without a ratio (bypass with loss=reinforce) makes it REINFORCE."""
+    if correction.spec().anchor is not Anchor.none or isinstance(loss, ReinforceConfig):
+        return loss
+    return ReinforceConfig(
+        aggregation=loss.aggregation, fixed_length_tokens=loss.fixed_length_tokens, entropy_coef=loss.entropy_coef
+    )
+
+
+def combination_problems(correction: CorrectionConfig, loss: LossConfig) -> Iterator[Problem]:
+    """What one of the two asks for and the other takes away."""
+    spec = correction.spec()
+    if spec.anchor is Anchor.none and not isinstance(loss, PPOClipConfig | ReinforceConfig):
+        yield Problem(
+            key="loss",
+            rule=f"must be reinforce or left alone with correction={correction.mode} as it is set: it has no ratio",
+            value=loss.surrogate,
+            remedy="Use loss=reinforce, or a correction whose ratio has an anchor.",
+        )
+    if spec.anchor is Anchor.rollout and isinstance(loss, ReinforceConfig):
+        yield Problem(
+            key="loss",
+            rule=f"must have a ratio with correction={correction.mode}, which corrects inside the ratio pi_theta/mu",
+            value=loss.surrogate,
+            remedy="Use loss=ppo_clip, or correction=bypass correction.loss=reinforce, or correction=tis.",
+        )
+    if spec.self_normalize is not SelfNormalize.none and loss.entropy_coef > 0:
+        yield Problem(
+            key="loss.entropy_coef",
+            rule="must be 0 with self-normalised weights, whose normaliser scales the whole gradient",
+            value=loss.entropy_coef,
+            remedy="Set it to 0, or correction.self_normalize=none.",
+        )
+
+
+def combination_notes(correction: CorrectionConfig, loss: LossConfig) -> Iterator[str]:
+    """What is allowed and probably not meant, one sentence each."""
+    yield from correction.notes()
+    weight = correction.spec().weight
+    if weight is not None and weight.level is Level.sequence and loss.surrogate == "gspo":
+        yield (
+            "the weight is a product over the response, the ratio of gspo a geometric mean: long responses lose "
+            "their gradient; correction.level=geometric matches it"
+        )

@@ -1,0 +1,103 @@
+"""`correction=custom`: every part of the spec by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from algorithms.config.checked import Problem
+from algorithms.config.correction import CorrectionConfig, cap_problems, interval_problems
+from algorithms.config.rejection import RejectConfig
+from algorithms.config.spec import (
+    Anchor,
+    Bound,
+    Compared,
+    CorrectionSpec,
+    Level,
+    RejectedDenominator,
+    SelfNormalize,
+    WeightSpec,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomConfig(CorrectionConfig):
+    """Every part of a correction by itself: what the other modes and the presets are made of."""
+
+    mode: ClassVar[str] = "custom"
+    anchor: Anchor = Anchor.old
+    """Denominator of the surrogate's ratio. Vetted: old."""
+    compared: Compared = Compared.old
+    """Which log-probs of the trainer are compared with the engine's. Vetted: old; current saves a forward."""
+    level: Level | None = None
+    """Tokens over which rho is accumulated; null for a weight of 1."""
+    bound: Bound = Bound.none
+    """What happens to a weight outside its bounds."""
+    low: float | None = None
+    """Lower bound of rho, a ratio; bound=clip and bound=mask need it, bound=truncate can do without."""
+    high: float | None = None
+    """Upper bound of rho, a ratio; read by every bound but none."""
+    reject: RejectConfig = field(default_factory=RejectConfig)
+    """Criteria; all must keep a token."""
+    self_normalize: SelfNormalize = SelfNormalize.none
+    """Whether weights are divided by their mean."""
+    rejected_denominator: RejectedDenominator = RejectedDenominator.keep
+    """Whether rejected tokens stay in the denominator of the loss."""
+
+    def spec(self) -> CorrectionSpec:
+        weight = None
+        if self.level is not None:
+            weight = WeightSpec(level=self.level, bound=self.bound, low=self.low, high=self.high)
+        return CorrectionSpec(
+            anchor=self.anchor,
+            compared=self.compared,
+            weight=weight,
+            reject=self.reject,
+            self_normalize=self.self_normalize,
+            rejected_denominator=self.rejected_denominator,
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        yield from (problem.under("reject") for problem in self.reject.problems())
+        yield from self._anchor_problems()
+        yield from self._bound_problems()
+        if self.level is None:
+            for key, value, off in (
+                ("bound", self.bound, Bound.none),
+                ("self_normalize", self.self_normalize, SelfNormalize.none),
+            ):
+                if value is not off:
+                    yield Problem(key=key, rule="has no effect without a weight", value=value, remedy="Set level.")
+
+    def _bound_problems(self) -> Iterator[Problem]:
+        bounded = self.level is not None and self.bound is not Bound.none
+        needed = {"low": bounded and self.bound is not Bound.truncate, "high": bounded}
+        for key in ("low", "high"):
+            value = getattr(self, key)
+            if value is not None and not bounded:
+                cause = "without a weight (level)" if self.level is None else "with bound=none"
+                yield Problem(key=key, rule=f"has no effect {cause}", value=value, remedy="Set it to null.")
+            if value is None and needed[key]:
+                yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=None)
+        if bounded and self.high is not None:
+            if self.low is not None:
+                yield from interval_problems(self.low, self.high)
+            else:
+                yield from cap_problems("high", self.high, remedy="Use bound=none for a weight without a cap.")
+
+    def _anchor_problems(self) -> Iterator[Problem]:
+        if self.anchor is Anchor.rollout and self.level is not None:
+            yield Problem(
+                key="level",
+                rule="must be null with anchor=rollout: the ratio pi_theta/mu holds rho, a weight counts it twice",
+                value=self.level,
+                remedy="Use anchor=old for a weight beside the ratio, or anchor=none for a weight alone.",
+            )
+        if self.anchor is Anchor.old and self.compared is Compared.current:
+            yield Problem(
+                key="compared",
+                rule="must be old with anchor=old, which needs pi_old anyway",
+                value=self.compared,
+                remedy="Use anchor=rollout or anchor=none to do without pi_old.",
+            )

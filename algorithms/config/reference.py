@@ -1,0 +1,62 @@
+"""Configuration of the KL to a reference policy: estimator and where it enters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from algorithms.config.checked import Checked, Problem
+
+
+class KLEstimator(Enum):
+    """The per-token estimate of KL(pi_theta || pi_ref) from samples of pi_theta. L = log pi_theta - log pi_ref."""
+
+    k1 = "k1"
+    """L: unbiased, signed. In the reward only: its gradient in the loss is 0 on average."""
+    k2 = "k2"
+    """L^2 / 2: a biased value, but in the loss the right gradient on policy."""
+    k3 = "k3"
+    """exp(-L) - 1 + L: unbiased and >= 0, but in the loss it has the gradient of KL(pi_ref || pi_theta)."""
+    unbiased = "unbiased"
+    """k3 x pi_theta / pi_old, ratio differentiated: right value and right gradient, also off policy."""
+
+
+class KLPlacement(Enum):
+    """Where the KL enters."""
+
+    loss = "loss"
+    """A term of the loss, differentiated: regularises every token by itself."""
+    reward = "reward"
+    """A cost taken off the reward, detached: an early token answers for the KL of the later ones too."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReferenceKLConfig(Checked):
+    """How strongly, and by which estimate, pi_theta is held close to a reference policy."""
+
+    coef: float = 0.0
+    """Weight of the KL, reward (or loss) per nat; 0 turns it off. Vetted: 0 (DAPO), 1e-3 (GRPO)."""
+    estimator: KLEstimator = KLEstimator.unbiased
+    """Which estimate. Vetted: unbiased or k3 in the loss, k1 in the reward."""
+    placement: KLPlacement = KLPlacement.loss
+    """In the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.coef >= 0:
+            yield Problem(key="coef", rule="must be >= 0", value=self.coef, remedy="Vetted: 0 or 1e-3.")
+        if self.estimator is KLEstimator.k1 and self.placement is KLPlacement.loss:
+            yield Problem(
+                key="estimator",
+                rule="must not be k1 with placement=loss: its gradient is 0 on average, so it only adds noise",
+                value=self.estimator,
+                remedy="Use estimator=unbiased (or k2), or placement=reward.",
+            )
+        if self.estimator is KLEstimator.unbiased and self.placement is KLPlacement.reward:
+            yield Problem(
+                key="estimator",
+                rule="must not be unbiased with placement=reward: a reward is detached, and its samples are weighted "
+                "by the policy loss already",
+                value=self.estimator,
+                remedy="Use estimator=k1, whose gradient in the reward is the right one, or placement=loss.",
+            )

@@ -1,0 +1,124 @@
+"""Configuration of the rejection criteria: a key with a value is a criterion, and all of them must keep a token.
+
+Delta = log pi_train - log mu, rho = exp(Delta). pi_train is pi_old, or the running forward where the correction
+compares that (bypass). The statistics are in `algorithms.rejection`; the names are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from algorithms.config.checked import Checked, Problem
+
+RATIO_CRITERIA = ("token_ratio", "sequence_ratio", "geometric_ratio")
+"""Criteria with [low, high] on a ratio."""
+SMALLEST_VETO = 2.1e-9
+"""e^-20: log-ratios are clamped to +-20, so nothing can fall below it."""
+ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
+"""Criteria that read the sign of the advantage."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RejectConfig(Checked):
+    """Which tokens and responses leave the loss. null: not used."""
+
+    token_ratio: list[float] | None = None
+    """[low, high] of each token's rho. Vetted: [0.5, 2.0]."""
+    sequence_ratio: list[float] | None = None
+    """[low, high] of the product of rho over the response; rejects long responses first. Vetted: [0.5, 2.0]."""
+    geometric_ratio: list[float] | None = None
+    """[low, high] of the geometric mean of rho; rejects short responses first. Vetted: [0.999, 1.001]."""
+    token_k2: float | None = None
+    """Upper bound of Delta^2 / 2 of a token, nats^2. Vetted: 2.0."""
+    token_k3: float | None = None
+    """Upper bound of K3 of a token, nats. Vetted: 0.01."""
+    sum_k2: float | None = None
+    """Upper bound of the sum of Delta^2 / 2 over the response. Vetted: 3.0."""
+    sum_k3: float | None = None
+    """Upper bound of the sum of K3 over the response, nats."""
+    mean_k2: float | None = None
+    """Upper bound of the mean of Delta^2 / 2 over the response. Vetted: 2.0."""
+    mean_k3: float | None = None
+    """Upper bound of the mean of K3 over the response, nats. Vetted: 0.01."""
+    max_k2: float | None = None
+    """Upper bound of the largest Delta^2 / 2 of the response."""
+    max_k3: float | None = None
+    """Upper bound of the largest K3 of the response, nats."""
+    veto: float | None = None
+    """A response with any token whose rho is below this is rejected whole. Vetted: 1e-4."""
+    prob_diff: list[float] | None = None
+    """[low, high] of pi_train - mu of a token, probabilities. Vetted: [-0.2, 0.2]."""
+    mult_err: float | None = None
+    """Upper bound of the mean of e^|Delta| over the response, a ratio >= 1. Vetted: 1.5."""
+    dppo_tv: float | None = None
+    """A token whose pi_train - mu exceeds this in the direction in which its advantage pushes. Vetted: 0.2."""
+    dppo_kl: float | None = None
+    """As dppo_tv with the Bernoulli KL(mu || pi_train) of the token, nats. Vetted: 0.05."""
+    opsm: float | None = None
+    """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 1e-4."""
+
+    def active(self) -> list[str]:
+        """Names of the criteria in use, in the order of their definition."""
+        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+
+    def reads_advantages(self) -> bool:
+        """Whether a criterion in use depends on the sign of the advantage."""
+        return any(name in ADVANTAGE_CRITERIA for name in self.active())
+
+    def problems(self) -> Iterator[Problem]:
+        for name in self.active():
+            value = getattr(self, name)
+            if name in RATIO_CRITERIA:
+                yield from _ratio_problems(name, value)
+            elif name == "prob_diff":
+                yield from _prob_diff_problems(value)
+            elif name == "veto":
+                if not SMALLEST_VETO < value < 1:
+                    yield Problem(
+                        key=name,
+                        rule=f"must be null (off) or lie in ({SMALLEST_VETO:g}, 1): log-ratios are clamped to +-20",
+                        value=value,
+                        remedy="Vetted: 1e-4.",
+                    )
+            elif name == "mult_err":
+                if not value > 1:
+                    yield Problem(key=name, rule="must be > 1: e^|Delta| never is below", value=value, remedy="1.5.")
+            elif not value > 0:
+                yield Problem(key=name, rule="must be > 0, or null for off", value=value)
+
+    def notes(self) -> Iterator[str]:
+        """Bounds of one level that were probably meant for another."""
+        if self.geometric_ratio is not None and (self.geometric_ratio[0] < 0.9 or self.geometric_ratio[1] > 1.1):
+            yield f"reject.geometric_ratio={self.geometric_ratio} practically never rejects: peers use [0.999, 1.001]"
+        if self.sequence_ratio is not None and (self.sequence_ratio[0] > 0.9 or self.sequence_ratio[1] < 1.1):
+            yield f"reject.sequence_ratio={self.sequence_ratio} rejects nearly every response: peers use [0.5, 2.0]"
+
+
+def _pair(name: str, value: list[float]) -> Iterator[Problem]:
+    if len(value) != 2:
+        yield Problem(key=name, rule="must be [low, high]", value=value, remedy="Two numbers, for example [0.5, 2.0].")
+
+
+def _ratio_problems(name: str, value: list[float]) -> Iterator[Problem]:
+    if len(value) != 2:
+        yield from _pair(name, value)
+    elif not 0 < value[0] <= 1 <= value[1] or value[0] == value[1]:
+        yield Problem(
+            key=name,
+            rule="must be [low, high] with 0 < low <= 1 <= high, or on-policy tokens are rejected",
+            value=value,
+            remedy="Bounds are on rho = pi_train / pi_rollout.",
+        )
+
+
+def _prob_diff_problems(value: list[float]) -> Iterator[Problem]:
+    if len(value) != 2:
+        yield from _pair("prob_diff", value)
+    elif not -1 <= value[0] <= 0 <= value[1] <= 1 or value[0] == value[1]:
+        yield Problem(
+            key="prob_diff",
+            rule="must be [low, high] with -1 <= low <= 0 <= high <= 1",
+            value=value,
+            remedy="Vetted: [-0.2, 0.2].",
+        )

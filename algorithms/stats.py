@@ -1,0 +1,33 @@
+"""What all step statistics have in common: sums and maxima that add up over micro-batches and over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stats:
+    """Sums and maxima that add up over micro-batches and ranks: one all-reduce for each of the two tensors."""
+
+    sums: Tensor
+    """[K] float64, reduced over ranks with SUM."""
+    maxes: Tensor
+    """[M] float64, reduced over ranks with MAX; -inf where there was no token."""
+
+    def merge(self, other: Self) -> Self:
+        """The statistics of both, on the device."""
+        return replace(self, sums=self.sums + other.sums, maxes=torch.maximum(self.maxes, other.maxes))
+
+
+def mean_or_none(total: float, count: float) -> float | None:
+    """total / count, None for nothing to divide by."""
+    return total / count if count else None
+
+
+def max_or_none(maximum: float, count: float) -> float | None:
+    """The maximum, None where no token was seen."""
+    return maximum if count else None

@@ -1,0 +1,546 @@
+"""Mismatch statistics: the golden vector, every metric by hand, merging, missing values, independence of the mode."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import MODES, Batch, corrected, packed, random_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms import token_sums
+from algorithms.correction import (
+    Correction,
+    CorrectionConfig,
+    MISBound,
+    MISConfig,
+    RecomputeConfig,
+    TISConfig,
+    VanillaISConfig,
+)
+from algorithms.diagnostics import MismatchStats, StepContext, mismatch_metrics, mismatch_stats
+from algorithms.rejection import Verdict
+from algorithms.token_sums import BLOCK
+
+PLAIN = [
+    *("k1", "k2", "k3", "k3_p99", "k3_max", "js", "chi2_token", "chi2_seq", "tv", "mult_err", "pearson"),
+    *("abs_logdiff_mean", "abs_logdiff_max", "prob_diff_mean", "prob_diff_max"),
+    *("ppl/train", "ppl/rollout", "ppl/log_diff", "ppl/log_abs_diff", "ppl/ratio"),
+    *("ess/raw_token", "ess/raw_seq", "khat/token", "khat/seq", "is/raw_mean", "is/raw_max"),
+    *("invalid_tokens", "invalid_samples", "k3_clamped_tokens", "num_tokens"),
+]
+"""What is known without a correction."""
+CORRECTED = [
+    *("ess/applied_token", "ess/applied_seq", "is/applied_mean", "is/clip_frac_hi", "is/clip_frac_lo", "is/clip_mass"),
+    *("rs/token_frac", "rs/seq_frac", "rs/kept_len", "rs/rejected_len", "rs/kept_k3", "rs/rejected_k3", "kept_frac"),
+]
+IN_CONTEXT = ["rs/kept_reward", "rs/rejected_reward", "eff_lr", "eff_lr_pos", "eff_lr_neg", "k3_over_entropy"]
+COUNTS = ["invalid_tokens", "invalid_samples", "k3_clamped_tokens", "num_tokens"]
+GOLDEN_DELTA = (0.1, -0.3, 0.9, 0.0, -2.5)
+
+
+def names(*groups: list[str]) -> set[str]:
+    return {f"mismatch/{name}" for group in groups for name in group}
+
+
+def golden() -> Batch:
+    """Two responses, Delta = (0.1, -0.3, 0.9) and (0, -2.5), mu = 1 / e everywhere."""
+    delta = torch.tensor(GOLDEN_DELTA)
+    rollout = torch.full_like(delta, -1.0)
+    return Batch(
+        logprobs=rollout + delta,
+        old_logprobs=rollout + delta,
+        rollout_logprobs=rollout,
+        advantages=torch.ones_like(delta),
+        entropy=torch.ones_like(delta),
+        response_mask=torch.ones_like(delta, dtype=torch.bool),
+        cu_seqlens=packed(3, 2),
+    )
+
+
+def stats_of(batch: Batch, config: CorrectionConfig | None, context: StepContext | None = None) -> MismatchStats:
+    return stats_with(batch, None if config is None else corrected(batch, config), context)
+
+
+def stats_with(batch: Batch, correction: Correction | None, context: StepContext | None = None) -> MismatchStats:
+    return mismatch_stats(
+        old_logprobs=batch.old_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        response_mask=batch.response_mask,
+        cu_seqlens=batch.cu_seqlens,
+        correction=correction,
+        context=context,
+    )
+
+
+def check(metrics: dict[str, float | None], expected: Mapping[str, float | None]) -> None:
+    for name, value in expected.items():
+        actual = metrics[f"mismatch/{name}"]
+        assert actual == (None if value is None else pytest.approx(value, abs=1e-5)), name
+
+
+def js(delta: float) -> float:
+    """The textbook form, per token."""
+    rho = math.exp(delta)
+    return (math.log(2) - math.log(1 + rho) + rho * (math.log(2) + delta - math.log(1 + rho))) / 2
+
+
+def token_mean(function: Callable[[float], float]) -> float:
+    return sum(function(delta) for delta in GOLDEN_DELTA) / 5
+
+
+def test_golden_metrics() -> None:
+    metrics = stats_of(golden(), TISConfig()).metrics()
+    assert set(metrics) == names(PLAIN, CORRECTED, IN_CONTEXT)
+    probabilities = [math.exp(-1 + delta) - math.exp(-1) for delta in GOLDEN_DELTA]
+    expected = {
+        "k1": 0.36,
+        "k2": 0.716,
+        "k3": 0.43753545,
+        "k3_p99": 1.58208500,
+        "k3_max": 1.58208500,
+        "js": token_mean(js),
+        "chi2_token": 0.765320,
+        "chi2_seq": 1.030969,
+        "tv": token_mean(lambda delta: abs(math.exp(delta) - 1) / 2),
+        "abs_logdiff_mean": 0.76,
+        "abs_logdiff_max": 2.5,
+        "mult_err": (3 * 1.638211 + 2 * 6.591247) / 5,
+        "prob_diff_mean": sum(map(abs, probabilities)) / 5,
+        "prob_diff_max": probabilities[2],
+        "pearson": None,
+        "ppl/train": (math.exp(1 - 0.7 / 3) + math.exp(1 + 1.25)) / 2,
+        "ppl/rollout": math.e,
+        "ppl/log_diff": (-0.233333 + 1.25) / 2,
+        "ppl/log_abs_diff": (0.233333 + 1.25) / 2,
+        "ppl/ratio": 2.141116,
+        "ess/raw_token": 0.657718,
+        "ess/raw_seq": (2.0137527 + 0.0820850) ** 2 / (2 * (2.0137527**2 + 0.0820850**2)),
+        "ess/applied_token": 0.716721,
+        "khat/token": None,
+        "khat/seq": None,
+        "is/raw_mean": 1.0775356,
+        "is/raw_max": 2.45960,
+        "is/applied_mean": 0.98561483,
+        "is/clip_frac_hi": 0.2,
+        "is/clip_frac_lo": 0.0,
+        "is/clip_mass": 0.4596031 / 5.387678,
+        "rs/token_frac": 0.0,
+        "rs/seq_frac": 0.0,
+        "rs/kept_len": 2.5,
+        "rs/rejected_len": None,
+        "rs/kept_k3": 0.43753545,
+        "rs/rejected_k3": None,
+        "kept_frac": 1.0,
+        "invalid_tokens": 0,
+        "invalid_samples": 0,
+        "k3_clamped_tokens": 0,
+        "num_tokens": 5,
+    }
+    check(metrics, expected)
+    by_response = [(1.1051709 + 0.7408182 + 2) / 3, (1 + 0.0820850) / 2]
+    ess = sum(by_response) ** 2 / (2 * sum(weight**2 for weight in by_response))
+    check(metrics, {"ess/applied_seq": ess, **dict.fromkeys(IN_CONTEXT)})
+
+
+def test_golden_metrics_of_masked_weights() -> None:
+    # [0.5, 2] keeps 1.105, 0.741 and 1; the second response loses a token, and so does the first.
+    check(
+        stats_of(golden(), MISConfig()).metrics(),
+        {
+            "ess/applied_token": 0.584767,
+            "is/applied_mean": 0.569198,
+            "is/clip_frac_hi": 0.0,
+            "is/clip_mass": 0.0,
+            "kept_frac": 0.6,
+            "rs/token_frac": 0.4,
+            "rs/seq_frac": 1.0,
+            "rs/veto_frac": 0.0,
+            "rs/veto_seq_frac": 0.0,
+            "rs/kept_len": None,
+            "rs/rejected_len": 2.5,
+            "rs/kept_k3": (0.00517092 + 0.04081822 + 0) / 3,
+            "rs/rejected_k3": (0.55960311 + 1.58208500) / 2,
+        },
+    )
+    check(
+        stats_of(golden(), MISConfig(bound=MISBound.truncate)).metrics(),
+        {"is/applied_mean": 0.969198, "is/clip_frac_hi": 0.2, "kept_frac": 0.8},
+    )
+    check(
+        stats_of(golden(), VanillaISConfig()).metrics(),
+        {"ess/applied_token": 0.657718, "is/applied_mean": 1.0775356, "is/clip_frac_hi": 0.0, "kept_frac": 1.0},
+    )
+
+
+def by_hand() -> tuple[Batch, Correction, StepContext]:
+    """Three responses of 2, 2 and 1 tokens behind a prompt token each; one token is cut, one raised, two rejected."""
+    delta = torch.tensor([9.0, 1.0, -0.5, 9.0, -2.0, 0.25, 9.0, 0.5])
+    mask = torch.tensor([False, True, True, False, True, True, False, True])
+    rollout = torch.tensor([-9.0, -1.0, -2.0, -9.0, -0.5, -1.5, -9.0, -0.25])
+    batch = Batch(
+        logprobs=rollout + delta,
+        old_logprobs=rollout + delta,
+        rollout_logprobs=rollout,
+        advantages=torch.tensor([math.nan, 2.0, -1.0, math.nan, -3.0, 4.0, math.nan, 0.0]),
+        entropy=torch.tensor([math.nan, 0.5, 0.25, math.nan, 0.5, 1.0, math.nan, 0.25]),
+        response_mask=mask,
+        cu_seqlens=packed(3, 3, 2),
+    )
+    raw = torch.where(mask, delta.exp(), torch.ones(()))
+    correction = Correction(
+        anchor_logprobs=batch.old_logprobs,
+        weight=torch.tensor([1.0, 2.0, raw[2], 1.0, 0.0, 0.0, 1.0, 1.8]),
+        keep=torch.tensor([False, True, True, False, False, False, False, True]),
+        clipped=torch.tensor([False, True, False, False, True, False, False, False]),
+        raised=torch.tensor([False, False, False, False, False, False, False, True]),
+        raw_weight=raw,
+        verdicts=(
+            Verdict("token_ratio", torch.tensor([True, True, True, True, False, True, True, True])),
+            Verdict("mean_k3", torch.tensor([True, True, True, True, False, False, True, True])),
+            Verdict("veto", torch.ones(8, dtype=torch.bool)),
+        ),
+    )
+    context = StepContext(
+        advantages=batch.advantages,
+        rewards=torch.tensor([1.0, 0.0, 0.5]),
+        entropy=batch.entropy,
+        lags=torch.tensor([0, 9, 0]),
+    )
+    return batch, correction, context
+
+
+def test_what_was_applied_by_hand() -> None:
+    batch, correction, context = by_hand()
+    metrics = stats_with(batch, correction, context).metrics()
+    raw = [math.exp(delta) for delta in (1.0, -0.5, -2.0, 0.25, 0.5)]
+    weights = [2.0, raw[1], 0.0, 0.0, 1.8]
+    k3s = [math.exp(delta) - 1 - delta for delta in (1.0, -0.5, -2.0, 0.25, 0.5)]
+    means = [(2 + raw[1]) / 2, 0.0, 1.8]
+    check(
+        metrics,
+        {
+            "is/applied_mean": sum(weights) / 5,
+            "ess/applied_token": sum(weights) ** 2 / (5 * sum(w * w for w in weights)),
+            "ess/applied_seq": sum(means) ** 2 / (3 * sum(w * w for w in means)),
+            "is/clip_frac_hi": 1 / 5,
+            "is/clip_frac_lo": 1 / 5,
+            "is/clip_mass": (raw[0] - 2) / sum(raw),
+            "rs/token_frac": 2 / 5,
+            "rs/seq_frac": 1 / 3,
+            "rs/token_ratio_frac": 1 / 5,
+            "rs/token_ratio_seq_frac": 1 / 3,
+            "rs/mean_k3_frac": 2 / 5,
+            "rs/mean_k3_seq_frac": 1 / 3,
+            "rs/veto_frac": 0.0,
+            "rs/veto_seq_frac": 0.0,
+            "rs/kept_len": (2 + 1) / 2,
+            "rs/rejected_len": 2.0,
+            "rs/kept_reward": (1.0 + 0.5) / 2,
+            "rs/rejected_reward": 0.0,
+            "rs/kept_k3": (k3s[0] + k3s[1] + k3s[4]) / 3,
+            "rs/rejected_k3": (k3s[2] + k3s[3]) / 2,
+            "eff_lr": (2 * 2 + raw[1]) / (2 + 1 + 3 + 4),
+            "eff_lr_pos": 2 * 2 / (2 + 4),
+            "eff_lr_neg": raw[1] / (1 + 3),
+            "by_lag/0/k3": (k3s[0] + k3s[1] + k3s[4]) / 3,
+            "by_lag/7+/k3": (k3s[2] + k3s[3]) / 2,
+            "k3_over_entropy": sum(k3s) / 2.5,
+            "kept_frac": 3 / 5,
+            "num_tokens": 5,
+        },
+    )
+    assert {name for name in metrics if "by_lag" in name} == names(["by_lag/0/k3", "by_lag/7+/k3"])
+
+
+def test_pearson_of_two_engines() -> None:
+    old, rollout = torch.tensor([0.9, 0.5, 0.1]).log(), torch.tensor([0.8, 0.6, 0.3]).log()
+    expected = torch.corrcoef(torch.stack([old.exp(), rollout.exp()]))[0, 1].item()
+    batch = golden().select([0])
+    batch.old_logprobs, batch.rollout_logprobs = old, rollout
+    check(stats_of(batch, None).metrics(), {"pearson": expected})
+    batch.rollout_logprobs = old
+    assert stats_of(batch, None).metrics()["mismatch/pearson"] == 1.0
+
+
+def test_log_ratios_of_one_sign_have_their_own_extremes() -> None:
+    # The prompt counts as Delta = 0 nowhere: not in the largest rho, not in the quantile.
+    batch = golden().select([0])
+    batch.response_mask = torch.tensor([False, True, True])
+    batch.old_logprobs = torch.tensor([0.0, -2.0, -3.0])
+    check(
+        stats_of(batch, None).metrics(),
+        {"is/raw_max": math.exp(-1), "abs_logdiff_max": 2.0, "k3_max": math.exp(-2) + 1, "abs_logdiff_mean": 1.5},
+    )
+
+
+def test_what_is_measured_does_not_depend_on_the_mode() -> None:
+    batch = random_batch(3, [5, 0, 9], noise=2.0)
+    batch.rollout_logprobs[batch.response_mask.nonzero()[0]] = math.nan
+    reference = stats_of(batch, None).metrics()
+    for name, config in MODES.items():
+        metrics = stats_of(batch, config).metrics()
+        assert {key: metrics[key] for key in names(PLAIN)} == {key: reference[key] for key in names(PLAIN)}, name
+    assert reference["mismatch/k3"] is not None and reference["mismatch/k3"] > 0
+    assert reference["mismatch/invalid_tokens"] == 1 and reference["mismatch/invalid_samples"] == 1
+    rejected = stats_of(batch, MODES["mis-token-mask"]).metrics()["mismatch/kept_frac"]
+    assert rejected is not None and rejected < 1
+
+
+def test_without_a_correction_the_applied_metrics_are_absent() -> None:
+    batch = golden()
+    metrics = mismatch_metrics(
+        old_logprobs=batch.old_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        response_mask=batch.response_mask,
+        cu_seqlens=batch.cu_seqlens,
+    )
+    absent = {name for name, value in metrics.items() if value is None}
+    assert absent == names(CORRECTED, IN_CONTEXT, ["pearson", "khat/token", "khat/seq"])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_no_tokens_is_none_and_never_zero(num_tokens: int) -> None:
+    batch = random_batch(0, [num_tokens], noise=1.0)
+    batch.response_mask = torch.zeros(num_tokens, dtype=torch.bool)
+    context = StepContext(
+        advantages=batch.advantages, rewards=torch.ones(1), entropy=batch.entropy, lags=torch.zeros(1).long()
+    )
+    for known in (None, context):
+        metrics = stats_of(batch, TISConfig(), known).metrics()
+        assert {name: value for name, value in metrics.items() if value is not None} == dict.fromkeys(names(COUNTS), 0)
+
+
+def test_no_sequences_at_all() -> None:
+    batch = random_batch(0, [], noise=1.0)
+    assert stats_of(batch, TISConfig()).metrics()["mismatch/num_tokens"] == 0
+
+
+def test_only_invalid_tokens_is_none_with_their_count() -> None:
+    batch = golden()
+    batch.rollout_logprobs = torch.full((5,), -math.inf)
+    metrics = stats_of(batch, TISConfig()).metrics()
+    present = {name.removeprefix("mismatch/"): value for name, value in metrics.items() if value is not None}
+    assert present == {
+        "invalid_tokens": 5,
+        "invalid_samples": 2,
+        "k3_clamped_tokens": 0,
+        "num_tokens": 5,
+        "kept_frac": 0,
+        "rs/token_frac": 1,
+        "rs/seq_frac": 1,
+        "rs/rejected_len": 2.5,
+    }
+
+
+def test_invalid_tokens_leave_the_means() -> None:
+    batch = golden()
+    clean = stats_of(batch, TISConfig()).metrics()
+    bad = replace(
+        batch,
+        old_logprobs=torch.cat([batch.old_logprobs, torch.tensor([math.nan, -1.0, -math.inf])]),
+        rollout_logprobs=torch.cat([batch.rollout_logprobs, torch.tensor([-1.0, 0.5, -1.0])]),
+        advantages=torch.ones(8),
+        response_mask=torch.ones(8, dtype=torch.bool),
+        cu_seqlens=packed(3, 2, 3),
+    )
+    metrics = stats_of(bad, TISConfig()).metrics()
+    changed = names(COUNTS, ["kept_frac", "rs/token_frac", "rs/seq_frac", "rs/rejected_len"])
+    check(metrics, {name.removeprefix("mismatch/"): clean[name] for name in clean.keys() - changed})
+    check(metrics, {"invalid_tokens": 3, "invalid_samples": 1, "num_tokens": 8, "kept_frac": 5 / 8})
+
+
+@pytest.mark.parametrize(
+    ("old", "rollout", "valid"),
+    [
+        (-1.0, -math.inf, False),
+        (-math.inf, -1.0, False),
+        (math.nan, -1.0, False),
+        (-1.0, math.nan, False),
+        (math.inf, math.inf, False),
+        (-1.0, 0.5, False),
+        (-1.0, 1.1e-4, False),
+        (-1.0, 1e-4, True),
+        (0.0, -60.0, True),
+        (-3.0e38, -1.0, True),
+    ],
+)
+def test_which_tokens_are_valid(old: float, rollout: float, valid: bool) -> None:
+    batch = golden()
+    batch.old_logprobs[1], batch.rollout_logprobs[1] = old, rollout
+    metrics = stats_of(batch, None).metrics()
+    assert metrics["mismatch/invalid_tokens"] == (0 if valid else 1)
+    assert all(value is None or math.isfinite(value) for value in metrics.values())
+
+
+def test_a_bad_token_cannot_overflow_the_means() -> None:
+    batch = golden()
+    batch.rollout_logprobs = torch.full((5,), -60.0)
+    batch.old_logprobs = torch.full((5,), -0.5)
+    metrics = stats_of(batch, VanillaISConfig()).metrics()
+    check(metrics, {"abs_logdiff_mean": 59.5, "k1": -59.5, "ess/raw_token": 1.0, "k3_clamped_tokens": 5})
+    assert metrics["mismatch/k3"] == pytest.approx(math.exp(20) - 21, rel=1e-6)
+
+
+CONFIGS = st.sampled_from(["tis-token", "mis-token-mask", "mis-sequence-truncate", "recompute", "vanilla_is-geometric"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 200]), min_size=1, max_size=6),
+    cut=st.integers(0, 6),
+    name=CONFIGS,
+    noise=st.sampled_from([1e-3, 0.3, 3.0]),
+)
+def test_merging_is_the_same_as_one_batch(seed: int, lengths: list[int], cut: int, name: str, noise: float) -> None:
+    batch = random_batch(seed, lengths, noise=noise)
+    if batch.response_mask.any():
+        batch.rollout_logprobs[batch.response_mask.nonzero()[0]] = math.nan
+    rewards, lags = torch.arange(len(lengths)).float(), torch.arange(len(lengths)) * 3
+
+    def stats(sequences: list[int]) -> MismatchStats:
+        part = batch.select(sequences)
+        context = StepContext(
+            advantages=part.advantages, rewards=rewards[sequences], entropy=part.entropy, lags=lags[sequences]
+        )
+        return stats_of(part, MODES[name], context)
+
+    order = list(range(len(lengths)))
+    whole, parts = stats(order), [stats(order[:cut]), stats(order[cut:])]
+    # What all_reduce does with SUM and MAX over ranks.
+    reduced = replace(
+        whole,
+        sums=torch.stack([part.sums for part in parts]).sum(0),
+        maxes=torch.stack([part.maxes for part in parts]).amax(0),
+    )
+    for merged in (parts[0].merge(parts[1]), reduced):
+        torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-11, atol=1e-11)
+        known = [(a, b) for a, b in zip(merged.metrics().values(), whole.metrics().values(), strict=True)]
+        assert all((a is None) == (b is None) for a, b in known)
+        assert [a for a, _ in known if a is not None] == pytest.approx(
+            [b for _, b in known if b is not None], rel=1e-8, abs=1e-11
+        )
+    assert whole.sums.dtype == torch.float64 and whole.maxes.dtype == torch.float64
+
+
+def test_sequences_of_every_length_are_told_apart() -> None:
+    # Borders inside blocks, at their ends, several in one block, and padding behind the last sequence.
+    lengths = [3, 0, 61, 64, 1, 1, 200, 7, 128, 50]
+    batch = random_batch(5, lengths, noise=0.5)
+    batch.response_mask[-50:] = False
+    padded = replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
+    means = []
+    for start, stop in zip(padded.cu_seqlens[:-1].tolist(), padded.cu_seqlens[1:].tolist(), strict=True):
+        delta = (batch.old_logprobs - batch.rollout_logprobs)[start:stop][batch.response_mask[start:stop]]
+        means += [delta.double().mean().item()] if delta.numel() else []
+    check(stats_of(padded, None).metrics(), {"ppl/log_abs_diff": sum(map(abs, means)) / len(means)})
+    assert sum(lengths) > 4 * BLOCK
+
+
+def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = random_batch(6, [300, 20, 500, 1], noise=0.3)
+    whole = stats_of(batch, MISConfig())
+    monkeypatch.setitem(token_sums.CHUNK_TOKENS, "cpu", 2 * BLOCK)
+    pieces = stats_of(batch, MISConfig())
+    torch.testing.assert_close(pieces.sums, whole.sums, rtol=1e-12, atol=1e-12)
+    assert torch.equal(pieces.maxes, whole.maxes)
+
+
+VALUES = st.one_of(
+    st.floats(-40, 0, width=32), st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -1e30, 5.0, -3e38, 1e-30])
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.tuples(VALUES, VALUES, st.booleans(), VALUES), max_size=12),
+    name=CONFIGS,
+    cut=st.integers(0, 12),
+)
+def test_no_metric_is_ever_nan(tokens: list[tuple[float, float, bool, float]], name: str, cut: int) -> None:
+    columns = [list(column) for column in zip(*tokens, strict=True)] or [[], [], [], []]
+    batch = replace(
+        random_batch(0, [], noise=0.0),
+        old_logprobs=torch.tensor(columns[0], dtype=torch.float32),
+        rollout_logprobs=torch.tensor(columns[1], dtype=torch.float32),
+        advantages=torch.tensor(columns[3], dtype=torch.float32),
+        response_mask=torch.tensor(columns[2], dtype=torch.bool),
+        cu_seqlens=packed(min(cut, len(tokens)), len(tokens) - min(cut, len(tokens))),
+    )
+    metrics = stats_of(batch, MODES[name]).metrics()
+    assert all(value is None or math.isfinite(value) for value in metrics.values()), metrics
+    for metric in ("k2", "k3", "k3_p99", "k3_max", "js", "tv", "mult_err"):
+        value = metrics[f"mismatch/{metric}"]
+        assert value is None or value >= 0
+    assert (metrics["mismatch/k3"] is None) == (metrics["mismatch/num_tokens"] == metrics["mismatch/invalid_tokens"])
+
+
+def test_nothing_is_read_from_the_device() -> None:
+    # Meta tensors have no values: item(), branching on one and data-dependent shapes raise.
+    with torch.device("meta"):
+        old, rollout, advantages, entropy = (torch.empty(9) for _ in range(4))
+        mask = torch.empty(9, dtype=torch.bool)
+        cu_seqlens = torch.empty(4, dtype=torch.int32)
+        context = StepContext(
+            advantages=advantages, rewards=torch.empty(3), entropy=entropy, lags=torch.empty(3, dtype=torch.int64)
+        )
+    batch = Batch(
+        logprobs=old,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=advantages,
+        entropy=entropy,
+        response_mask=mask,
+        cu_seqlens=cu_seqlens,
+    )
+    stats = stats_of(batch, MISConfig(), context)
+    merged = stats.merge(stats_of(batch, MISConfig()))
+    assert merged.sums.is_meta and merged.maxes.is_meta
+    # The sizes that are reduced over ranks depend on the config alone.
+    assert merged.sums.shape == stats_of(golden(), MISConfig()).sums.shape
+
+
+def test_k3_of_nearly_equal_engines_is_not_rounding_noise() -> None:
+    rollout = torch.zeros(1000)
+    delta = torch.full((1000,), 1e-6)
+    metrics = mismatch_metrics(
+        old_logprobs=rollout + delta,
+        rollout_logprobs=rollout,
+        response_mask=torch.ones(1000, dtype=torch.bool),
+        cu_seqlens=packed(1000),
+    )
+    assert metrics["mismatch/k3"] == pytest.approx(0.5e-12, rel=1e-5)
+
+
+def test_means_of_many_tokens_are_as_exact_as_stated() -> None:
+    batch = random_batch(9, [50_000], noise=0.02)
+    delta = (batch.old_logprobs - batch.rollout_logprobs)[batch.response_mask].double()
+    metrics = stats_of(batch, None).metrics()
+    exact = torch.expm1(delta) - delta
+    assert metrics["mismatch/k3"] == pytest.approx(exact.mean().item(), rel=1.5e-5)
+    assert metrics["mismatch/js"] == pytest.approx(sum(map(js, delta.tolist())) / len(delta), rel=2e-5)
+    assert metrics["mismatch/k1"] == pytest.approx(-delta.mean().item(), rel=1e-12)
+    assert metrics["mismatch/k3_p99"] == pytest.approx(exact.quantile(0.99).item(), rel=0.016)
+
+
+def test_pi_old_must_be_there() -> None:
+    batch = golden()
+    with pytest.raises(ValueError, match="old_logprobs must have the shape"):
+        stats_of(replace(batch, old_logprobs=torch.zeros(4)), None)
+    assert stats_of(batch, RecomputeConfig()).metrics()["mismatch/is/applied_mean"] == 1.0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for context, message in (
+        (StepContext(advantages=torch.ones(4)), "advantages must have the shape of response_mask"),
+        (StepContext(entropy=torch.ones(4)), "entropy must have the shape of response_mask"),
+        (StepContext(rewards=torch.ones(3)), r"rewards must be \[N\] = \[2\], got \[3\]"),
+        (StepContext(lags=torch.ones(3, dtype=torch.int64)), r"lags must be \[N\] = \[2\], got \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stats_of(golden(), TISConfig(), context)
+    with pytest.raises(ValueError, match="criteria"):
+        stats_of(golden(), MISConfig()).merge(stats_of(golden(), TISConfig()))

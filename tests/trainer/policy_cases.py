@@ -1,0 +1,96 @@
+"""A tiny random policy, its samples, and one FSDP2 rank without an actor around it: shared by tests of the trainer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from test_packing import make_sample
+
+from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
+from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
+from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.types import Sample
+from trainer.components import BatchConfig, HFModelConfig, OptimConfig, PolicyConfig
+from trainer.config import TrainConfig
+from trainer.worker import PolicySetup, PolicyWorker
+
+
+def save_policy(path: Path) -> Path:
+    """Write the weights of a two-layer Qwen2 with 64 tokens of vocabulary to `path`."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_config(
+    model_path: Path,
+    *,
+    num_workers: int = 2,
+    num_engines: int = 1,
+    correction: CorrectionConfig | None = None,
+    mini_batch_prompts: int | None = None,
+    loss: LossConfig | None = None,
+    advantage: AdvantageConfig | None = None,
+) -> TrainConfig:
+    """A run of the tiny policy: 4 prompts x 4 samples."""
+    return TrainConfig(
+        model=HFModelConfig(path=str(model_path)),
+        data=ArithmeticDataConfig(),
+        rollout=TorchEngineConfig(dtype=DType.float32, num_engines=num_engines, cpus_per_engine=0.25),
+        batch=BatchConfig(prompts_per_step=4, group_size=4, mini_batch_prompts=mini_batch_prompts),
+        advantage=advantage or AdvantageConfig(),
+        correction=correction or TISConfig(),
+        loss=loss or PPOClipConfig(),
+        optim=OptimConfig(lr=1e-2),
+        policy=PolicyConfig(num_workers=num_workers, cpus_per_worker=0.25),
+    )
+
+
+def make_samples() -> list[Sample]:
+    """Four groups of four responses of 2 to 6 tokens, log-probs far from the policy's."""
+    return [make_sample(prompt_id=p, index=i, response=2 + (3 * p + i) % 5) for p in range(4) for i in range(4)]
+
+
+def by_aggregation(aggregation: Aggregation) -> LossConfig:
+    """PPO-clip with this aggregation."""
+    fixed = 1024 if aggregation is Aggregation.fixed_length else None
+    return PPOClipConfig(aggregation=aggregation, fixed_length_tokens=fixed)
+
+
+@contextmanager
+def lone_worker(config: TrainConfig, model_path: Path) -> Iterator[PolicyWorker]:
+    """One FSDP2 rank in this process: the same worker without an actor around it."""
+    worker = PolicyWorker(
+        PolicySetup(
+            config=config,
+            model_path=model_path,
+            rank=0,
+            init_method=f"file://{model_path / secrets.token_hex(8)}",
+            device="cpu",
+            num_threads=2,
+        )
+    )
+    worker.setup()
+    yield worker
+    worker.stop()
+
+
+def count_forwards(worker: PolicyWorker) -> list[int]:
+    """Tokens of every forward of the policy from now on, as a list that grows."""
+    tokens: list[int] = []
+    worker._model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].num_tokens))
+    return tokens

@@ -1,0 +1,71 @@
+"""What the options of other trainers are called here. Read by `keys.py` when a key does not exist."""
+
+from __future__ import annotations
+
+from typing import Final
+
+RENAMED: Final[dict[str, str]] = {
+    # verl, algorithm.rollout_correction.* and actor.*
+    "rollout_is": "correction=tis correction.level=token|sequence, or a preset such as correction=decoupled_token_is",
+    "rollout_is_threshold": "correction.cap",
+    "rollout_is_batch_normalize": "correction.self_normalize=mean_one",
+    "rollout_rs": "correction.reject.<criterion> of correction=mis, bypass or custom",
+    "rollout_rs_threshold": "correction.reject.<criterion>",
+    "bypass_mode": "correction=bypass",
+    "tis_imp_ratio_cap": "correction=tis correction.cap",
+    "loss_type": "loss=ppo_clip|gspo|cispo|reinforce|dppo_tv|dppo_kl|sapo",
+    "loss_mode": "loss=ppo_clip|gspo|cispo|reinforce|dppo_tv|dppo_kl|sapo",
+    "clip_ratio": "loss.clip_low and loss.clip_high",
+    "clip_ratio_low": "loss.clip_low",
+    "clip_ratio_high": "loss.clip_high",
+    "clip_ratio_c": "loss.dual_clip",
+    "loss_agg_mode": "loss.aggregation",
+    "adv_estimator": "advantage.estimator",
+    "entropy_coeff": "loss.entropy_coef",
+    # miles and slime
+    "use_tis": "correction=tis",
+    "tis_clip": "correction.cap",
+    "tis_mode": "correction=tis (truncate), correction=mis (mask) or correction.bound of correction=custom",
+    "tis_level": "correction.level",
+    "tis_lower_bound": "correction.low",
+    "tis_upper_bound": "correction.cap, or correction.high",
+    "tis_batch_normalize": "correction.self_normalize=mean_one",
+    "use_rs": "correction.reject.<criterion>",
+    "rs_level": "correction.reject.token_ratio, sequence_ratio or geometric_ratio",
+    "rs_veto_threshold": "correction.reject.veto",
+    "veto": "correction.reject.veto",
+    "use_rollout_logprobs": "correction=ppo_is, or correction=bypass without the extra forward",
+    "use_opsm": "correction.reject.opsm",
+    "opsm_delta": "correction.reject.opsm",
+    "eps_clip": "loss.clip_low and loss.clip_high",
+    "eps_clip_high": "loss.clip_high",
+    "eps_clip_c": "loss.dual_clip",
+    "advantage_estimator": "advantage.estimator",
+    "n_samples_per_prompt": "batch.group_size",
+    # TRL
+    "vllm_importance_sampling_correction": "correction=tis (true) or correction=recompute (false)",
+    "vllm_importance_sampling_mode": "correction=tis (truncate) or correction=mis (mask), with correction.level",
+    "vllm_importance_sampling_cap": "correction.cap",
+    "vllm_importance_sampling_clip_max": "correction.cap, or correction.high",
+    "vllm_importance_sampling_clip_min": "correction.low",
+    "importance_sampling_level": "loss=gspo for the level sequence",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "num_generations": "batch.group_size",
+    "scale_rewards": "advantage.estimator=grpo (true) or dr_grpo (false)",
+    # OpenRLHF, SkyRL, NeMo-RL, AReaL
+    "enable_vllm_is_correction": "correction=tis",
+    "tis_ratio_type": "correction.level of correction=tis",
+    "token_tis_ratio_clip_high": "correction.cap",
+    "sequence_tis_ratio_clip_high": "correction.cap with correction.level=sequence",
+    "truncated_importance_sampling_ratio": "correction.cap",
+    "behav_imp_weight_cap": "correction.cap",
+    "eps_clip_low": "loss.clip_low",
+}
+"""Last part of a key elsewhere -> what to write here."""
+
+
+def renamed_hint(path: list[str]) -> str:
+    """A sentence for a key that another trainer has; empty for all others."""
+    here = RENAMED.get(path[-1].replace("-", "_"))
+    return "" if here is None else f"Here it is {here}."

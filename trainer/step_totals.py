@@ -1,0 +1,98 @@
+"""Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algorithms.correction import Correction
+from algorithms.diagnostics import LossStats, MismatchStats, StepContext, mismatch_stats
+from algorithms.kl import k3
+from algorithms.masked import segment_mean
+from trainer.batch import MicroBatch, StepSamples
+from trainer.micro_loss import StepFactor
+
+
+class StepTotals:
+    """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss: LossStats | None = None
+        self._step_loss: LossStats | None = None
+        self._mismatch: MismatchStats | None = None
+        self._factors: list[StepFactor] = []
+        self._grad_norms: list[float] = []
+        self._floor = torch.zeros(2, dtype=torch.float64, device=device)
+        self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
+
+    def add_loss(self, stats: LossStats) -> None:
+        """Add the loss of a micro-batch of the running optimizer step."""
+        self._step_loss = stats if self._step_loss is None else self._step_loss.merge(stats)
+
+    def end_step(self, factor: StepFactor, *, grad_norm: float) -> None:
+        """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient."""
+        if self._step_loss is None:
+            raise RuntimeError("no micro-batch was trained on")
+        scaled = self._step_loss.scaled(policy=self._floor.new_tensor(factor.gradient))
+        self._loss = scaled if self._loss is None else self._loss.merge(scaled)
+        self._step_loss = None
+        self._factors.append(factor)
+        self._grad_norms.append(grad_norm)
+
+    def add_mismatch(
+        self,
+        micro: MicroBatch,
+        correction: Correction,
+        old_logprobs: Tensor,
+        *,
+        entropy: Tensor,
+        samples: StepSamples,
+    ) -> None:
+        """Add the mismatch of a micro-batch, and the mean K3 of each of its sequences; nothing is read yet."""
+        stats = mismatch_stats(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            response_mask=micro.response_mask,
+            cu_seqlens=micro.cu_seqlens,
+            correction=correction,
+            context=StepContext(
+                advantages=micro.advantages,
+                rewards=samples.rewards[micro.sample_numbers],
+                entropy=entropy.detach(),
+                lags=samples.lags[micro.sample_numbers],
+            ),
+        )
+        self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
+        per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
+        means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
+        self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
+
+    def sample_k3(self) -> dict[tuple[int, int], float]:
+        """K3 of every sample of this rank; reads the device."""
+        return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
+
+    def add_floor(self, delta: Tensor | None) -> None:
+        """Add the head's rounding errors [F] of one micro-batch; None where they were not measured."""
+        if delta is not None:
+            self._floor += torch.stack([k3(delta).sum(), torch.tensor(float(delta.numel()), device=delta.device)])
+
+    def metrics(self) -> dict[str, float | None]:
+        """Reduce over ranks (a collective) and turn sums into metrics."""
+        if self._loss is None or self._mismatch is None:
+            raise RuntimeError("no micro-batch was trained on")
+        for stats in (self._loss, self._mismatch):
+            dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
+            dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
+        dist.all_reduce(self._floor, op=dist.ReduceOp.SUM)
+        floor_sum, floor_count = self._floor.tolist()
+        num_steps = len(self._grad_norms)
+        mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
+        return {
+            **self._mismatch.metrics(),
+            "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
+            "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
+            "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
+            **self._loss.metrics(optimizer_steps=num_steps),
+            "optim/grad_norm": sum(self._grad_norms) / num_steps,
+        }
