@@ -20,12 +20,14 @@ T: packed tokens, N: sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from algorithms.bits import bits_mask, keep_where, mask_bits, valid_bits
 from algorithms.chunks import sequence_chunks
 from algorithms.config import (
     MAX_LOG_RATIO,
@@ -74,9 +76,6 @@ __all__ = [
     "weight_total",
 ]
 
-MAX_ROLLOUT_LOGPROB = 1e-4
-"""A rollout log-prob above this is not a log-probability (rounding alone stays below)."""
-
 
 class Correction(NamedTuple):
     """How the loss treats each token. Every field is detached and finite everywhere."""
@@ -95,6 +94,28 @@ class Correction(NamedTuple):
     """[T] float32, the weight before its bounds, up to e^+-20; 1 where there is none. None for a weight of 1."""
     verdicts: tuple[Verdict, ...] = ()
     """What each rejection criterion decided, in the order of the config."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Correction:
+        """The same change to every tensor."""
+
+        def given(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return Correction(
+            anchor_logprobs=change(self.anchor_logprobs),
+            weight=change(self.weight),
+            keep=change(self.keep),
+            clipped=given(self.clipped),
+            raised=given(self.raised),
+            raw_weight=given(self.raw_weight),
+            verdicts=tuple(verdict._replace(keep=change(verdict.keep)) for verdict in self.verdicts),
+        )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is there, in a fixed order."""
+        given = (self.anchor_logprobs, self.weight, self.keep, self.clipped, self.raised, self.raw_weight)
+        yield from (tensor for tensor in given if tensor is not None)
+        yield from (verdict.keep for verdict in self.verdicts)
 
 
 def correct(
@@ -140,7 +161,8 @@ def correct(
         **{name: tensor for name, tensor in given.items() if tensor is not None},
     )
     with torch.no_grad():
-        parts = [
+        chunks = sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0])
+        corrections = (
             _correct(
                 spec,
                 old_logprobs=None if old_logprobs is None else old_logprobs[tokens],
@@ -149,15 +171,20 @@ def correct(
                 cu_seqlens=part_cu_seqlens,
                 advantages=None if advantages is None else advantages[tokens],
             )
-            for tokens, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0])
-        ]
-        return _join(parts)
+            for tokens, part_cu_seqlens in chunks
+        )
+        return _joined([tokens for tokens, _ in chunks], corrections, num_tokens=response_mask.shape[0])
 
 
 def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Response tokens whose log-probs are log-probabilities: finite on both sides, log mu <= 1e-4 -> [T] bool."""
-    valid = response_mask & torch.isfinite(rollout_logprobs) & (rollout_logprobs <= MAX_ROLLOUT_LOGPROB)
-    return valid if old_logprobs is None else valid & torch.isfinite(old_logprobs)
+    return bits_mask(_valid_bits(old_logprobs, rollout_logprobs, response_mask))
+
+
+def _valid_bits(old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """`valid_tokens` as bits; a difference is finite exactly if both sides are."""
+    difference = rollout_logprobs if old_logprobs is None else old_logprobs - rollout_logprobs
+    return valid_bits(difference, rollout_logprobs).bitwise_and_(mask_bits(response_mask))
 
 
 def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
@@ -176,30 +203,17 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
     return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
 
 
-def _join(parts: list[Correction]) -> Correction:
-    """The corrections of consecutive sequences as one."""
-    if len(parts) == 1:
-        return parts[0]
-    first = parts[0]
-    names = [verdict.criterion for verdict in first.verdicts]
-    return Correction(
-        anchor_logprobs=torch.cat([part.anchor_logprobs for part in parts]),
-        weight=torch.cat([part.weight for part in parts]),
-        keep=torch.cat([part.keep for part in parts]),
-        clipped=_cat([part.clipped for part in parts]),
-        raised=_cat([part.raised for part in parts]),
-        raw_weight=_cat([part.raw_weight for part in parts]),
-        verdicts=tuple(
-            Verdict(criterion=name, keep=torch.cat([part.verdicts[index].keep for part in parts]))
-            for index, name in enumerate(names)
-        ),
-    )
-
-
-def _cat(tensors: list[Tensor | None]) -> Tensor | None:
-    """Tensors that one spec gives everywhere or nowhere, as one."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(given) if given else None
+def _joined(places: list[slice], parts: Iterator[Correction], *, num_tokens: int) -> Correction:
+    """The corrections of consecutive sequences as one, each copied to its place while it is in the cache."""
+    first = next(parts)
+    if len(places) == 1:
+        return first
+    whole = first.each(lambda tensor: tensor.new_empty(num_tokens))
+    targets = list(whole.tensors())
+    for place, part in zip(places, chain([first], parts), strict=True):
+        for target, tensor in zip(targets, part.tensors(), strict=True):
+            target[place] = tensor
+    return whole
 
 
 def _correct(
@@ -212,12 +226,12 @@ def _correct(
     advantages: Tensor | None,
 ) -> Correction:
     """`correct` of a few whole sequences, small enough for a processor's cache."""
-    valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
-    rollout = torch.where(valid, rollout_logprobs, 0.0)
-    trainer = rollout if old_logprobs is None else torch.where(valid, old_logprobs, 0.0)
+    bits = _valid_bits(old_logprobs, rollout_logprobs, response_mask)
+    rollout = keep_where(bits, rollout_logprobs)
+    trainer = rollout if old_logprobs is None else keep_where(bits, old_logprobs)
     gap = Gap(
         delta=trainer - rollout,
-        valid=valid,
+        valid=bits_mask(bits),
         response_mask=response_mask,
         cu_seqlens=cu_seqlens,
         trainer_logprobs=trainer,
@@ -229,10 +243,13 @@ def _correct(
     keep = bounded.keep
     for verdict in decided:
         keep = keep & verdict.keep
-    weight = None if bounded.weight is None else torch.where(keep, bounded.weight, (~response_mask).to(rollout.dtype))
+    kept = mask_bits(keep)
+    # 1 off the mask, and where a token is kept without a weight.
+    off_mask = (~response_mask).view(torch.uint8).to(rollout.dtype)
+    weight = off_mask + (-kept if bounded.weight is None else keep_where(kept, bounded.weight))
     return Correction(
         anchor_logprobs=trainer if spec.anchor is Anchor.old else rollout,
-        weight=(keep | ~response_mask).to(rollout.dtype) if weight is None else weight,
+        weight=weight,
         keep=keep,
         clipped=None if bounded.clipped is None else bounded.clipped & keep,
         raised=None if bounded.raised is None else bounded.raised & keep,

@@ -36,9 +36,9 @@ def k3(log_ratio: Tensor) -> Tensor:
     the result, 1e-7 in float32 down to |Delta| = 4e-9, which is less than one step of any log-prob below -0.1.
     NaN stays NaN: mask before averaging. Differentiable, gradient exp(D) - 1.
     """
-    clamped = log_ratio.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
     # Rounding may leave less than nothing where Delta is below 1e-15.
-    return (torch.expm1(clamped) - clamped).clamp(min=0).to(log_ratio.dtype)
+    return (torch.expm1(clamped) - clamped).to(log_ratio.dtype).clamp(min=0)
 
 
 MIN_COMPLEMENT = 1e-6

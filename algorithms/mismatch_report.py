@@ -1,7 +1,7 @@
 """The sums of a step -> `mismatch/*` metrics, on the host. `MismatchStats.metrics` reads the device once.
 
-The metrics, each with `mismatch/` in front. Delta = log pi_old - log mu, rho = exp(Delta), both clamped to
-+-20 inside exp. Means are over valid response tokens if nothing else is said: both log-probs finite, log mu <=
+The metrics, each with `mismatch/` in front. Delta = log pi_old - log mu, clamped to +-20 where it is exponentiated and
+in k3; rho = exp(Delta). Means are over valid response tokens if nothing else is said: both log-probs finite, log mu <=
 1e-4. Sequence means are over the responses with a valid token, whose number T_i counts; S_i = sum of Delta.
 
     k1, k2, k3                 -Delta, Delta^2 / 2, rho - 1 - Delta (`algorithms.kl`): KL(mu || pi_old), nats
@@ -17,7 +17,8 @@ The metrics, each with `mismatch/` in front. Delta = log pi_old - log mu, rho = 
     ppl/{log_diff,log_abs_diff,ratio}   -S_i / T_i, its absolute value, exp(-S_i / T_i)
     ess/raw_{token,seq}        (sum w)^2 / (n sum w^2), a fraction; w = rho, w = exp(S_i)
     ess/applied_{token,seq}    w after bounds and rejection (0); per response the mean of its tokens' w
-    khat/{token,seq}           Pareto shape of the tail of rho, of exp(S_i) (`LogRatios.pareto_k`)
+    khat/{token,seq}           Pareto shape of the tail of rho, of exp(S_i) (`LogRatios.pareto_k`); None where the
+                               largest weight is within 10 % of the tail's lower end
     is/raw_{mean,max}          rho of the token
     is/applied_mean            weight after bounds and rejection
     is/clip_frac_{hi,lo}       valid tokens cut to the upper bound, raised to the lower bound
@@ -34,8 +35,9 @@ The metrics, each with `mismatch/` in front. Delta = log pi_old - log mu, rho = 
     k3_over_entropy            k3 / mean entropy
 
 Means of a function of Delta alone come from a table with bins of 1/128 octave and are exact to 1.5e-5
-(`algorithms.sketch`). All sums are float64.
-A metric without anything to average is None, never 0.
+(`algorithms.sketch`). All sums are float64. ess: Kong, "A note on importance sampling using standardized weights"
+(1992). khat: arXiv:1507.02646. eff_lr, and lengths of kept and rejected responses: what rejection and weights take
+from the gradient, which the loss does not show. A metric without anything to average is None, never 0.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import torch
@@ -18,11 +20,12 @@ from torch import Tensor
 
 from algorithms.config import MAX_LOG_RATIO, RejectConfig
 from algorithms.kl import bernoulli_kl, k2, k3
-from algorithms.masked import segment_expand, segment_mean, segment_min, segment_sum
+from algorithms.masked import divide_by_count, segment_expand, segment_min, segment_sum
 
 
-class Gap(NamedTuple):
-    """What the two engines say about the same tokens."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gap:
+    """What the two engines say about the same tokens. What several criteria read is computed once."""
 
     delta: Tensor
     """[T] log pi_train - log mu, not clamped; 0 where not valid, and everywhere if pi_train is unknown."""
@@ -38,6 +41,22 @@ class Gap(NamedTuple):
     """[T] log mu, 0 where not valid."""
     advantages: Tensor | None
     """[T], or None where no criterion reads them."""
+
+    @cached_property
+    def k3(self) -> Tensor:
+        """[T], 0 where not valid."""
+        return k3(self.delta)
+
+    @cached_property
+    def num_valid(self) -> Tensor:
+        """[N] float64, valid tokens of each sequence."""
+        return segment_sum(self.valid.view(torch.uint8).double(), self.cu_seqlens)
+
+    @cached_property
+    def complete(self) -> Tensor:
+        """[N] bool, sequences without an invalid token."""
+        invalid = (self.response_mask & ~self.valid).view(torch.uint8)
+        return segment_sum(invalid.double(), self.cu_seqlens) == 0
 
 
 class Verdict(NamedTuple):
@@ -63,8 +82,7 @@ def verdicts(config: RejectConfig, gap: Gap) -> tuple[Verdict, ...]:
 
 def expand_responses(gap: Gap, kept: Tensor) -> Tensor:
     """kept [N] bool -> [T] bool, False for every token of a response with an invalid token."""
-    invalid = segment_sum((gap.response_mask & ~gap.valid).float(), gap.cu_seqlens)
-    return expand_sequences(gap, kept & (invalid == 0))
+    return expand_sequences(gap, kept & gap.complete)
 
 
 def expand_sequences(gap: Gap, values: Tensor) -> Tensor:
@@ -90,7 +108,7 @@ def _token_k2(gap: Gap, bound: float) -> Tensor:
 
 
 def _token_k3(gap: Gap, bound: float) -> Tensor:
-    return k3(gap.delta) <= bound
+    return gap.k3 <= bound
 
 
 def _probability_gap(gap: Gap) -> Tensor:
@@ -141,7 +159,7 @@ def _sum_k2(gap: Gap, bound: float) -> Tensor:
 
 
 def _sum_k3(gap: Gap, bound: float) -> Tensor:
-    return expand_responses(gap, segment_sum(k3(gap.delta), gap.cu_seqlens) <= bound)
+    return expand_responses(gap, segment_sum(gap.k3, gap.cu_seqlens) <= bound)
 
 
 def _mean_k2(gap: Gap, bound: float) -> Tensor:
@@ -149,7 +167,7 @@ def _mean_k2(gap: Gap, bound: float) -> Tensor:
 
 
 def _mean_k3(gap: Gap, bound: float) -> Tensor:
-    return expand_responses(gap, _mean(gap, k3(gap.delta)) <= bound)
+    return expand_responses(gap, _mean(gap, gap.k3) <= bound)
 
 
 def _max_k2(gap: Gap, bound: float) -> Tensor:
@@ -157,7 +175,7 @@ def _max_k2(gap: Gap, bound: float) -> Tensor:
 
 
 def _max_k3(gap: Gap, bound: float) -> Tensor:
-    return expand_responses(gap, _max(gap, k3(gap.delta)) <= bound)
+    return expand_responses(gap, _max(gap, gap.k3) <= bound)
 
 
 def _veto(gap: Gap, bound: float) -> Tensor:
@@ -167,7 +185,7 @@ def _veto(gap: Gap, bound: float) -> Tensor:
 
 def _mult_err(gap: Gap, bound: float) -> Tensor:
     """Mean of max(rho, 1 / rho). Clamped only inside exp, far above every bound that makes sense."""
-    return expand_responses(gap, _mean(gap, gap.delta.abs().clamp(max=MAX_LOG_RATIO).exp()) <= bound)
+    return expand_responses(gap, 1 + _mean(gap, torch.expm1(gap.delta.abs().clamp(max=MAX_LOG_RATIO))) <= bound)
 
 
 def _opsm(gap: Gap, bound: float) -> Tensor:
@@ -183,7 +201,8 @@ def _opsm(gap: Gap, bound: float) -> Tensor:
 
 
 def _mean(gap: Gap, values: Tensor) -> Tensor:
-    return segment_mean(values, gap.valid, gap.cu_seqlens)
+    """Mean over the valid tokens of each sequence [N]; for values that are 0 on all others."""
+    return divide_by_count(segment_sum(values, gap.cu_seqlens).double(), gap.num_valid)
 
 
 def _max(gap: Gap, values: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from algorithms.sketch import GROUP_BINS, add_log_ratios
 BLOCK: Final = 64
 """Tokens of a block: long enough that blocks are cheap, short enough that few tokens share one with a border."""
 CHUNK_TOKENS: Final = {"cpu": 2**16}
-"""Tokens of a piece by device type: on a CPU a handful of float64 vectors fits the second-level cache."""
+"""Tokens of a piece by device type. On a CPU larger pieces leave the caches, smaller ones pay for more calls."""
 DEFAULT_CHUNK_TOKENS: Final = 2**22
+"""Elsewhere: long kernels, and not much memory besides the batch."""
 LOG2_E: Final = math.log2(math.e)
 
 TOKEN_SUMS: Final = (

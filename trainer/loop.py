@@ -87,6 +87,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 metrics |= timer.lap()
                 with timer.phase("log"):
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
+                    tracker.log_histograms(step, report.histograms)
 
 
 def keep_report_of_failure(run_dir: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from algorithms.correction import Correction
 from algorithms.diagnostics import LossStats, MismatchStats, StepContext, mismatch_stats
+from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
 from algorithms.masked import segment_mean
 from trainer.batch import MicroBatch, StepSamples
@@ -23,6 +24,7 @@ class StepTotals:
         self._mismatch: MismatchStats | None = None
         self._factors: list[StepFactor] = []
         self._grad_norms: list[float] = []
+        self._histograms: MismatchHistograms | None = None
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
 
@@ -64,6 +66,13 @@ class StepTotals:
             ),
         )
         self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
+        histograms = mismatch_histograms(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            response_mask=micro.response_mask,
+            cu_seqlens=micro.cu_seqlens,
+        )
+        self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
         per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
         means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
@@ -71,6 +80,13 @@ class StepTotals:
     def sample_k3(self) -> dict[tuple[int, int], float]:
         """K3 of every sample of this rank; reads the device."""
         return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
+
+    def histograms(self) -> HistogramArrays:
+        """Reduce the histograms over ranks (a collective) and read them."""
+        if self._histograms is None:
+            raise RuntimeError("no micro-batch was trained on")
+        dist.all_reduce(self._histograms.sums, op=dist.ReduceOp.SUM)
+        return self._histograms.arrays()
 
     def add_floor(self, delta: Tensor | None) -> None:
         """Add the head's rounding errors [F] of one micro-batch; None where they were not measured."""

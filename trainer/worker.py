@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from algorithms.histograms import HistogramArrays
 from rollout.types import WeightBucket
 from rollout.weights import DTYPES, pack_buckets
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
@@ -71,6 +72,8 @@ class TrainReport:
     """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
     sample_k3: dict[tuple[int, int], float]
     """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
+    histograms: HistogramArrays
+    """Where in probability and position the engines differ; global."""
 
 
 class PolicyWorker:
@@ -137,7 +140,12 @@ class PolicyWorker:
         metrics["optim/skipped_steps"] = float(len(minis) - taken)
         metrics["perf/worker_train_s"] = time.perf_counter() - started
         metrics["perf/policy_rss_gib"] = psutil.Process().memory_info().rss / 2**30
-        return TrainReport(metrics=metrics, num_optimizer_steps=taken, sample_k3=totals.sample_k3())
+        return TrainReport(
+            metrics=metrics,
+            num_optimizer_steps=taken,
+            sample_k3=totals.sample_k3(),
+            histograms=totals.histograms(),
+        )
 
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient."""

@@ -13,12 +13,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import wandb_file
 
 import trainer.tracking.wandb_sink as wandb_sink
+from algorithms.histograms import mismatch_histograms
 from rollout.config import ArithmeticDataConfig, SGLangConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.cli.compose import resolve
@@ -64,7 +67,7 @@ def row(prompt_id: int, sample_index: int, k3: float | None = None, response: st
     )  # fmt: skip
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -92,8 +95,28 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert environment["versions"]["torch"] and environment["python"].startswith("3.")
     assert "step 1/4 | reward 0.50" in stream.getvalue()
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "config.yaml", "environment.json", "metrics.jsonl", "samples.jsonl", "status.json",
+        "config.yaml", "environment.json", "histograms.jsonl", "metrics.jsonl", "samples.jsonl", "status.json",
     ]  # fmt: skip
+
+
+def test_histograms_are_one_line_per_step(tmp_path: Path) -> None:
+    old, rollout = torch.log(torch.tensor([0.5, 0.9, 0.3])), torch.log(torch.tensor([0.4, 0.9, 0.3]))
+    histograms = mismatch_histograms(
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=torch.ones(3, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+    ).arrays()
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    with tracker:
+        tracker.log_histograms(3, histograms)
+    [line] = read_lines(tmp_path / "run" / "histograms.jsonl")
+    assert line["step"] == 3
+    assert sum(count for _, _, count in line["joint"]) == 3
+    assert sum(line["by_probability"]["counts"]) == 3
+    assert line["by_position"]["edges"][-1] is None
+    assert max(value for value in line["by_probability"]["abs_logdiff"] if value is not None) > 0.1
+    assert tracker.errors == 0
 
 
 def test_a_sample_is_written_whole(tmp_path: Path) -> None:
@@ -330,7 +353,7 @@ def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
     script = f"""
 import io, os, sys, time
 from pathlib import Path
-from trainer.config import TrackingConfig, WandbMode
+from trainer.components import TrackingConfig, WandbMode
 from trainer.tracking.wandb_sink import WandbSink
 sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
                  report=lambda line: None)

@@ -7,6 +7,7 @@ an error there is one warning and a count. The directory of a run:
     environment.json   versions, revision, machine, command line
     metrics.jsonl      one JSON object per step
     samples.jsonl      some samples per step
+    histograms.jsonl   where in probability and position the engines differ, one object per step
     wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
     status.json        how the run ended
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from algorithms.histograms import HistogramArrays
 from rollout.types import FinishReason, SampleGroup
 from trainer.config import TrainConfig
 from trainer.tracking.console import Console
@@ -117,6 +119,7 @@ class Tracker:
         self._lock: TextIO | None = None
         self._metrics: TextIO | None = None
         self._samples: TextIO | None = None
+        self._histograms: TextIO | None = None
         self._wandb: WandbSink | None = None
         self._last_step: int | None = None
         self._warned: set[str] = set()
@@ -129,6 +132,7 @@ class Tracker:
             _write(self._run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
             self._metrics = _open(self._run_dir / "metrics.jsonl")
             self._samples = _open(self._run_dir / "samples.jsonl")
+            self._histograms = _open(self._run_dir / "histograms.jsonl")
         except BaseException:
             self._release()
             raise
@@ -178,6 +182,23 @@ class Tracker:
         self._guard("W&B", lambda: self._wandb_log(step, numbers))
         self._guard("console", lambda: self.console.step(step, metrics))
 
+    def log_histograms(self, step: int, histograms: HistogramArrays) -> None:
+        """Write down where the engines differ at `step`; a failure is a warning.
+
+        joint holds [bin of pi_old, bin of mu, tokens] of the bins that hold something.
+        """
+        row = {"step": step, **asdict(histograms)}
+        row["joint"] = [
+            [train, rollout, count]
+            for train, counts in enumerate(histograms.joint)
+            for rollout, count in enumerate(counts)
+            if count
+        ]
+        # The last edge of an axis may be infinite, which JSON has no word for.
+        for axis in (row["by_probability"], row["by_position"]):
+            axis["edges"] = [None if _is_nonfinite(edge) else edge for edge in axis["edges"]]
+        self._guard("histograms.jsonl", lambda: self._write_histograms(row))
+
     def close(self, status: str) -> None:
         """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
         if self._lock is None:
@@ -202,6 +223,12 @@ class Tracker:
             self._samples.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
         self._samples.flush()
 
+    def _write_histograms(self, row: Mapping[str, object]) -> None:
+        if self._histograms is None:
+            raise RuntimeError("Tracker.log_histograms needs an open tracker: use it inside `with Tracker(...)`")
+        self._histograms.write(json.dumps(row, allow_nan=False) + "\n")
+        self._histograms.flush()
+
     def _write_status(self, status: str) -> None:
         record = {
             "status": status,
@@ -223,7 +250,8 @@ class Tracker:
                 logger.warning("%s failed and the run goes on: %s: %s", what, type(error).__name__, error)
 
     def _release(self) -> None:
-        files, self._metrics, self._samples = (self._metrics, self._samples), None, None
+        files = (self._metrics, self._samples, self._histograms)
+        self._metrics = self._samples = self._histograms = None
         for file in files:
             if file is not None:
                 self._guard(file.name, file.close)
