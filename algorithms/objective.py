@@ -13,8 +13,10 @@ from algorithms.config import (
     Bound,
     Compared,
     CorrectionConfig,
+    KLPlacement,
     Level,
     LossConfig,
+    ReferenceKLConfig,
     RejectConfig,
     RejectedDenominator,
     SelfNormalize,
@@ -49,6 +51,16 @@ def objective(config: CorrectionConfig, loss: LossConfig) -> str:
         mask = "m_kept" if _drops(spec) else "m"
         line += f" - {loss.entropy_coef:g} * sum {mask} * H(pi_theta){divisor}"
     return line
+
+
+def reference_term(config: ReferenceKLConfig) -> str:
+    """What the KL to the reference adds to the line; empty where there is none."""
+    if not config.coef:
+        return ""
+    kl = f"{config.estimator.name}[KL(pi_theta || pi_ref)]"
+    if config.placement is KLPlacement.reward:
+        return f", with {config.coef:g} * sum_y {kl} taken off the reward"
+    return f" + {config.coef:g} * sum m * {kl}, divided as the first term"
 
 
 def _at(level: Level, rho: str) -> str:

@@ -37,6 +37,8 @@ class MicroBatch:
     """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
     old_logprobs: Tensor | None = None
     """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, set by the worker when there is a reference policy."""
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +57,7 @@ class MicroBatch:
             advantages=self.advantages.to(device),
             sample_numbers=self.sample_numbers.to(device),
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
         )
 
 

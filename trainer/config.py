@@ -26,14 +26,17 @@ from algorithms.config import (
     DPPOTVConfig,
     Estimator,
     GSPOConfig,
+    KLPlacement,
     LossConfig,
     MISConfig,
     PPOClipConfig,
     PPOISConfig,
     Problem,
     RecomputeConfig,
+    ReferenceKLConfig,
     ReinforceConfig,
     SAPOConfig,
+    SelfNormalize,
     TISConfig,
     VanillaISConfig,
 )
@@ -83,6 +86,7 @@ class TrainConfig(Checked):
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: CorrectionConfig = field(default_factory=TISConfig)
     loss: LossConfig = field(default_factory=PPOClipConfig)
+    reference: ReferenceKLConfig = field(default_factory=ReferenceKLConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -97,7 +101,17 @@ class TrainConfig(Checked):
     @property
     def needs_prepass(self) -> bool:
         """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
-        return self.advantage.baseline_scope is BaselineScope.kept
+        return self.advantage.baseline_scope is BaselineScope.kept or self.has_kl_in_reward
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the frozen initial policy is scored beside the policy."""
+        return self.reference.coef > 0
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the KL to the reference is taken off the reward."""
+        return self.has_reference and self.reference.placement is KLPlacement.reward
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
@@ -107,8 +121,8 @@ class TrainConfig(Checked):
 
     @property
     def forwards_per_token(self) -> int:
-        """Cost of training in forward equivalents: forward 1, backward 2, a separate pi_old pass 1."""
-        return 4 if self.needs_old_logprobs_pass else 3
+        """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1."""
+        return 3 + self.needs_old_logprobs_pass + self.has_reference
 
     def problems(self) -> Iterator[Problem]:
         unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
@@ -157,6 +171,7 @@ class TrainConfig(Checked):
         if "correction" not in unchosen and "loss" not in unchosen:
             yield from combination_problems(self.correction, self.loss)
             yield from self._advantage_problems()
+            yield from self._reference_problems()
 
     def _advantage_problems(self) -> Iterator[Problem]:
         """Rules between advantages and what else decides them: groups and the correction."""
@@ -194,6 +209,25 @@ class TrainConfig(Checked):
                     value=self.advantage.baseline_scope,
                     remedy=f"Set it to all, or choose another correction than {self.correction.mode} as it is set.",
                 )
+
+    def _reference_problems(self) -> Iterator[Problem]:
+        """Rules between the KL to the reference and the correction."""
+        spec = self.correction.spec()
+        if self.has_kl_in_reward and spec.compared is Compared.current:
+            yield Problem(
+                key="reference.placement",
+                rule="must be loss: a KL in the reward needs pi_old before the first update, which "
+                f"correction={self.correction.mode} as it is set never computes",
+                value=self.reference.placement,
+                remedy="Set it to loss, or choose another correction.",
+            )
+        if self.has_reference and not self.has_kl_in_reward and spec.self_normalize is not SelfNormalize.none:
+            yield Problem(
+                key="reference.coef",
+                rule="must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
+                value=self.reference.coef,
+                remedy="Use reference.placement=reward, or correction.self_normalize=none.",
+            )
 
 
 GROUPS: dict[str, dict[str, type[Checked]]] = {

@@ -11,6 +11,7 @@ Used by `trainer/worker.py`. T: packed tokens, N: sequences, S: samples of the r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
-from algorithms.config import AdvantageConfig, Aggregation, RejectedDenominator, SelfNormalize
+from algorithms.config import AdvantageConfig, Aggregation, BaselineScope, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
 from algorithms.loss import LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
+from algorithms.reference import reference_kl_loss, reference_kl_penalty
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config import TrainConfig
 from trainer.forward import TokenScores
@@ -66,10 +68,27 @@ def micro_loss(
         coefficients=coefficients,
         loss_config=config.policy_loss,
     )
+    loss = output.loss
+    if config.has_reference and not config.has_kl_in_reward:
+        loss = loss + _kl_to_reference(config, micro, scores, coefficients)
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
     kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
     weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
-    return MicroLoss(loss=output.loss, correction=correction, stats=output.stats, counts=torch.cat([kept, weights]))
+    return MicroLoss(loss=loss, correction=correction, stats=output.stats, counts=torch.cat([kept, weights]))
+
+
+def _kl_to_reference(config: TrainConfig, micro: MicroBatch, scores: TokenScores, coefficients: Tensor) -> Tensor:
+    """The KL term of the loss, a sum like the policy loss. The tokens are samples of mu, so mu is its denominator."""
+    if micro.ref_logprobs is None:
+        raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
+    return reference_kl_loss(
+        scores.logprobs,
+        ref_logprobs=micro.ref_logprobs,
+        old_logprobs=micro.rollout_logprobs,
+        response_mask=micro.response_mask,
+        coefficients=coefficients,
+        config=config.reference,
+    )
 
 
 def micro_correction(config: TrainConfig, micro: MicroBatch, old_logprobs: Tensor) -> Correction:
@@ -115,27 +134,44 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFac
 
 
 def rebase_advantages(config: TrainConfig, minis: Sequence[MiniBatch], samples: StepSamples) -> None:
-    """Replace the advantages by those against the baseline of the samples that the correction keeps.
+    """Replace the advantages by those that need pi_old: rewards minus the KL to the reference, and the baseline of the
+    samples that the correction keeps, as far as the config asks for them.
 
     A sample is kept if one of its tokens is. Needs pi_old of every micro-batch. A collective: all ranks see the
-    same verdicts and compute the same advantages.
+    same samples and compute the same advantages.
     """
-    kept = torch.zeros_like(samples.rewards, dtype=torch.float64)
+    # Rows: kept tokens, KL in units of reward.
+    totals = torch.zeros(2, samples.rewards.shape[0], dtype=torch.float64, device=samples.rewards.device)
     for mini in minis:
         for micro in mini.micro_batches:
-            if micro.old_logprobs is None:
-                raise RuntimeError("advantage.baseline_scope=kept needs pi_old before the first update")
-            keep = micro_correction(config, micro, micro.old_logprobs).keep
-            kept.index_add_(0, micro.sample_numbers, segment_sum(keep.double(), micro.cu_seqlens))
-    dist.all_reduce(kept)
-    advantages = _advantages(config.advantage, samples, kept=kept > 0)
+            totals.index_add_(1, micro.sample_numbers, _kept_and_penalty(config, micro))
+    dist.all_reduce(totals)
+    kept = totals[0] > 0 if config.advantage.baseline_scope is BaselineScope.kept else None
+    advantages = _advantages(config.advantage, replace(samples, rewards=samples.rewards - totals[1]), kept=kept)
     for mini in minis:
         for micro in mini.micro_batches:
             per_token = segment_expand(advantages[micro.sample_numbers], micro.cu_seqlens, num_tokens=micro.num_tokens)
             micro.advantages = torch.where(micro.response_mask, per_token, 0.0)
 
 
-def _advantages(config: AdvantageConfig, samples: StepSamples, *, kept: Tensor) -> Tensor:
+def _kept_and_penalty(config: TrainConfig, micro: MicroBatch) -> Tensor:
+    """Kept tokens and the KL that is taken off the reward, of each sequence -> [2, N] float64."""
+    if micro.old_logprobs is None:
+        raise RuntimeError("advantages that depend on pi_old need it before the first update")
+    keep = micro_correction(config, micro, micro.old_logprobs).keep
+    penalty = torch.zeros_like(micro.rollout_logprobs)
+    if config.has_kl_in_reward and micro.ref_logprobs is not None:
+        penalty = reference_kl_penalty(
+            micro.old_logprobs,
+            ref_logprobs=micro.ref_logprobs,
+            response_mask=micro.response_mask,
+            config=config.reference,
+        )
+    columns = (keep.double(), penalty.double())
+    return torch.stack([segment_sum(column, micro.cu_seqlens) for column in columns])
+
+
+def _advantages(config: AdvantageConfig, samples: StepSamples, *, kept: Tensor | None) -> Tensor:
     return ADVANTAGES[config.estimator.name](
         samples.rewards, samples.group_ids, epsilon=config.epsilon, num_tokens=samples.num_tokens, kept=kept
     )

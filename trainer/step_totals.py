@@ -11,6 +11,7 @@ from algorithms.diagnostics import LossStats, MismatchStats, StepContext, mismat
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
 from algorithms.masked import segment_mean
+from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from trainer.batch import MicroBatch, StepSamples
 from trainer.micro_loss import StepFactor
 
@@ -25,6 +26,7 @@ class StepTotals:
         self._factors: list[StepFactor] = []
         self._grad_norms: list[float] = []
         self._histograms: MismatchHistograms | None = None
+        self._reference: ReferenceKLStats | None = None
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
 
@@ -73,6 +75,11 @@ class StepTotals:
             cu_seqlens=micro.cu_seqlens,
         )
         self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
+        if micro.ref_logprobs is not None:
+            reference = reference_kl_stats(
+                old_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
+            )
+            self._reference = reference if self._reference is None else self._reference.merge(reference)
         per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
         means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
@@ -106,9 +113,16 @@ class StepTotals:
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         return {
             **self._mismatch.metrics(),
+            **self._reference_metrics(),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
             **self._loss.metrics(optimizer_steps=num_steps),
             "optim/grad_norm": sum(self._grad_norms) / num_steps,
         }
+
+    def _reference_metrics(self) -> dict[str, float | None]:
+        if self._reference is None:
+            return {}
+        dist.all_reduce(self._reference.sums, op=dist.ReduceOp.SUM)
+        return self._reference.metrics()

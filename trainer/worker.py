@@ -18,7 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
 from rollout.types import WeightBucket
@@ -104,7 +104,9 @@ class PolicyWorker:
         num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
         self._model = ScoringModel(causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens).to(self._device)
         self._model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
-        shard(self._model, init_device_mesh(setup.device, (config.policy.num_workers,)), config.policy.dtype)
+        mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
+        shard(self._model, mesh, config.policy.dtype)
+        self._reference = self._load_reference(mesh) if config.has_reference else None
         self._optimizer = build_optimizer(self._model, config.optim)
         return PolicyInfo(
             rank=setup.rank,
@@ -112,6 +114,14 @@ class PolicyWorker:
             num_parameters=num_parameters,
             rss_bytes=psutil.Process().memory_info().rss,
         )
+
+    def _load_reference(self, mesh: DeviceMesh) -> ScoringModel:
+        """The policy as the run starts with it, frozen and sharded like the policy."""
+        causal_lm = load_causal_lm(self._setup.model_path)
+        reference = ScoringModel(causal_lm, chunk_tokens=self._config.policy.logprob_chunk_tokens).to(self._device)
+        reference.requires_grad_(False).eval()
+        shard(reference, mesh, self._config.policy.dtype)
+        return reference
 
     def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
         """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
@@ -128,6 +138,8 @@ class PolicyWorker:
             group["lr"] = rate
         if self._config.needs_old_logprobs_pass:
             self._fill_old_logprobs(minis)
+        if self._reference is not None:
+            self._fill_ref_logprobs(minis, self._reference)
         samples = samples.to(self._device)
         if self._config.needs_prepass:
             rebase_advantages(self._config, minis, samples)
@@ -188,6 +200,13 @@ class PolicyWorker:
             for mini in minis:
                 for micro in mini.micro_batches:
                     micro.old_logprobs = self._score(micro).logprobs
+
+    def _fill_ref_logprobs(self, minis: list[MiniBatch], reference: ScoringModel) -> None:
+        """Log-probs of every token under the reference policy."""
+        with torch.no_grad():
+            for mini in minis:
+                for micro in mini.micro_batches:
+                    micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
 
     def _optimizer_step(self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals) -> bool:
         """Forward, backward and update of one mini-batch; False if nothing could be learnt from it."""

@@ -1,8 +1,8 @@
 """Named values of the correction spec: the presets of other libraries, under their own names.
 
 The first nineteen are verl's (rollout correction, `RolloutCorrectionConfig`), with its thresholds and, under
-loss.aggregation=token_mean, its denominators: its decoupled mode drops rejected tokens, its bypass mode keeps them. (For
-means over responses verl divides by the responses of the batch, rejected or not: rejected_denominator=keep.) Where verl
+loss.aggregation=token_mean, its denominators: its decoupled mode drops rejected tokens, its bypass mode keeps them.
+(For means over responses verl divides by all responses, rejected or not: rejected_denominator=keep.) Where verl
 compares 1/rho with the bounds of a K1 criterion, ours compares rho; its intervals are (nearly) reciprocal, so the
 same responses are kept. `miles_default` is miles' example for mismatch correction.
 """

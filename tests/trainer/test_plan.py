@@ -14,6 +14,7 @@ from algorithms.config import (
     BypassConfig,
     MISConfig,
     RecomputeConfig,
+    ReferenceKLConfig,
     RejectedDenominator,
 )
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
@@ -186,7 +187,9 @@ def test_forwards_and_their_reason() -> None:
     assert forwards(drop).startswith("3 forward equivalents")
     kept = replace(drop, advantage=AdvantageConfig(baseline_scope=BaselineScope.kept))
     assert forwards(kept).startswith("4 forward equivalents")
-    assert "the baseline of what is kept must be known" in forwards(kept)
+    assert "on which the advantages depend" in forwards(kept)
+    referenced = replace(config, reference=ReferenceKLConfig(coef=1e-3))
+    assert forwards(referenced).startswith("4 forward equivalents") and "1 for the reference" in forwards(referenced)
 
 
 def test_placement_is_compared_with_the_machine() -> None:

@@ -118,7 +118,7 @@ def rank_memory(config: TrainConfig, shape: ModelShape) -> RankMemory:
     # Embedding and head stay gathered from the forward to the end of the backward pass: they are in the root unit.
     whole = shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
     return RankMemory(
-        weights=shard * MASTER_BYTES,
+        weights=shard * MASTER_BYTES * (1 + config.has_reference),
         gradients=shard * MASTER_BYTES,
         optimizer=shard * ADAMW_BYTES,
         gathered=whole * compute_bytes,

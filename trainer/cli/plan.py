@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from algorithms.config.combine import combination_notes
-from algorithms.objective import objective
+from algorithms.objective import objective, reference_term
 from trainer.cli.compose import Resolution
 from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
 from trainer.components import ArithmeticModelConfig, HFModelConfig
@@ -76,7 +76,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "model", _model(config)
     for line in _batch(config):
         yield "batch", line
-    yield "objective", objective(config.correction, config.loss)
+    yield "objective", objective(config.correction, config.loss) + reference_term(config.reference)
     for note in combination_notes(config.correction, config.loss):
         yield "note", note
     yield "forwards", forwards(config)
@@ -93,14 +93,16 @@ def forwards(config: TrainConfig) -> str:
     """Cost of training per token, and why a separate forward for pi_old is or is not among it."""
     steps, mode = config.batch.optimizer_steps_per_rollout, config.correction.mode
     if config.needs_prepass:
-        reason = "and 1 for pi_old, because the baseline of what is kept must be known before the first optimizer step"
+        reason = "and 1 for pi_old, on which the advantages depend before the first optimizer step"
     elif config.needs_old_logprobs_pass:
         reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
     elif not config.correction.needs_old_logprobs:
         reason = f"none for pi_old: correction={mode} does without it"
     else:
         reason = "none for pi_old: with one optimizer step per rollout the training forward is pi_old"
-    return f"{config.forwards_per_token} forward equivalents per token: 1 forward, 2 for its backward, {reason}"
+    reference = ", and 1 for the reference" if config.has_reference else ""
+    total = config.forwards_per_token
+    return f"{total} forward equivalents per token: 1 forward, 2 for its backward, {reason}{reference}"
 
 
 def _model(config: TrainConfig) -> str:
