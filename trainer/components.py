@@ -13,6 +13,18 @@ from typing import ClassVar
 from algorithms.config import Checked, Problem
 from rollout.config import DType
 
+CHECKPOINTS = "checkpoints"
+"""Directory in run.dir that `trainer/checkpoint.py` writes."""
+
+
+class Resume(Enum):
+    """What to do with a run directory that holds an earlier run."""
+
+    never = "never"
+    """Refuse it."""
+    auto = "auto"
+    """Go on from its newest good checkpoint; start where there is no earlier run."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Checked):
@@ -26,6 +38,8 @@ class RunConfig(Checked):
     """Decides prompt order, sampling seeds and initialisation."""
     num_steps: int = 40
     """Rollout steps: one collection of prompts, one or more optimizer steps."""
+    resume: Resume = Resume.never
+    """Whether to go on with the run in run.dir."""
 
     def problems(self) -> Iterator[Problem]:
         if self.num_steps < 1:
@@ -232,6 +246,22 @@ class EvalConfig(Checked):
             yield Problem(key="every", rule="must be >= 0", value=self.every)
         if self.max_prompts < 1:
             yield Problem(key="max_prompts", rule="must be >= 1", value=self.max_prompts)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig(Checked):
+    """Checkpoints of weights, optimizer and place in the data, in run.dir/checkpoints."""
+
+    every: int = 0
+    """Save after every this many rollout steps, and after the last; 0 never saves."""
+    keep: int = 2
+    """Newest checkpoints that stay on the disk; the one before helps if the last is damaged."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.every < 0:
+            yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never saves.")
+        if self.keep < 1:
+            yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="Vetted: 2.")
 
 
 class WandbMode(Enum):

@@ -57,6 +57,7 @@ from rollout.config import (
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
+    CheckpointConfig,
     ClusterConfig,
     EvalConfig,
     HFModelConfig,
@@ -90,6 +91,7 @@ class TrainConfig(Checked):
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

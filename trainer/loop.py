@@ -5,6 +5,7 @@
            -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
+           -save-> weights, optimizer, place in the data                       trainer/checkpoint.py
 
 The weights that sample step k have version = completed optimizer steps; each sample carries it.
 """
@@ -20,10 +21,20 @@ from rollout.data import PromptStream
 from rollout.engine_group import EngineGroup
 from rollout.evaluate import evaluate
 from trainer.batch import TrainBatch
+from trainer.checkpoint import (
+    POLICY,
+    Checkpoint,
+    RunState,
+    begin_checkpoint,
+    commit_checkpoint,
+    newest_checkpoint,
+)
 from trainer.cluster import Cluster
+from trainer.components import Resume
 from trainer.config import TrainConfig
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
+from trainer.policy_group import PolicyGroup
 from trainer.task import Task, load_task
 from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
@@ -53,7 +64,8 @@ def train(config: TrainConfig) -> RunResult:
 
 def run_steps(config: TrainConfig, run_dir: Path) -> None:
     """The run itself; what it has to say goes through the tracker."""
-    with Tracker(config, run_dir=run_dir) as tracker:
+    checkpoint = newest_checkpoint(run_dir) if config.run.resume is Resume.auto else None
+    with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state.step) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
         tracker.console.phase("starting Ray, the policy and the rollout engines")
         with Cluster(config, log_dir=run_dir / "logs") as cluster:
@@ -62,11 +74,12 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             policy.wait_ready()
             for info in engines.wait_ready():
                 tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
-            tracker.console.line(str(sync_weights(policy, engines, policy_version=0)))
-            collector = build_collector(config, task, engines)
-            policy_version = 0
+            prompts = PromptStream(task.dataset.train, seed=config.run.seed)
+            collector = build_collector(config, task, engines, prompts)
+            done, policy_version = restore(checkpoint, policy, prompts, tracker)
+            tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
             timer = StepTimer()
-            for step in range(1, config.run.num_steps + 1):
+            for step in range(done + 1, config.run.num_steps + 1):
                 # The first evaluation sees the untouched policy, the later ones what the step made of it.
                 evaluation = evaluate_policy(config, task, engines, timer) if step == 1 else {}
                 with timer.phase("rollout"):
@@ -88,6 +101,10 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 with timer.phase("log"):
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
                     tracker.log_histograms(step, report.histograms)
+                if is_saved(config, step):
+                    with timer.phase("checkpoint"):
+                        state = RunState(step=step, policy_version=policy_version, stream=prompts.state_dict())
+                        save(config, run_dir, policy, state)
 
 
 def keep_report_of_failure(run_dir: Path) -> None:
@@ -98,11 +115,36 @@ def keep_report_of_failure(run_dir: Path) -> None:
         logger.warning("the failed run has no report: %s", error)
 
 
-def build_collector(config: TrainConfig, task: Task, engines: EngineGroup) -> Collector:
+def restore(
+    checkpoint: Checkpoint | None, policy: PolicyGroup, prompts: PromptStream, tracker: Tracker
+) -> tuple[int, int]:
+    """Go on from `checkpoint`: (completed steps, policy version); (0, 0) without one."""
+    if checkpoint is None:
+        return 0, 0
+    policy.load_checkpoint(checkpoint.policy_path.resolve())
+    prompts.load_state_dict(checkpoint.state.stream)
+    tracker.console.line(f"resumed after step {checkpoint.state.step} from {checkpoint.path}")
+    return checkpoint.state.step, checkpoint.state.policy_version
+
+
+def save(config: TrainConfig, run_dir: Path, policy: PolicyGroup, state: RunState) -> None:
+    """Write a checkpoint; it counts only once it is whole and on the disk."""
+    unfinished = begin_checkpoint(run_dir, state.step)
+    policy.save_checkpoint((unfinished / POLICY).resolve())
+    commit_checkpoint(unfinished, state, keep=config.checkpoint.keep)
+
+
+def is_saved(config: TrainConfig, step: int) -> bool:
+    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the last."""
+    every = config.checkpoint.every
+    return every > 0 and (step % every == 0 or step == config.run.num_steps)
+
+
+def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, prompts: PromptStream) -> Collector:
     """The collector that turns prompts into rewarded groups with `engines`."""
     return Collector(
         sampler=engines,
-        prompts=PromptStream(task.dataset.train, seed=config.run.seed),
+        prompts=prompts,
         scorer=task.scorer,
         collect=config.collect,
         sampling=config.sampling,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -61,6 +62,16 @@ class PolicyGroup:
         refs = [worker.weight_buckets.remote(policy_version) for worker in self._workers]
         self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
         return refs[0]
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write weights and optimizer to the directory `path`."""
+        refs = [worker.save_checkpoint.remote(path) for worker in self._workers]
+        self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Go on with the weights and the optimizer in `path`, which any number of ranks may have written."""
+        refs = [worker.load_checkpoint.remote(path) for worker in self._workers]
+        self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s)
 
     def stop(self) -> None:
         """End every rank; one that does not answer is killed."""

@@ -1,7 +1,8 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, train, logprobs, weight_buckets, stop. All ranks must be called together: each verb but `stop`
-contains collectives. Inside `train`: forward -> pi_old -> correction -> loss -> backward -> optimizer step.
+Verbs: setup, train, logprobs, weight_buckets, save_checkpoint, load_checkpoint, stop. All ranks must be called
+together: each verb but `stop` contains collectives. Inside `train`: forward -> pi_old -> correction -> loss ->
+backward -> optimizer step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
@@ -177,6 +180,17 @@ class PolicyWorker:
             bucket_bytes=self._config.policy.sync_bucket_mib * 2**20,
             dtype=DTYPES[self._config.rollout.dtype.name],
         )
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write weights and optimizer to the directory `path`, every rank its shards."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Take weights and optimizer from `path`, which any number of ranks may have written."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)  # into the tensors of both
+        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
     def stop(self) -> None:
         """Leave the process group."""

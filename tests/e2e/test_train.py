@@ -119,6 +119,38 @@ def test_two_runs_with_one_seed_are_bitwise_equal(tmp_path: Path, local_ray: Non
     assert samples[0]
 
 
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, local_ray: None) -> None:
+    words = ("rollout=torch", "checkpoint.every=2", "run.num_steps=5", "batch.mini_batch_prompts=4")
+    whole = tmp_path / "whole"
+    train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={whole}"))
+    halved = tmp_path / "halved"
+    command = ["arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={halved}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "train", *command], stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 240
+    while not (halved / "checkpoints" / "step_000002").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    (halved / ".lock").unlink(missing_ok=True)
+    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={halved}", "run.resume=auto"))
+    rows = {}
+    for name, run_dir in (("whole", whole), ("halved", result.run_dir)):
+        rows[name] = [
+            {
+                key: value
+                for key, value in row.items()
+                if not key.startswith(("time/", "perf/", "sync/")) and key != "rollout/tokens_per_s"
+            }
+            for row in metrics_of(run_dir)
+        ]
+    assert rows["halved"] == rows["whole"]
+    assert (halved / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    assert sorted(path.name for path in (halved / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
+
+
 def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray: None) -> None:
     words = ("rollout=torch", "run.num_steps=3", "collect.max_rounds=3", "collect.min_prompts=1")
     result = train(compose("arithmetic_dapo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))

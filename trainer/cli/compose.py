@@ -28,7 +28,7 @@ from trainer.cli import keys
 from trainer.cli.diagnose import diagnose, order_problem
 from trainer.cli.overrides import expand, parse, recipe_override
 from trainer.cli.session import hydra_session
-from trainer.components import RunConfig
+from trainer.components import CHECKPOINTS, Resume, RunConfig
 from trainer.config import GROUPS, TrainConfig
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -110,9 +110,12 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     """What stands in the way of really starting the runs: a directory in use, an engine that is not installed."""
     problems = []
     output_dir = resolution.runs[0].output_dir if resolution.runs else None
-    if output_dir is not None and output_dir.exists() and not (output_dir.is_dir() and not any(output_dir.iterdir())):
+    resumes = any(run.config is not None and run.config.run.resume is Resume.auto for run in resolution.runs)
+    if resumes:
+        problems += _resume_problems(resolution.runs[0].output_dir)
+    elif output_dir is not None and output_dir.exists() and not (output_dir.is_dir() and not any(output_dir.iterdir())):
         key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
-        remedy = f"Leave {key} out for a new directory named after the time, or name another one."
+        remedy = f"Leave {key} out for a new directory named after the time, name another, or use run.resume=auto."
         problems.append(Problem(key=key, rule="must be absent or empty", value=str(output_dir), remedy=remedy))
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = 'pip install "parity-rl[sglang]", or use rollout=torch.'
@@ -120,6 +123,22 @@ def start_problems(resolution: Resolution) -> list[Problem]:
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )
     return problems
+
+
+def _resume_problems(run_dir: Path | None) -> list[Problem]:
+    """The Problem of a directory that holds files and no checkpoint."""
+    if run_dir is None or not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        return []
+    if run_dir.is_dir() and any((run_dir / CHECKPOINTS).glob("step_*")):
+        return []
+    return [
+        Problem(
+            key="run.resume",
+            rule="finds no checkpoint in run.dir, which is not empty",
+            value=str(run_dir),
+            remedy="Name the directory of the run with run.dir=...; checkpoints are saved with checkpoint.every.",
+        )
+    ]
 
 
 def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:

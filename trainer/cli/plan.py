@@ -85,6 +85,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     for line in _placement(config, machine):
         yield "placement", line
     yield "evaluation", _evaluation(config)
+    yield "checkpoints", _checkpoints(config)
     yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, report, logs, config.yaml"
     yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
 
@@ -103,6 +104,13 @@ def forwards(config: TrainConfig) -> str:
     reference = ", and 1 for the reference" if config.has_reference else ""
     total = config.forwards_per_token
     return f"{total} forward equivalents per token: 1 forward, 2 for its backward, {reason}{reference}"
+
+
+def _checkpoints(config: TrainConfig) -> str:
+    every = config.checkpoint.every
+    if not every:
+        return "none: a run that dies is lost (checkpoint.every saves)"
+    return f"every {_plural(every, 'step')} and after the last, the newest {config.checkpoint.keep} stay"
 
 
 def _model(config: TrainConfig) -> str:

@@ -106,16 +106,20 @@ def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
 class Tracker:
     """Everything that a run writes down; a context manager that owns the run directory and the console.
 
-    Entering refuses a directory that is not empty or that another run holds (RuntimeError). Leaving records how the
-    run ended: completed, interrupted (KeyboardInterrupt) or failed.
+    Entering refuses a directory that is not empty or that another run holds (RuntimeError); a run that goes on after
+    step `resumed` takes its directory back and forgets the rows behind that step. Leaving records how the run ended:
+    completed, interrupted (KeyboardInterrupt) or failed.
     """
 
-    def __init__(self, config: TrainConfig, *, run_dir: Path, console: Console | None = None) -> None:
+    def __init__(
+        self, config: TrainConfig, *, run_dir: Path, resumed: int | None = None, console: Console | None = None
+    ) -> None:
         self.console = console if console is not None else Console(config.run.num_steps)
         self.errors = 0
         """Failed writes to anything but metrics.jsonl."""
         self._config = config
         self._run_dir = run_dir
+        self._resumed = resumed
         self._lock: TextIO | None = None
         self._metrics: TextIO | None = None
         self._samples: TextIO | None = None
@@ -125,8 +129,11 @@ class Tracker:
         self._warned: set[str] = set()
 
     def __enter__(self) -> Tracker:
-        self._lock = _take_directory(self._run_dir)
+        self._lock = _take_directory(self._run_dir, resumes=self._resumed is not None)
         try:
+            if self._resumed is not None:
+                for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl"):
+                    _forget_after(self._run_dir / name, self._resumed)
             config, environment = config_document(self._config), environment_record(sys.argv)
             _write(self._run_dir / "config.yaml", config)
             _write(self._run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
@@ -261,8 +268,26 @@ class Tracker:
             self._lock = None
 
 
-def _take_directory(run_dir: Path) -> TextIO:
-    """Make `run_dir`, lock it for this process and check that it is empty; the lock ends with the returned file."""
+def _forget_after(path: Path, step: int) -> None:
+    """Remove the rows of later steps, and a last line that was never finished, from a file of rows."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] <= step:
+            kept.append(line)
+    shorter = path.with_suffix(".unfinished")
+    shorter.write_text("".join(kept), encoding="utf-8")
+    shorter.replace(path)
+
+
+def _take_directory(run_dir: Path, *, resumes: bool) -> TextIO:
+    """Make `run_dir`, lock it for this process and check that it is empty, unless an earlier run is resumed; the lock
+    ends with the returned file."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / _LOCK_FILE).open("a+", encoding="utf-8")
@@ -278,7 +303,7 @@ def _take_directory(run_dir: Path) -> TextIO:
             f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
         ) from error
     found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
-    if found:
+    if found and not resumes:
         (run_dir / _LOCK_FILE).unlink()
         lock.close()
         raise RuntimeError(
