@@ -107,7 +107,11 @@ class PackingStats:
     fill_frac: float
     """Tokens / (micro-batches of all ranks x cap)."""
     imbalance: float
-    """Tokens of the fullest rank / mean over ranks - 1."""
+    """Estimated FLOPs of the dearest rank / mean over ranks - 1, all mini-batches together, attention as padded: what
+    `trainer/planner.py` balances, not tokens."""
+    attention_pad_frac: float
+    """Share of the (query, key) cells of attention that are padding: 1 - sum of length^2 / sum of sequences x
+    longest^2 over micro-batches."""
 
     def metrics(self) -> dict[str, float | None]:
         return {
@@ -115,6 +119,7 @@ class PackingStats:
             "perf/train_tokens": float(self.num_tokens),
             "perf/fill_frac": self.fill_frac,
             "perf/dp_imbalance": self.imbalance,
+            "perf/attention_pad_frac": self.attention_pad_frac,
         }
 
 

@@ -1,12 +1,11 @@
-"""Rewarded groups -> advantages -> TrainBatch: packed micro-batches under a hard token cap, balanced over ranks.
+"""Rewarded groups -> advantages -> TrainBatch: packed micro-batches for every rank.
 
-Sequences are packed by best-fit-decreasing, never split and never truncated. Denominators (response tokens,
-sequences) are counted here, over the whole optimizer step, so that no later split can change them.
+`trainer/planner.py` says which sequences share a micro-batch; none is ever split or truncated. Denominators (response
+tokens, sequences) are counted here, over the whole optimizer step, so that no later split can change them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,71 +15,7 @@ from algorithms.advantage import ADVANTAGES
 from algorithms.config import AdvantageConfig
 from rollout.types import Sample, SampleGroup
 from trainer.batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
-
-
-def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Bins of indices into `lengths`, the sum of each bin at most `cap`.
-
-    Each item, longest first, goes where the least room is left over. Ties are broken by index, so equal inputs
-    give equal bins. Raises ValueError naming the length if one item exceeds the cap.
-    """
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > cap:
-            raise ValueError(
-                f"a sequence of {length} tokens exceeds batch.max_tokens_per_microbatch={cap}; "
-                f"raise it to at least {length} or lower sampling.max_new_tokens"
-            )
-        slot = bisect_left(rooms, (length, -1))
-        if slot == len(rooms):
-            bins.append([index])
-            insort(rooms, (cap - length, len(bins) - 1))
-        else:
-            room, chosen = rooms.pop(slot)
-            bins[chosen].append(index)
-            insort(rooms, (room - length, chosen))
-    return bins
-
-
-def balance(bins: list[list[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
-    """Deal bins to ranks: equally many each, the fullest bin to the emptiest rank.
-
-    The fullest bins are split until their number divides by `num_ranks`; where only single sequences are left,
-    empty bins fill up (every rank must run the same number of forwards, or collectives would not match).
-    """
-
-    def tokens(indices: list[int]) -> int:
-        return sum(lengths[i] for i in indices)
-
-    bins = [list(indices) for indices in bins]
-    while len(bins) % num_ranks:
-        bins.sort(key=lambda indices: (len(indices) > 1, tokens(indices)))
-        largest = bins[-1]
-        if len(largest) < 2:
-            bins.append([])
-            continue
-        bins[-1:] = split_in_two(largest, lengths)
-    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for indices in sorted(bins, key=lambda indices: (-tokens(indices), indices)):
-        open_ranks = [rank for rank in range(num_ranks) if len(ranks[rank]) < len(bins) // num_ranks]
-        rank = min(open_ranks, key=lambda r: (loads[r], r))
-        ranks[rank].append(indices)
-        loads[rank] += tokens(indices)
-    return ranks
-
-
-def split_in_two(indices: list[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Two parts of about equal token count, both non-empty."""
-    parts: tuple[list[int], list[int]] = ([], [])
-    loads = [0, 0]
-    for index in sorted(indices, key=lambda i: (-lengths[i], i)):
-        side = 0 if loads[0] <= loads[1] else 1
-        parts[side].append(index)
-        loads[side] += lengths[index]
-    return [parts[0], parts[1]]
+from trainer.planner import DEFAULT_COST, BinCost, attention_pad_frac, plan
 
 
 def micro_batch(samples: Sequence[Sample], numbers: Sequence[int] | None = None) -> MicroBatch:
@@ -116,46 +51,58 @@ def advantage_of(sample: Sample) -> float:
 
 
 def pack(
-    mini_batches: Sequence[Sequence[Sample]], *, num_ranks: int, max_tokens: int, policy_version: int
+    mini_batches: Sequence[Sequence[Sample]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    policy_version: int,
+    cost: BinCost = DEFAULT_COST,
 ) -> TrainBatch:
     """Pack the samples of each optimizer step for `num_ranks` ranks.
 
     `mini_batches[k]` are the samples of optimizer step k, group after group; `max_tokens` is the cap of one
-    micro-batch, `policy_version` that of the weights that the step starts with.
+    micro-batch, `policy_version` that of the weights that the step starts with, `cost` what is balanced over ranks.
     """
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    samples = [sample for mini_batch in mini_batches for sample in mini_batch]
+    lengths = [len(sample.token_ids) for sample in samples]
+    plans: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     first = 0
-    for samples in mini_batches:
-        lengths = [len(sample.token_ids) for sample in samples]
-        dealt = balance(best_fit_decreasing(lengths, max_tokens), lengths, num_ranks)
-        num_response_tokens = sum(sample.num_response_tokens for sample in samples)
-        for rank, bins in enumerate(dealt):
-            micro_batches = [
-                micro_batch([samples[i] for i in indices], [first + i for i in indices]) for indices in bins
-            ]
+    for mini_batch in mini_batches:
+        end = first + len(mini_batch)
+        num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
+        for rank, bins in enumerate(plan(lengths[first:end], cap=max_tokens, num_ranks=num_ranks, cost=cost)):
+            numbers = [[first + i for i in indices] for indices in bins]
             ranks[rank].append(
                 MiniBatch(
-                    micro_batches=micro_batches,
+                    micro_batches=[micro_batch([samples[i] for i in bin_], bin_) for bin_ in numbers],
                     num_response_tokens=num_response_tokens,
-                    num_sequences=len(samples),
+                    num_sequences=len(mini_batch),
                 )
             )
-        first += len(samples)
+            plans[rank] += numbers
+        first = end
     return TrainBatch(
         ranks=ranks,
-        samples=step_samples([sample for samples in mini_batches for sample in samples], policy_version=policy_version),
-        stats=_packing_stats(ranks, max_tokens=max_tokens),
+        samples=step_samples(samples, policy_version=policy_version),
+        stats=_packing_stats(plans, lengths, max_tokens=max_tokens, cost=cost),
     )
 
 
-def _packing_stats(ranks: Sequence[Sequence[MiniBatch]], *, max_tokens: int) -> PackingStats:
-    loads = [sum(micro.num_tokens for mini in minis for micro in mini.micro_batches) for minis in ranks]
-    num_micro_batches = sum(len(mini.micro_batches) for mini in ranks[0])
+def _packing_stats(
+    plans: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int, cost: BinCost
+) -> PackingStats:
+    """`plans[rank]` holds all bins of the rank, over all mini-batches, as positions in `lengths`."""
+    bins = [indices for rank_bins in plans for indices in rank_bins]
+    costs = [sum(cost.of(indices, lengths) for indices in rank_bins) for rank_bins in plans]
+    # An empty bin still runs one masked token.
+    num_tokens = sum(sum(lengths[i] for i in indices) or 1 for indices in bins)
     return PackingStats(
-        num_micro_batches=num_micro_batches,
-        num_tokens=sum(loads),
-        fill_frac=sum(loads) / (num_micro_batches * len(ranks) * max_tokens),
-        imbalance=max(loads) * len(ranks) / sum(loads) - 1,
+        num_micro_batches=len(plans[0]),
+        num_tokens=num_tokens,
+        fill_frac=num_tokens / (len(bins) * max_tokens),
+        imbalance=max(costs) * len(costs) / sum(costs) - 1,
+        attention_pad_frac=attention_pad_frac(bins, lengths),
     )
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.packing import assign_advantages, balance, best_fit_decreasing, pack, split_mini_batches
+from trainer.packing import assign_advantages, pack, split_mini_batches
+from trainer.planner import best_fit_decreasing
 
 
 def make_sample(

@@ -80,6 +80,33 @@ def test_the_update_does_not_depend_on_ranks_packing_or_order(model_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
+def test_a_checkpoint_loads_on_another_number_of_ranks(
+    model_path: Path, tmp_path: Path, saving: int, loading: int
+) -> None:
+    def ranks(count: int, *, saved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights after the first step, made or loaded, and after one more."""
+        with Cluster(make_config(model_path, num_workers=count), log_dir=model_path) as cluster:
+            policy = cluster.spawn_policy(model_path)
+            policy.wait_ready()
+            batch = pack([make_samples()], num_ranks=count, max_tokens=1000, policy_version=0)
+            if saved:
+                policy.load_checkpoint(tmp_path)
+            else:
+                policy.train(batch, step=1)
+                policy.save_checkpoint(tmp_path)
+            first = weights_of(policy)
+            policy.train(batch, step=2)
+            return first, weights_of(policy)
+
+    before, expected = ranks(saving, saved=False)
+    restored, found = ranks(loading, saved=True)
+    assert torch.equal(restored, before)
+    # The moments of Adam come back too: without them the second step would be a first one.
+    assert (found - expected).norm() <= 1e-3 * (expected - before).norm()
+
+
+@pytest.mark.slow
 def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path: Path) -> None:
     config = make_config(model_path, num_engines=2)
     with Cluster(config, log_dir=model_path) as cluster:

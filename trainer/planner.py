@@ -1,0 +1,276 @@
+"""Lengths of sequences -> ranks of bins of indices: which sequences share a forward, and on which rank. No torch.
+
+A bin is one micro-batch. `trainer/attention.py` pads the n sequences of a bin to the longest one, L, so that a bin
+costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second long one.
+
+Three rules hold always: no bin holds more tokens than the cap; attention never pads a bin to more than MAX_PADDING
+times the cap; every rank gets equally many bins. Where what is left conflicts, few bins come first: the number is that
+of best-fit-decreasing under the same rules, MAX_EXTRA_BINS more at most, rounded up to fill every rank. Under that
+number the cheapest plan of several is taken: rank by rank in step, the dearest bin sets the pace.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MAX_PADDING = 4
+"""Padded tokens of a bin (sequences x longest) over the cap, at most: bounds the memory of attention."""
+MAX_EXTRA_BINS = 0.02
+"""Bins above best-fit-decreasing, as a share: one bin in fifty more saves far more padding than it costs."""
+GAPS = (0.02, 64.0)
+"""Range of the price of unused room that is searched, in cells per token and per cap."""
+GAP_TRIES = 5
+"""Halvings, in log scale, of that range and of the range of bin costs."""
+SLACK = 1.02
+"""Above the lowest bin cost that can be kept, so that the price of unused room has a choice left."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BinCost:
+    """Estimated cost of a bin, in any unit: per_token * tokens + per_cell * sequences * longest^2."""
+
+    per_token: float
+    """Cost of the matrices, of one token."""
+    per_cell: float
+    """Cost of attention, of one (query, key) cell of the padded square."""
+
+    @classmethod
+    def of_model(cls, *, num_parameters: int, num_layers: int, attention_size: int) -> BinCost:
+        """FLOPs of a forward; a backward pass multiplies both terms alike.
+
+        A token meets every parameter once (2 FLOPs). A cell takes 2 * attention_size FLOPs in the scores and as many
+        in the values, of which the causal mask saves half. `attention_size` = heads * head size. A tied embedding
+        counts once, as the head; an embedding of its own is looked up and must not be counted.
+        Source: Kaplan et al., "Scaling Laws for Neural Language Models", Table 1, https://arxiv.org/abs/2001.08361
+        """
+        return cls(per_token=2.0 * num_parameters, per_cell=2.0 * num_layers * attention_size)
+
+    def of(self, indices: Sequence[int], lengths: Sequence[int]) -> float:
+        """Cost of the bin of these sequences; 0 of an empty bin."""
+        return self.per_token * sum(lengths[i] for i in indices) + self.per_cell * attention_cells(indices, lengths)
+
+
+DEFAULT_COST = BinCost.of_model(num_parameters=494_032_768, num_layers=24, attention_size=896)
+"""Qwen2.5-0.5B: one token costs as much as 22,974 cells. Larger models weigh tokens more (7B: 70,000)."""
+
+
+class Bin(NamedTuple):
+    """A bin under construction."""
+
+    cost: float
+    indices: list[int]
+    """Longest sequence first; ties by index."""
+
+
+def attention_cells(indices: Sequence[int], lengths: Sequence[int]) -> int:
+    """(query, key) cells that attention computes for one bin: sequences x longest^2."""
+    return len(indices) * max((lengths[i] for i in indices), default=0) ** 2
+
+
+def attention_pad_frac(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+    """Share of the cells of all bins that are padding: 1 - sum of length^2 / cells; 0 without cells."""
+    cells = sum(attention_cells(indices, lengths) for indices in bins)
+    return 1 - sum(lengths[i] ** 2 for indices in bins for i in indices) / cells if cells else 0.0
+
+
+def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DEFAULT_COST) -> list[list[list[int]]]:
+    """[num_ranks][bins] indices into `lengths`: every index once, equally many bins per rank, dearest bin first.
+
+    Empty bins stand where there are fewer sequences than bins. Equal inputs give equal plans.
+
+    Args:
+        lengths: tokens of each sequence.
+        cap: tokens of one bin at most.
+        num_ranks: data-parallel ranks.
+        cost: what is kept low and balanced.
+
+    Raises:
+        ValueError: one sequence alone exceeds the cap; names its length.
+    """
+    tight = best_fit_decreasing(lengths, cap)
+    needed = -(-len(tight) // num_ranks) * num_ranks
+    affordable = int(len(tight) * (1 + MAX_EXTRA_BINS)) // num_ranks * num_ranks
+    num_bins = max(needed, affordable)
+    bins = [Bin(cost.of(indices, lengths), indices) for indices in tight]
+    found = [bins, *_search(lengths, bins, cap=cap, num_bins=num_bins, num_ranks=num_ranks, cost=cost)]
+    filled = [_split_to(candidate, lengths, num_bins=num_bins, cost=cost) for candidate in found]
+    return _deal(min(filled, key=lambda candidate: _pace(candidate, num_ranks)), num_ranks)
+
+
+def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
+    """Bins of indices into `lengths`, the sum of each bin at most `cap`, its padded size at most MAX_PADDING * cap.
+
+    Each item, longest first, goes where the least room is left over. Ties are broken by index, so equal inputs
+    give equal bins. Raises ValueError naming the length if one item exceeds the cap.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > cap:
+            raise ValueError(
+                f"a sequence of {length} tokens exceeds batch.max_tokens_per_microbatch={cap}; "
+                f"raise it to at least {length} or lower sampling.max_new_tokens"
+            )
+        slot = bisect_left(rooms, (length, -1))
+        if slot == len(rooms):
+            room, chosen = cap, len(bins)
+            bins.append([])
+        else:
+            room, chosen = rooms.pop(slot)
+        bins[chosen].append(index)
+        if len(bins[chosen]) < _most_sequences(lengths[bins[chosen][0]], cap):
+            insort(rooms, (room - length, chosen))
+    return bins
+
+
+def _most_sequences(longest: int, cap: int) -> int:
+    """Sequences that fit in a bin with this longest one before padding exceeds its bound."""
+    return MAX_PADDING * cap // longest
+
+
+# -------------------------------------------------------------------- candidates
+
+
+class _Items(NamedTuple):
+    """The sequences in ascending order of length; of equal ones the last index first, so that the first is taken."""
+
+    lengths: list[int]
+    order: list[int]
+    cost: BinCost
+    cap: int
+    num_bins: int
+
+
+def _search(
+    lengths: Sequence[int], tight: Sequence[Bin], *, cap: int, num_bins: int, num_ranks: int, cost: BinCost
+) -> list[list[Bin]]:
+    """Plans of at most `num_bins` bins: the least padding, the lowest dearest bin, and both together.
+
+    With one rank there is no pace to keep and only padding counts.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
+    items = _Items([lengths[i] for i in order], order, cost, cap, num_bins)
+    low, high = (bound * cap for bound in GAPS)
+    _, found = _tighten(lambda gap: _fill(items, gap=gap, max_cost=math.inf), low=low, high=high)
+    if num_ranks > 1:
+        mean, dearest = sum(b.cost for b in tight) / num_bins, max((b.cost for b in tight), default=0.0)
+        tightest, even = _tighten(
+            lambda limit: _fill(items, gap=math.inf, max_cost=limit), low=mean / 2, high=max(mean, dearest)
+        )
+        _, both = _tighten(lambda gap: _fill(items, gap=gap, max_cost=SLACK * tightest), low=low, high=high)
+        found += even + both
+    return found
+
+
+def _tighten(attempt: Callable[[float], list[Bin] | None], *, low: float, high: float) -> tuple[float, list[list[Bin]]]:
+    """Look for the lowest value between `low` and `high` whose attempt succeeds: (value, all successes)."""
+    found: list[list[Bin]] = []
+    for _ in range(GAP_TRIES):
+        middle = math.sqrt(low * high)
+        bins = attempt(middle)
+        if bins is None:
+            low = middle
+        else:
+            high = middle
+            found.append(bins)
+    return high, found
+
+
+def _fill(items: _Items, *, gap: float, max_cost: float) -> list[Bin] | None:
+    """Fill bin after bin from the longest sequence down; None if `num_bins` bins do not hold all.
+
+    A bin takes the longest sequence that fits, again and again. A sequence of s tokens next to a longest one of L wastes
+    L^2 - s^2 cells and uses s tokens of room: it is worth it while the waste per token is at most `gap`. Then the
+    bin closes, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of more than one sequence.
+    """
+    lengths, order = items.lengths[:], items.order[:]
+    per_token, per_cell = items.cost.per_token, items.cost.per_cell
+    bins: list[Bin] = []
+    while lengths:
+        if len(bins) == items.num_bins:
+            return None
+        longest = lengths.pop()
+        indices = [order.pop()]
+        tokens, square = longest, longest * longest
+        # The smallest s with (L^2 - s^2) / s <= gap.
+        shortest = 0.0 if gap == math.inf else (math.sqrt(gap * gap + 4 * square) - gap) / 2
+        most = _most_sequences(longest, items.cap)
+        while len(indices) < most:
+            spare = (max_cost - per_cell * (len(indices) + 1) * square) / per_token
+            slot = bisect_right(lengths, min(items.cap, spare) - tokens) - 1
+            if slot < 0 or lengths[slot] < shortest:
+                break
+            tokens += lengths.pop(slot)
+            indices.append(order.pop(slot))
+        bins.append(Bin(per_token * tokens + per_cell * len(indices) * square, indices))
+    return bins
+
+
+# -------------------------------------------------------------------- ranks
+
+
+def _split_to(bins: Sequence[Bin], lengths: Sequence[int], *, num_bins: int, cost: BinCost) -> list[Bin]:
+    """Exactly `num_bins` bins: the dearest are split, empty ones fill up once only single sequences are left.
+
+    Every rank must run the same number of forwards, or collectives would not match.
+    """
+    heap = [(-b.cost if len(b.indices) > 1 else 0.0, b.indices, b) for b in bins]
+    heapq.heapify(heap)
+    while heap and len(heap) < num_bins and heap[0][0] < 0:
+        whole = heapq.heappop(heap)[2]
+        for part in _halves(whole, lengths, cost):
+            heapq.heappush(heap, (-part.cost if len(part.indices) > 1 else 0.0, part.indices, part))
+    return [b for _, _, b in heap] + [Bin(0.0, [])] * (num_bins - len(heap))
+
+
+def _halves(whole: Bin, lengths: Sequence[int], cost: BinCost) -> tuple[Bin, Bin]:
+    """The longer and the shorter sequences of a bin, cut where the dearer part is cheapest."""
+    indices = whole.indices
+    total, tokens = sum(lengths[i] for i in indices), 0
+    cuts: list[tuple[float, int, float, float]] = []
+    for cut in range(1, len(indices)):
+        tokens += lengths[indices[cut - 1]]
+        first = cost.per_token * tokens + cost.per_cell * cut * lengths[indices[0]] ** 2
+        rest = cost.per_token * (total - tokens) + cost.per_cell * (len(indices) - cut) * lengths[indices[cut]] ** 2
+        cuts.append((max(first, rest), cut, first, rest))
+    _, cut, first, rest = min(cuts)
+    return Bin(first, indices[:cut]), Bin(rest, indices[cut:])
+
+
+def _pace(bins: Sequence[Bin], num_ranks: int) -> tuple[float, float]:
+    """What a plan takes if the ranks wait for each other after each bin, and the sum over bins for ties.
+
+    FSDP gathers the weights for every forward, so the ranks run bin after bin in step.
+    """
+    costs = sorted((b.cost for b in bins), reverse=True)
+    return num_ranks * sum(costs[::num_ranks]), sum(costs)
+
+
+def _deal(bins: Sequence[Bin], num_ranks: int) -> list[list[list[int]]]:
+    """Rounds of `num_ranks` bins of similar cost, one per rank, dealt so that the totals of the ranks are even.
+
+    Which rank gets which bin of a round follows the largest differencing method: the two partial deals with the
+    widest spread are joined, the dearest share of one with the cheapest of the other.
+    Source: Karmarkar and Karp, "The Differencing Method of Set Partitioning", UCB/CSD-82-113, 1982.
+    """
+    ordered = sorted(bins, key=lambda b: (-b.cost, b.indices))
+    # A share is (cost so far, its bins by their place in `ordered`); the shares of a deal stand dearest first.
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for first in range(0, len(ordered), num_ranks):
+        shares = [(ordered[place].cost, [place]) for place in range(first, first + num_ranks)]
+        heapq.heappush(heap, (shares[-1][0] - shares[0][0], first, shares))
+    while len(heap) > 1:
+        _, number, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
+        joined.sort(key=lambda share: (-share[0], share[1]))
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
+    if not heap:
+        return [[] for _ in range(num_ranks)]
+    return [[ordered[place].indices for place in sorted(places)] for _, places in heap[0][2]]
