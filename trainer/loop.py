@@ -36,6 +36,7 @@ from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.policy_group import PolicyGroup
 from trainer.task import Task, load_task
+from trainer.termination import RunTerminated, Termination, termination_requests
 from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -68,7 +69,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
     with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state.step) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
         tracker.console.phase("starting Ray, the policy and the rollout engines")
-        with Cluster(config, log_dir=run_dir / "logs") as cluster:
+        # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
+        with Cluster(config, log_dir=run_dir / "logs") as cluster, termination_requests() as termination:
             policy = cluster.spawn_policy(task.model_path)
             engines = cluster.spawn_engines(task.model_path)
             policy.wait_ready()
@@ -101,10 +103,12 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 with timer.phase("log"):
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
                     tracker.log_histograms(step, report.histograms)
-                if is_saved(config, step):
+                if is_saved(config, step, termination):
                     with timer.phase("checkpoint"):
                         state = RunState(step=step, policy_version=policy_version, stream=prompts.state_dict())
                         save(config, run_dir, policy, state)
+                if termination.requested and step < config.run.num_steps:
+                    raise RunTerminated(f"asked to end (SIGTERM), after step {step}")
 
 
 def keep_report_of_failure(run_dir: Path) -> None:
@@ -134,10 +138,10 @@ def save(config: TrainConfig, run_dir: Path, policy: PolicyGroup, state: RunStat
     commit_checkpoint(unfinished, state, keep=config.checkpoint.keep)
 
 
-def is_saved(config: TrainConfig, step: int) -> bool:
-    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the last."""
-    every = config.checkpoint.every
-    return every > 0 and (step % every == 0 or step == config.run.num_steps)
+def is_saved(config: TrainConfig, step: int, termination: Termination) -> bool:
+    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the last of the run."""
+    every, last = config.checkpoint.every, termination.requested or step == config.run.num_steps
+    return every > 0 and (last or step % every == 0)
 
 
 def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, prompts: PromptStream) -> Collector:

@@ -151,6 +151,27 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, loca
     assert sorted(path.name for path in (halved / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
 
 
+def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = [*QUICK, *SMALL, "rollout=torch", "checkpoint.every=1000", "run.num_steps=1000", f"run.dir={run_dir}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "train", "arithmetic_grpo", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while not ((run_dir / "metrics.jsonl").exists() and len(metrics_of(run_dir)) >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 143
+    last = metrics_of(run_dir)[-1]["step"]
+    assert f"after step {last}; go on with run.resume=auto run.dir={run_dir}" in error
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step_{last:06d}"]
+    assert (run_dir / "report.html").exists()
+
+
 def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray: None) -> None:
     words = ("rollout=torch", "run.num_steps=3", "collect.max_rounds=3", "collect.min_prompts=1")
     result = train(compose("arithmetic_dapo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))

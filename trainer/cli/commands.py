@@ -39,7 +39,8 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity doctor                                check this machine
   parity train --help                          everything about train
 
-Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 130 interrupted,
+143 ended by SIGTERM after the running step.
 Tab completion: eval "$(parity -sc install=bash)"
 """
 
