@@ -8,7 +8,7 @@ from trainer.cli.commands import run
 
 
 def main() -> int:
-    """Entry point of the console script: 0 done, 1 the run failed, 2 nothing was started, 130 interrupted, 143 terminated."""
+    """Entry point of the console script; returns the exit code, see `parity --help`."""
     return run(sys.argv[1:])
 
 

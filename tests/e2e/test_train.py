@@ -135,7 +135,8 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, loca
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     (halved / ".lock").unlink(missing_ok=True)
-    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={halved}", "run.resume=auto"))
+    config = compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={halved}", "run.resume=auto")
+    result = train(config)
     rows = {}
     for name, run_dir in (("whole", whole), ("halved", result.run_dir)):
         rows[name] = [
@@ -149,6 +150,14 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, loca
     assert rows["halved"] == rows["whole"]
     assert (halved / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
     assert sorted(path.name for path in (halved / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
+
+    exported = tmp_path / "exported"
+    command = [sys.executable, "-m", "trainer", "export", str(halved), str(exported)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "after step 5" in ended.stdout
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1 and "exists" in again.stderr
 
 
 def test_a_run_that_is_asked_to_end_finishes_its_step_saves_and_says_how_to_go_on(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "recipes", "doctor")
+COMMANDS = ("train", "recipes", "export", "doctor")
 HELP_FLAGS = ("-h", "--help")
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
@@ -36,6 +36,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> [key=value ...]        run one; a recipe is a name or a path to a .yaml file
   parity train <recipe> --dry-run              check everything and print what would run
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
+  parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
   parity train --help                          everything about train
 
@@ -68,6 +69,10 @@ run is the path of its report.
 """
 
 USAGES = {
+    "export": (
+        "parity export <run.dir> <directory>\n\n  Write the newest good checkpoint of a run as a Hugging Face model"
+        " with its tokenizer.\n  <directory> must not exist.\n"
+    ),
     "recipes": "parity recipes\n\n  List the recipes of the project: question, hardware, whether it was verified.\n",
     "doctor": "parity doctor\n\n  Check this machine, a line per check. Exit code 0 if a run is possible, else 1.\n",
 }
@@ -119,6 +124,8 @@ def _dispatch(words: list[str]) -> int:
     if any(flag in rest for flag in HELP_FLAGS):
         sys.stdout.write(USAGES[command])
         return DONE
+    if command == "export":
+        return _export(rest)
     if rest:
         name = f"parity {command}"
         return report([Problem(key=name, rule="takes no arguments", value=" ".join(rest))], command=name)
@@ -144,6 +151,34 @@ def _doctor() -> int:
     findings = examine()
     sys.stdout.write(render(findings))
     return DONE if findings.can_run else FAILED
+
+
+def _export(words: list[str]) -> int:
+    command = "parity export"
+    if len(words) != 2:
+        wrong = Problem(key=command, rule="takes a run directory and a new directory", value=" ".join(words))
+        return report([wrong], command=command)
+    run_dir, directory = (Path(word) for word in words)
+    recipe = run_dir / "config.yaml"
+    if not recipe.is_file():
+        wrong = Problem(key="run.dir", rule="must be the directory of a run, with its config.yaml", value=str(run_dir))
+        return report([wrong], command=command)
+    from trainer.cli.compose import resolve
+
+    resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
+    config = resolution.runs[0].config if resolution.runs else None
+    if config is None:
+        return report(list(resolution.problems), command=command)
+    from trainer.checkpoint import CheckpointError
+    from trainer.export import export_model
+
+    try:
+        checkpoint = export_model(config, run_dir, directory)
+    except CheckpointError as error:
+        sys.stderr.write(f"{command}: {error}\n")
+        return FAILED
+    sys.stdout.write(f"{directory}: the policy after step {checkpoint.state.step}\n")
+    return DONE
 
 
 def _train(words: list[str]) -> int:

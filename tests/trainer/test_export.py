@@ -1,0 +1,45 @@
+"""An exported checkpoint holds the trained weights, bit for bit, in a directory that transformers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, make_samples, save_policy
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from rollout.data import StreamState
+from rollout.hf import AutoModelForCausalLM, AutoTokenizer
+from trainer.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
+from trainer.export import export_model
+from trainer.model import full_tensors
+from trainer.packing import pack
+
+
+def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
+    start = save_policy(tmp_path / "start")
+    words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(start)
+    config = make_config(start, num_workers=1)
+    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    with lone_worker(config, start) as worker:
+        worker.train(batch.ranks[0], batch.samples, 1)
+        unfinished = begin_checkpoint(tmp_path / "run", 1)
+        worker.save_checkpoint(unfinished / POLICY)
+        stream = StreamState(seed=0, epoch=0, position=0, digest="")
+        commit_checkpoint(unfinished, RunState(step=1, policy_version=1, stream=stream), keep=2)
+        trained = {name: tensor.clone() for name, tensor in full_tensors(worker._model)}
+    assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    untrained = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
+    assert exported.keys() == untrained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in exported)
+    assert not any(torch.equal(exported[name], untrained[name]) for name in exported if "proj.weight" in name)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    with pytest.raises(CheckpointError, match="exists"):
+        export_model(config, tmp_path / "run", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        export_model(config, tmp_path / "empty", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

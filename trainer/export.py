@@ -1,0 +1,52 @@
+"""A checkpoint of a run -> a Hugging Face directory that transformers and SGLang load. Used by `parity export`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from rollout.hf import AutoConfig, AutoTokenizer
+from rollout.weights import DTYPES
+from trainer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from trainer.config import TrainConfig
+from trainer.forward import ScoringModel
+from trainer.model import load_causal_lm
+from trainer.task import resolve_model
+
+
+def export_model(config: TrainConfig, run_dir: Path, directory: Path) -> Checkpoint:
+    """Write the policy of the newest good checkpoint of `run_dir` to `directory`, with its tokenizer.
+
+    The weights get the type of the model that the run started from. The directory appears whole or not at all.
+
+    Raises:
+        CheckpointError: the run has no good checkpoint, or `directory` exists.
+    """
+    if directory.exists():
+        raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
+    start = resolve_model(config, progress=lambda step, num_steps, loss: None)
+    model = ScoringModel(load_causal_lm(start), chunk_tokens=config.policy.logprob_chunk_tokens)
+    state = get_model_state_dict(model)
+    dcp.load({"model": state}, checkpoint_id=checkpoint.policy_path, no_dist=True)
+    set_model_state_dict(model, state)
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.to(dtype=_dtype_of(start)).causal_lm.save_pretrained(unfinished, safe_serialization=True)
+    AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
+    unfinished.rename(directory)
+    return checkpoint
+
+
+def _dtype_of(model_path: Path) -> torch.dtype:
+    """The type in which the weights of a model lie on the disk."""
+    dtype = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "dtype", None)
+    if isinstance(dtype, str):
+        return DTYPES[dtype]
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
