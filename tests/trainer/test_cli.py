@@ -134,6 +134,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         "memory",
         "placement",
         "evaluation",
+        "checkpoints",
         "files",
         "tracking",
     ]

@@ -23,6 +23,7 @@ from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
+    CheckpointConfig,
     ClusterConfig,
     EvalConfig,
     HFModelConfig,
@@ -212,7 +213,10 @@ def test_evaluation_and_files() -> None:
     text = plan(config)
     assert "before the first step, every 5 steps and after the last: up to 7 held-out prompts" in text
     assert "/somewhere/out: metrics.jsonl, samples.jsonl" in text
-    assert "every" not in plan(replace(config, eval=EvalConfig(every=0)))
+    assert "every 5" not in plan(replace(config, eval=EvalConfig(every=0)))
+    assert "none: a run that dies is lost (checkpoint.every saves)" in text
+    saving = plan(replace(config, checkpoint=CheckpointConfig(every=4)))
+    assert "every 4 steps and after the last, the newest 2 stay" in saving
 
 
 def test_sizes_read_well() -> None:

@@ -191,7 +191,8 @@ def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from trainer.tracking.tracker import _take_directory\n"
-        f"lock = _take_directory(Path({str(tmp_path / 'run')!r})); sys.stdout.write('locked'); sys.stdout.flush()\n"
+        f"lock = _take_directory(Path({str(tmp_path / 'run')!r}), resumes=False)\n"
+        "sys.stdout.write('locked'); sys.stdout.flush()\n"
         "time.sleep(60)"
     )
     other = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
