@@ -4,9 +4,11 @@ A bin is one micro-batch. `trainer/attention.py` pads the n sequences of a bin t
 costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second long one.
 
 Three rules hold always: no bin holds more tokens than the cap; attention never pads a bin to more than MAX_PADDING
-times the cap; every rank gets equally many bins. Where what is left conflicts, few bins come first: the number is that
-of best-fit-decreasing under the same rules, MAX_EXTRA_BINS more at most, rounded up to fill every rank. Under that
-number the cheapest plan of several is taken: rank by rank in step, the dearest bin sets the pace.
+times the cap; every rank gets equally many bins. Beyond them few bins and little padding conflict, because a bin is
+filled up with sequences that are shorter than its longest. Best-fit-decreasing sets the number of bins; FREE_BINS more
+are used to save padding, and those that fill the last round of the ranks. Still more only where each saves as much
+as a full bin costs, so that a step is no longer even if a forward took the same time however little it holds.
+Several plans are made and the cheapest is taken. As ranks run bin after bin in step, the dearest bin sets the pace.
 """
 
 from __future__ import annotations
@@ -20,14 +22,18 @@ from typing import NamedTuple
 
 MAX_PADDING = 4
 """Padded tokens of a bin (sequences x longest) over the cap, at most: bounds the memory of attention."""
-MAX_EXTRA_BINS = 0.02
-"""Bins above best-fit-decreasing, as a share: one bin in fifty more saves far more padding than it costs."""
-GAPS = (0.02, 64.0)
-"""Range of the price of unused room that is searched, in cells per token and per cap."""
-GAP_TRIES = 5
-"""Halvings, in log scale, of that range and of the range of bin costs."""
+FREE_BINS = 0.02
+"""Bins above best-fit-decreasing that need not pay for themselves, as a share."""
+GAPS = (0.03, 30.0)
+"""Range that is searched for the highest waste of cells per token, per token of cap; see `_fill`."""
+MANY_ROUNDS = 16
+"""Bins per rank from which on the pace keeps itself: bins of equal cost are found for every round."""
+MAX_TRIES = 6
+"""Halvings of a range, in log scale."""
+MAX_WORK = 16_384
+"""Sequences x tries of a search: thousands of sequences get fewer tries and stay at tens of milliseconds."""
 SLACK = 1.02
-"""Above the lowest bin cost that can be kept, so that the price of unused room has a choice left."""
+"""Above the lowest bin cost that can be kept, so that the search for the gap has a choice left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +98,20 @@ def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DE
     Raises:
         ValueError: one sequence alone exceeds the cap; names its length.
     """
-    tight = best_fit_decreasing(lengths, cap)
+    if not lengths:
+        return [[] for _ in range(num_ranks)]
+    tight = [Bin(cost.of(indices, lengths), indices) for indices in best_fit_decreasing(lengths, cap)]
     needed = -(-len(tight) // num_ranks) * num_ranks
-    affordable = int(len(tight) * (1 + MAX_EXTRA_BINS)) // num_ranks * num_ranks
-    num_bins = max(needed, affordable)
-    bins = [Bin(cost.of(indices, lengths), indices) for indices in tight]
-    found = [bins, *_search(lengths, bins, cap=cap, num_bins=num_bins, num_ranks=num_ranks, cost=cost)]
-    filled = [_split_to(candidate, lengths, num_bins=num_bins, cost=cost) for candidate in found]
-    return _deal(min(filled, key=lambda candidate: _pace(candidate, num_ranks)), num_ranks)
+    free = max(needed, int(len(tight) * (1 + FREE_BINS)) // num_ranks * num_ranks)
+    plans = [tight, *_search(lengths, tight, num_bins=free, cap=cap, num_ranks=num_ranks, cost=cost)]
+    filled = [_fill_round(bins, lengths, num_ranks=num_ranks, cost=cost) for bins in plans]
+    price = cost.per_token * cap
+
+    def expense(bins: Sequence[Bin]) -> tuple[float, float]:
+        """What the plan takes; of equal ones, which computes less beside the dearest bins."""
+        return _pace(bins, num_ranks) + price * max(0, len(bins) - free), sum(b.cost for b in bins)
+
+    return _deal(min(filled, key=expense), num_ranks)
 
 
 def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
@@ -131,7 +143,7 @@ def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
 
 def _most_sequences(longest: int, cap: int) -> int:
     """Sequences that fit in a bin with this longest one before padding exceeds its bound."""
-    return MAX_PADDING * cap // longest
+    return MAX_PADDING * cap // max(longest, 1)
 
 
 # -------------------------------------------------------------------- candidates
@@ -142,36 +154,44 @@ class _Items(NamedTuple):
 
     lengths: list[int]
     order: list[int]
-    cost: BinCost
     cap: int
-    num_bins: int
+    cost: BinCost
 
 
 def _search(
-    lengths: Sequence[int], tight: Sequence[Bin], *, cap: int, num_bins: int, num_ranks: int, cost: BinCost
+    lengths: Sequence[int], tight: Sequence[Bin], *, num_bins: int, cap: int, num_ranks: int, cost: BinCost
 ) -> list[list[Bin]]:
-    """Plans of at most `num_bins` bins: the least padding, the lowest dearest bin, and both together.
+    """Plans of at most `num_bins` bins with little padding, with an even cost of bins, and with both; and one of as
+    many bins as pay for themselves.
 
-    With one rank there is no pace to keep and only padding counts.
+    With one rank, or with many bins per rank, there is no pace to keep and only padding counts.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
-    items = _Items([lengths[i] for i in order], order, cost, cap, num_bins)
+    items = _Items([lengths[i] for i in order], order, cap, cost)
+    is_paced = num_ranks > 1 and num_bins < MANY_ROUNDS * num_ranks
+    tries = max(3, min(MAX_TRIES, MAX_WORK // (2 if is_paced else 1) // len(lengths)))
     low, high = (bound * cap for bound in GAPS)
-    _, found = _tighten(lambda gap: _fill(items, gap=gap, max_cost=math.inf), low=low, high=high)
-    if num_ranks > 1:
-        mean, dearest = sum(b.cost for b in tight) / num_bins, max((b.cost for b in tight), default=0.0)
+    _, plans = _tighten(lambda gap: _fill(items, num_bins, gap=gap), low=low, high=high, tries=tries)
+    if is_paced:
+        mean, dearest = sum(b.cost for b in tight) / num_bins, max(b.cost for b in tight)
         tightest, even = _tighten(
-            lambda limit: _fill(items, gap=math.inf, max_cost=limit), low=mean / 2, high=max(mean, dearest)
+            lambda limit: _fill(items, num_bins, max_cost=limit), low=mean / 2, high=max(mean, dearest), tries=tries
         )
-        _, both = _tighten(lambda gap: _fill(items, gap=gap, max_cost=SLACK * tightest), low=low, high=high)
-        found += even + both
-    return found
+        _, both = _tighten(
+            lambda gap: _fill(items, num_bins, gap=gap, max_cost=SLACK * tightest), low=low, high=high, tries=tries
+        )
+        plans += even + both
+    # Room has the price of a full bin over its tokens: at this gap one more bin saves what it costs.
+    priced = _fill(items, len(lengths), gap=cost.per_token / cost.per_cell)
+    return plans if priced is None else [*plans, priced]
 
 
-def _tighten(attempt: Callable[[float], list[Bin] | None], *, low: float, high: float) -> tuple[float, list[list[Bin]]]:
+def _tighten(
+    attempt: Callable[[float], list[Bin] | None], *, low: float, high: float, tries: int
+) -> tuple[float, list[list[Bin]]]:
     """Look for the lowest value between `low` and `high` whose attempt succeeds: (value, all successes)."""
     found: list[list[Bin]] = []
-    for _ in range(GAP_TRIES):
+    for _ in range(tries):
         middle = math.sqrt(low * high)
         bins = attempt(middle)
         if bins is None:
@@ -182,28 +202,29 @@ def _tighten(attempt: Callable[[float], list[Bin] | None], *, low: float, high: 
     return high, found
 
 
-def _fill(items: _Items, *, gap: float, max_cost: float) -> list[Bin] | None:
+def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: float = math.inf) -> list[Bin] | None:
     """Fill bin after bin from the longest sequence down; None if `num_bins` bins do not hold all.
 
-    A bin takes the longest sequence that fits, again and again. A sequence of s tokens next to a longest one of L wastes
-    L^2 - s^2 cells and uses s tokens of room: it is worth it while the waste per token is at most `gap`. Then the
-    bin closes, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of more than one sequence.
+    A bin takes the longest sequence that fits, again and again. A sequence of s tokens next to a longest one of L
+    wastes L^2 - s^2 cells and uses s tokens of room: it is worth it while the waste per token is at most `gap`. Then
+    the bin closes, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of several sequences.
     """
-    lengths, order = items.lengths[:], items.order[:]
+    lengths, order, cap = items.lengths[:], items.order[:], items.cap
     per_token, per_cell = items.cost.per_token, items.cost.per_cell
     bins: list[Bin] = []
     while lengths:
-        if len(bins) == items.num_bins:
+        if len(bins) == num_bins:
             return None
         longest = lengths.pop()
         indices = [order.pop()]
         tokens, square = longest, longest * longest
         # The smallest s with (L^2 - s^2) / s <= gap.
         shortest = 0.0 if gap == math.inf else (math.sqrt(gap * gap + 4 * square) - gap) / 2
-        most = _most_sequences(longest, items.cap)
-        while len(indices) < most:
-            spare = (max_cost - per_cell * (len(indices) + 1) * square) / per_token
-            slot = bisect_right(lengths, min(items.cap, spare) - tokens) - 1
+        for count in range(2, _most_sequences(longest, cap) + 1):
+            room: float = cap - tokens
+            if max_cost < math.inf:
+                room = min(room, (max_cost - per_cell * count * square) / per_token - tokens)
+            slot = bisect_right(lengths, room) - 1
             if slot < 0 or lengths[slot] < shortest:
                 break
             tokens += lengths.pop(slot)
@@ -215,14 +236,18 @@ def _fill(items: _Items, *, gap: float, max_cost: float) -> list[Bin] | None:
 # -------------------------------------------------------------------- ranks
 
 
-def _split_to(bins: Sequence[Bin], lengths: Sequence[int], *, num_bins: int, cost: BinCost) -> list[Bin]:
-    """Exactly `num_bins` bins: the dearest are split, empty ones fill up once only single sequences are left.
+def _fill_round(bins: Sequence[Bin], lengths: Sequence[int], *, num_ranks: int, cost: BinCost) -> list[Bin]:
+    """As many bins more as make the number divide by `num_ranks`.
 
-    Every rank must run the same number of forwards, or collectives would not match.
+    The dearest bins are split; empty ones fill up once only single sequences are left. Every rank must run the same
+    number of forwards, or collectives would not match.
     """
+    num_bins = -(-len(bins) // num_ranks) * num_ranks
+    if len(bins) == num_bins:
+        return list(bins)
     heap = [(-b.cost if len(b.indices) > 1 else 0.0, b.indices, b) for b in bins]
     heapq.heapify(heap)
-    while heap and len(heap) < num_bins and heap[0][0] < 0:
+    while len(heap) < num_bins and heap[0][0] < 0:
         whole = heapq.heappop(heap)[2]
         for part in _halves(whole, lengths, cost):
             heapq.heappush(heap, (-part.cost if len(part.indices) > 1 else 0.0, part.indices, part))
@@ -243,13 +268,12 @@ def _halves(whole: Bin, lengths: Sequence[int], cost: BinCost) -> tuple[Bin, Bin
     return Bin(first, indices[:cut]), Bin(rest, indices[cut:])
 
 
-def _pace(bins: Sequence[Bin], num_ranks: int) -> tuple[float, float]:
-    """What a plan takes if the ranks wait for each other after each bin, and the sum over bins for ties.
+def _pace(bins: Sequence[Bin], num_ranks: int) -> float:
+    """Cost over all ranks if they wait for each other after each bin; of one rank, the sum over its bins.
 
     FSDP gathers the weights for every forward, so the ranks run bin after bin in step.
     """
-    costs = sorted((b.cost for b in bins), reverse=True)
-    return num_ranks * sum(costs[::num_ranks]), sum(costs)
+    return num_ranks * sum(sorted((b.cost for b in bins), reverse=True)[::num_ranks])
 
 
 def _deal(bins: Sequence[Bin], num_ranks: int) -> list[list[list[int]]]:
@@ -271,6 +295,4 @@ def _deal(bins: Sequence[Bin], num_ranks: int) -> list[list[list[int]]]:
         joined = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], number, joined))
-    if not heap:
-        return [[] for _ in range(num_ranks)]
     return [[ordered[place].indices for place in sorted(places)] for _, places in heap[0][2]]

@@ -1,17 +1,13 @@
-"""Packing: hard cap, no loss of tokens, equal counts per rank, global denominators, advantages by hand."""
+"""Packing: tensors of a micro-batch, global denominators, statistics, advantages by hand."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.packing import assign_advantages, pack, split_mini_batches
-from trainer.planner import best_fit_decreasing
+from trainer.planner import BinCost
 
 
 def make_sample(
@@ -31,36 +27,34 @@ def make_sample(
     )
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 400))
-def test_no_bin_exceeds_the_cap_and_no_item_is_lost(lengths: list[int], cap: int) -> None:
-    bins = best_fit_decreasing(lengths, cap)
-    assert sorted(index for indices in bins for index in indices) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in indices) <= cap for indices in bins)
-
-
-def test_best_fit_is_close_to_the_lower_bound() -> None:
-    rng = random.Random(0)
-    lengths = [min(16384, max(16, int(rng.lognormvariate(7, 1)))) for _ in range(1024)]
-    bound = -(-sum(lengths) // 16384)
-    assert len(best_fit_decreasing(lengths, 16384)) <= bound + 2
-
-
-def test_a_sequence_over_the_cap_names_its_length_and_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"120 tokens exceeds batch\.max_tokens_per_microbatch=100"):
-        best_fit_decreasing([50, 120], 100)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 5))
-def test_every_rank_gets_equally_many_bins(lengths: list[int], num_ranks: int) -> None:
-    ranks = balance(best_fit_decreasing(lengths, 100), lengths, num_ranks)
-    assert len({len(bins) for bins in ranks}) == 1
-    assert sorted(i for bins in ranks for indices in bins for i in indices) == list(range(len(lengths)))
-
-
 def test_equal_samples_are_balanced_exactly() -> None:
     batch = pack([[make_sample(index=i) for i in range(8)]], num_ranks=2, max_tokens=1000, policy_version=0)
     assert batch.stats.imbalance == 0.0
     assert batch.stats.num_tokens == 8 * 7
+
+
+def test_statistics_by_hand() -> None:
+    # One rank's bin holds 8 and 5 tokens, the other two of 6: [8, 5] costs 13 + 0.1 * 2 * 64, [6, 6] 12 + 0.1 * 2 * 36.
+    samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3, 4, 4))]
+    cost = BinCost(per_token=1.0, per_cell=0.1)
+    batch = pack([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost)
+    metrics = batch.stats.metrics()
+    assert [[len(micro.sample_keys) for micro in minis[0].micro_batches] for minis in batch.ranks] == [[2], [2]]
+    assert metrics["perf/microbatches"] == 1
+    assert metrics["perf/train_tokens"] == 25
+    assert metrics["perf/fill_frac"] == pytest.approx(25 / 26)
+    assert metrics["perf/attention_pad_frac"] == pytest.approx(1 - (64 + 25 + 36 + 36) / (128 + 72))
+    assert metrics["perf/dp_imbalance"] == pytest.approx(25.8 / ((25.8 + 19.2) / 2) - 1)
+
+
+def test_statistics_cover_every_optimizer_step() -> None:
+    samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3))]
+    batch = pack([samples[:1], samples[1:]], num_ranks=1, max_tokens=13, policy_version=0)
+    assert batch.stats.num_micro_batches == 2
+    assert batch.stats.num_tokens == 13
+    assert batch.stats.attention_pad_frac == 0.0
+    numbers = [micro.sample_numbers.tolist() for mini in batch.ranks[0] for micro in mini.micro_batches]
+    assert numbers == [[0], [1]]
 
 
 def test_packed_tensors_describe_their_tokens() -> None:
