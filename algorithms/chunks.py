@@ -29,4 +29,4 @@ def sequence_chunks(cu_seqlens: Tensor, *, num_tokens: int) -> list[tuple[slice,
             stop = num_tokens if ends else bounds[last]
             chunks.append((slice(bounds[first], stop), cu_seqlens[first : last + 1] - bounds[first]))
             first = last
-    return chunks
+    return chunks or [(slice(0, num_tokens), cu_seqlens)]

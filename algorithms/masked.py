@@ -44,11 +44,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum()
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of values [T] where mask [T] is True -> scalar; 0 for an empty mask. Values off the mask may be NaN."""
-    return divide_by_count(masked_sum(values, mask), mask.sum())
-
-
 def divide_by_count(values: Tensor, count: float | Tensor) -> Tensor:
     """values / count, with counts below 1 taken as 1: a sum over nothing stays 0 instead of becoming NaN."""
     return values / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))

@@ -17,9 +17,9 @@ in k3; rho = exp(Delta). Means are over valid response tokens if nothing else is
     ppl/{log_diff,log_abs_diff,ratio}   -S_i / T_i, its absolute value, exp(-S_i / T_i)
     ess/raw_{token,seq}        (sum w)^2 / (n sum w^2), a fraction; w = rho, w = exp(S_i)
     ess/applied_{token,seq}    w after bounds and rejection (0); per response the mean of its tokens' w
-    khat/{token,seq}           Pareto shape of the tail of rho, of exp(S_i) (`LogRatios.pareto_k`); None where the
-                               largest weight is within 10 % of the tail's lower end
-    is/raw_{mean,max}          rho of the token
+    khat/{token,seq}           Pareto shape of the tail of rho, of exp(S_i) (`LogRatios.pareto_k`); None where the raw
+                               ESS exceeds 0.99: such weights have no tail that matters
+    is/raw_{mean,max}          rho of the token; the maximum within 0.8 % if every Delta is below 0
     is/applied_mean            weight after bounds and rejection
     is/clip_frac_{hi,lo}       valid tokens cut to the upper bound, raised to the lower bound
     is/clip_mass               sum of (weight before bounds - applied) over cut tokens / sum before bounds
@@ -57,6 +57,8 @@ from algorithms.stats import Stats, max_or_none, mean_or_none
 from algorithms.token_sums import MISMATCH_MAXES
 
 P99: Final = 0.99
+HARMLESS_ESS: Final = 0.99
+"""Effective share of the samples above which no average depends on the tail of the weights, whatever its shape."""
 Metrics = dict[str, float | None]
 
 
@@ -200,13 +202,15 @@ class _Host:
         sums, valid, num = self.sums, self.sums["valid"], self.sums["sequences"]
         corrected, corrected_num = sums["corrected_valid"], sums["corrected_sequences"]
         ratio, squared = self.both.total(_ratio), self.both.total(lambda x: _ratio(x).square())
+        ess_token = mean_or_none(ratio**2, valid * squared)
+        ess_seq = mean_or_none(sums["ratio"] ** 2, num * sums["ratio_squared"])
         return {
-            "ess/raw_token": mean_or_none(ratio**2, valid * squared),
-            "ess/raw_seq": mean_or_none(sums["ratio"] ** 2, num * sums["ratio_squared"]),
+            "ess/raw_token": ess_token,
+            "ess/raw_seq": ess_seq,
             "ess/applied_token": mean_or_none(sums["weight"] ** 2, corrected * sums["weight_squared"]),
             "ess/applied_seq": mean_or_none(sums["mean_weight"] ** 2, corrected_num * sums["mean_weight_squared"]),
-            "khat/token": self.both.pareto_k(),
-            "khat/seq": self.sequences.pareto_k(),
+            "khat/token": self._tail_shape(self.both, ess_token),
+            "khat/seq": self._tail_shape(self.sequences, ess_seq),
             "is/raw_mean": mean_or_none(ratio, valid),
             "is/raw_max": max_or_none(math.exp(_clamped(self._range()[1])), valid),
             "is/applied_mean": mean_or_none(sums["weight"], corrected),
@@ -214,6 +218,10 @@ class _Host:
             "is/clip_frac_lo": mean_or_none(sums["raised"], corrected),
             "is/clip_mass": mean_or_none(sums["clipped_weight"], sums["raw_weight"]),
         }
+
+    @staticmethod
+    def _tail_shape(log_ratios: LogRatios, ess: float | None) -> float | None:
+        return None if ess is None or ess > HARMLESS_ESS else log_ratios.pareto_k()
 
     def _rejection(self) -> Metrics:
         sums = self.sums

@@ -18,8 +18,10 @@ from algorithms.config import MAX_LOG_RATIO
 from algorithms.correction import Correction
 from algorithms.masked import require_packed
 from algorithms.sketch import SEQUENCE_KIND, UNREAD_KIND, add_log_ratios, flat_sketch, new_table
-from algorithms.token_sums import BLOCK, FLAGS, TOKEN_SUMS, Tokens, measure, pass_over
+from algorithms.token_sums import BLOCK, FLAGS, TOKEN_SUMS, Measured, Tokens, measure, pass_over
 
+DIRECT_TOKENS: Final = 2**16
+"""Tokens that are summed one by one at a time, a multiple of BLOCK: bounds the memory for it."""
 NUM_LAGS: Final = 8
 """Buckets of the weight lag 0, 1, ..., the last one for all larger lags."""
 
@@ -129,6 +131,14 @@ def _sequences(tokens: Tokens, blocks: Tensor, cu_seqlens: Tensor, *, with_k3: b
     if num_tokens == 0:
         return sums[:, :num_sequences]
     ends = cu_seqlens[1:].long()
+    if num_sequences * BLOCK > num_tokens:
+        # Short sequences: most blocks hold a border, so every token is taken by itself.
+        for start in range(0, num_tokens, DIRECT_TOKENS):
+            part = tokens.cut(start, min(start + DIRECT_TOKENS, num_tokens))
+            places = torch.arange(start, start + part.response_mask.shape[0], device=blocks.device)
+            owner = torch.searchsorted(ends, places, right=True)
+            _add_tokens(sums, measure(part, with_k3=with_k3), owner)
+        return sums[:, :num_sequences]
     borders = torch.div(cu_seqlens.long(), BLOCK, rounding_mode="floor").clamp_(max=blocks.shape[1] - 1)
     starts = torch.arange(0, num_tokens, BLOCK, device=blocks.device)
     owner = torch.searchsorted(ends, starts, right=True).index_fill_(0, borders, num_sequences)
@@ -141,10 +151,14 @@ def _sequences(tokens: Tokens, blocks: Tensor, cu_seqlens: Tensor, *, with_k3: b
     outside = ((positions >= num_tokens) | repeated.unsqueeze(1)).view(-1)
     index = positions.view(-1).clamp_(max=num_tokens - 1)
     owner = torch.searchsorted(ends, index, right=True).masked_fill_(outside, num_sequences)
-    measured = measure(tokens.each(lambda tensor: tensor.index_select(0, index)), with_k3=with_k3)
+    _add_tokens(sums, measure(tokens.each(lambda tensor: tensor.index_select(0, index)), with_k3=with_k3), owner)
+    return sums[:, :num_sequences]
+
+
+def _add_tokens(sums: Tensor, measured: Measured, owner: Tensor) -> None:
+    """Add measured tokens [n] to the sums [R, N + 1] of their sequences; owner [n] int64."""
     columns = torch.cat([torch.stack(measured.rows), measured.flags.double()])
     sums.scatter_add_(1, owner.expand_as(columns), columns)
-    return sums[:, :num_sequences]
 
 
 def _per_sequence(rows: Tensor, flags: Tensor, context: StepContext, keep: Tensor | None) -> tuple[Tensor, Tensor]:

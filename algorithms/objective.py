@@ -2,7 +2,8 @@
 
 It says what `algorithms.loss` computes: mask and rejection, weight, surrogate, denominator. m: response mask, mu:
 pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, |y|: response tokens, Z: mean weight of what is kept.
-prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<t: up to the token; prod_turn: over its turn.
+prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<=t: up to and with the token; prod_turn: over
+its turn. K2 = log(rho)^2 / 2 and K3 = rho - 1 - log(rho) of the rho in the same line: pi_old/mu, or pi_theta/mu.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def reference_term(config: ReferenceKLConfig) -> str:
     kl = f"{config.estimator.name}[KL(pi_theta || pi_ref)]"
     if config.placement is KLPlacement.reward:
         return f", with {config.coef:g} * sum_y {kl} taken off the reward"
-    return f" + {config.coef:g} * sum m * {kl}, divided as the first term"
+    return f" + {config.coef:g} * {kl}, with tokens, weight and divisor of the first term"
 
 
 def _at(level: Level, rho: str) -> str:
@@ -69,13 +70,15 @@ def _at(level: Level, rho: str) -> str:
         Level.sequence: f"prod_y({rho})",
         Level.geometric: f"geomean_y({rho})",
         Level.segment: f"prod_turn({rho})",
-        Level.prefix: f"prod_<t({rho})",
+        Level.prefix: f"prod_<=t({rho})",
     }[level]
 
 
 def _indicators(weight: WeightSpec, rho: str) -> list[str]:
     """What the bound of the weight rejects."""
     at = _at(weight.level, rho)
+    if weight.bound is Bound.mask and weight.low is None:
+        return [f"1[{at} <= {weight.high:g}]"]
     if weight.bound is Bound.mask:
         return [f"1[{weight.low:g} <= {at} <= {weight.high:g}]"]
     if weight.bound is Bound.truncate and weight.low is not None:

@@ -39,8 +39,6 @@ NUM_KINDS: Final = 3
 NEGATIVE_GROUP: Final = 8
 """Groups that lie before those of the negative log-ratios: bit 15, the sign, puts them there."""
 NUM_GROUPS: Final = NEGATIVE_GROUP + 4
-NEGLIGIBLE_TAIL: Final = 0.1
-"""Relative height of the tail below which its shape does not matter."""
 SKETCH_SIZE: Final = 2 * 2 * NUM_KINDS * GROUP_BINS
 """float64 numbers of a sketch as it is merged and reduced."""
 
@@ -106,8 +104,7 @@ class LogRatios(NamedTuple):
         """Shape k of the generalized Pareto law fitted to the largest weights exp(log_ratio); None below 5 of them.
 
         Importance sampling averages are reliable for k < 0.5 and unreliable for k > 0.7. k is the shape of the tail,
-        whatever its size: where the largest weight is less than NEGLIGIBLE_TAIL above the lower end of the tail, no
-        average depends on it, and k would be noise about rounding; it is None there. The tail holds the
+        whatever its size: where the weights hardly differ it says nothing. The tail holds the
         M = ceil(min(n / 5, 3 sqrt(n))) largest of n weights, less those that equal its lower end. Weights are capped
         at exp(MAX_LOG_RATIO). With one weight per bin this is PSIS; bins with many blur where the tail begins, which
         moves k by about a fifth of its standard error (1 + k) / sqrt(M).
@@ -131,8 +128,6 @@ class LogRatios(NamedTuple):
         threshold = log_ratio[first] + (log_ratio[first - 1] - log_ratio[first]) / 2 * (1 - 1 / count[first])
         # Relative to the threshold; its scale does not change k.
         excess, tail = torch.expm1(log_ratio[:first] - threshold).flip(0), count[:first].flip(0)
-        if float(excess[-1]) < NEGLIGIBLE_TAIL:
-            return None
         return _generalized_pareto_k(excess[excess > 0], tail[excess > 0])
 
 

@@ -27,7 +27,6 @@ VALUE_SUMS: Final = (
     "residual",
     "residual_squared",
 )
-VALUE_MAXES: Final = ("error",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -26,10 +26,10 @@ from rollout.filters import (
     GROUP_DROP_REASONS,
     SAMPLE_FILTERS,
     SURPLUS,
-    TOO_SMALL,
     ZERO_VARIANCE,
     GroupFilter,
     invalid_reason,
+    too_small,
 )
 from rollout.rewards import Scorer
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup, SamplingParams
@@ -53,6 +53,8 @@ class CollectPlan:
     seed: int
     """Run seed; with step, prompt and sample index it decides every sampling seed."""
     stop_token_ids: tuple[int, ...]
+    min_group_size: int
+    """Valid samples without which a group cannot be trained on: 2 where the group is the baseline."""
 
 
 class SeedSource:
@@ -190,17 +192,18 @@ class Collector:
         """Sample, score and filter the groups of `step`, all from weights of `policy_version`.
 
         collect=fixed returns plan.prompts_per_step groups, fewer only where invalid samples left a group with less
-        than two. collect=dynamic samples until that many groups disagree about the answer. Raises RuntimeError
-        with the counts if too many samples are invalid or too few groups are left.
+        than plan.min_group_size. collect=dynamic samples until that many groups disagree about the answer. Raises
+        RuntimeError with the counts if too many samples are invalid or too few groups are left.
         """
         stats = CollectStats(policy_version=policy_version)
         seeds = SeedSource(self._plan.seed, step=step)
+        small = too_small(self._plan.min_group_size)
         match self._collect:
             case DynamicCollectConfig(over_sampling=over_sampling, max_rounds=max_rounds, min_prompts=min_prompts):
-                filters: tuple[GroupFilter, ...] = (TOO_SMALL, ZERO_VARIANCE)
+                filters: tuple[GroupFilter, ...] = (small, ZERO_VARIANCE)
                 least = min(min_prompts or self._plan.prompts_per_step, self._plan.prompts_per_step)
             case _:
-                filters = (TOO_SMALL,)
+                filters = (small,)
                 over_sampling, max_rounds, least = 1.0, 1, 1
         while stats.rounds < max_rounds and len(stats.kept) < self._plan.prompts_per_step:
             missing = self._plan.prompts_per_step - len(stats.kept)

@@ -14,8 +14,6 @@ from rollout.types import FinishReason, GenerateRequest, Generation, SampleGroup
 
 MAX_LOGPROB = 1e-4
 """A log-prob may exceed 0 by rounding only; the bound of `rollout.types.Sample`."""
-MIN_GROUP_SIZE = 2
-"""A group of one has no baseline."""
 
 
 class SampleFilter(NamedTuple):
@@ -91,9 +89,9 @@ def invalid_reason(request: GenerateRequest, generation: Generation, *, policy_v
     return None
 
 
-def is_too_small(group: SampleGroup) -> bool:
-    """Invalid samples left fewer than two."""
-    return len(group.samples) < MIN_GROUP_SIZE
+def too_small(min_group_size: int) -> GroupFilter:
+    """Invalid samples left fewer than `min_group_size`: where the group is the baseline, one has none."""
+    return GroupFilter(TOO_SMALL, lambda group: len(group.samples) < min_group_size)
 
 
 def is_zero_variance(group: SampleGroup) -> bool:
@@ -108,8 +106,8 @@ def is_zero_variance(group: SampleGroup) -> bool:
     return len(verdicts) == 1
 
 
-TOO_SMALL = GroupFilter("too_small", is_too_small)
+TOO_SMALL = "too_small"
 ZERO_VARIANCE = GroupFilter("zero_variance", is_zero_variance)
 SURPLUS = "surplus"
 """Suffix of rollout/groups_dropped/ for good groups beyond those that a step needs."""
-GROUP_DROP_REASONS = (TOO_SMALL.name, ZERO_VARIANCE.name, SURPLUS)
+GROUP_DROP_REASONS = (TOO_SMALL, ZERO_VARIANCE.name, SURPLUS)

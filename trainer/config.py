@@ -96,6 +96,11 @@ class TrainConfig(Checked):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
+    def min_group_size(self) -> int:
+        """Samples without which a group cannot be trained on."""
+        return 2 if self.advantage.estimator in BASELINE_ESTIMATORS else 1
+
+    @property
     def policy_loss(self) -> LossConfig:
         """The loss that is computed: what the correction makes of `loss`."""
         return resolved_loss(self.correction, self.loss)

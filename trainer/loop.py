@@ -104,9 +104,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
                     tracker.log_histograms(step, report.histograms)
                 if is_saved(config, step, termination):
-                    with timer.phase("checkpoint"):
-                        state = RunState(step=step, policy_version=policy_version, stream=prompts.state_dict())
-                        save(config, run_dir, policy, state)
+                    state = RunState(step=step, policy_version=policy_version, stream=prompts.state_dict())
+                    save(config, run_dir, policy, state, timer)
                 if termination.requested and step < config.run.num_steps:
                     raise RunTerminated(f"asked to end (SIGTERM), after step {step}")
 
@@ -131,11 +130,12 @@ def restore(
     return checkpoint.state.step, checkpoint.state.policy_version
 
 
-def save(config: TrainConfig, run_dir: Path, policy: PolicyGroup, state: RunState) -> None:
+def save(config: TrainConfig, run_dir: Path, policy: PolicyGroup, state: RunState, timer: StepTimer) -> None:
     """Write a checkpoint; it counts only once it is whole and on the disk."""
-    unfinished = begin_checkpoint(run_dir, state.step)
-    policy.save_checkpoint((unfinished / POLICY).resolve())
-    commit_checkpoint(unfinished, state, keep=config.checkpoint.keep)
+    with timer.phase("checkpoint"):
+        unfinished = begin_checkpoint(run_dir, state.step)
+        policy.save_checkpoint((unfinished / POLICY).resolve())
+        commit_checkpoint(unfinished, state, keep=config.checkpoint.keep)
 
 
 def is_saved(config: TrainConfig, step: int, termination: Termination) -> bool:
@@ -157,6 +157,7 @@ def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, promp
             group_size=config.batch.group_size,
             seed=config.run.seed,
             stop_token_ids=task.stop_token_ids,
+            min_group_size=config.min_group_size,
         ),
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
-from algorithms.config import AdvantageConfig, Aggregation, BaselineScope, RejectedDenominator, SelfNormalize
+from algorithms.config import AdvantageConfig, Aggregation, Anchor, BaselineScope, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
 from algorithms.loss import LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
@@ -70,23 +70,30 @@ def micro_loss(
     )
     loss = output.loss
     if config.has_reference and not config.has_kl_in_reward:
-        loss = loss + _kl_to_reference(config, micro, scores, coefficients)
+        loss = loss + _kl_to_reference(config, micro, scores, correction, coefficients)
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
     kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
     weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
     return MicroLoss(loss=loss, correction=correction, stats=output.stats, counts=torch.cat([kept, weights]))
 
 
-def _kl_to_reference(config: TrainConfig, micro: MicroBatch, scores: TokenScores, coefficients: Tensor) -> Tensor:
-    """The KL term of the loss, a sum like the policy loss. The tokens are samples of mu, so mu is its denominator."""
+def _kl_to_reference(
+    config: TrainConfig, micro: MicroBatch, scores: TokenScores, correction: Correction, coefficients: Tensor
+) -> Tensor:
+    """The KL term of the loss, a sum like the policy loss, over the same tokens with the same weight and anchor.
+
+    A token that the correction rejects or bounds would otherwise come back through an unbounded pi_theta / mu.
+    """
     if micro.ref_logprobs is None:
         raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
+    # Without a ratio the weight is that of pi_theta itself.
+    ratio_free = config.correction.spec().anchor is Anchor.none
     return reference_kl_loss(
         scores.logprobs,
         ref_logprobs=micro.ref_logprobs,
-        old_logprobs=micro.rollout_logprobs,
-        response_mask=micro.response_mask,
-        coefficients=coefficients,
+        old_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor_logprobs,
+        response_mask=correction.keep,
+        coefficients=coefficients * correction.weight,
         config=config.reference,
     )
 
@@ -108,6 +115,8 @@ class StepFactor(NamedTuple):
 
     kept_tokens: float
     """Over all ranks."""
+    num_tokens: int
+    """Response tokens, over all ranks."""
     gradient: float
     """Multiplies the gradient, and the loss that is reported."""
     mean_weight: float | None
@@ -130,7 +139,9 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFac
     mean_weight = weight_sum / num_weights if num_weights else None
     if spec.self_normalize is SelfNormalize.mean_one and mean_weight:
         factor /= mean_weight
-    return StepFactor(kept_tokens=kept_tokens, gradient=factor, mean_weight=mean_weight)
+    return StepFactor(
+        kept_tokens=kept_tokens, num_tokens=mini.num_response_tokens, gradient=factor, mean_weight=mean_weight
+    )
 
 
 def rebase_advantages(config: TrainConfig, minis: Sequence[MiniBatch], samples: StepSamples) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms.correction import Correction
+from algorithms.correction import Correction, valid_tokens
 from algorithms.diagnostics import LossStats, MismatchStats, StepContext, mismatch_stats
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
@@ -80,8 +80,11 @@ class StepTotals:
                 old_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
             )
             self._reference = reference if self._reference is None else self._reference.merge(reference)
-        per_token = k3(torch.where(micro.response_mask, old_logprobs - micro.rollout_logprobs, 0.0))
-        means = segment_mean(per_token, micro.response_mask, micro.cu_seqlens)
+        valid = valid_tokens(
+            old_logprobs=old_logprobs, rollout_logprobs=micro.rollout_logprobs, response_mask=micro.response_mask
+        )
+        per_token = k3(torch.where(valid, old_logprobs - micro.rollout_logprobs, 0.0))
+        means = segment_mean(per_token, valid, micro.cu_seqlens)
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
 
     def sample_k3(self) -> dict[tuple[int, int], float]:
@@ -111,8 +114,11 @@ class StepTotals:
         floor_sum, floor_count = self._floor.tolist()
         num_steps = len(self._grad_norms)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
+        num_tokens = sum(factor.num_tokens for factor in self._factors)
         return {
             **self._mismatch.metrics(),
+            # Over all optimizer steps: in bypass the statistics above see the first one only.
+            "mismatch/kept_frac": sum(factor.kept_tokens for factor in self._factors) / num_tokens,
             **self._reference_metrics(),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,

@@ -5,7 +5,7 @@ composes and checks these classes before torch or Ray is imported, which is why 
 tensor code that they configure. `algorithms.correction` and `algorithms.loss` re-export them.
 """
 
-from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator, GAEConfig, ValueLossConfig
+from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
 from algorithms.config.checked import Checked, ConfigError, Problem
 from algorithms.config.correction import (
     BypassConfig,
@@ -69,7 +69,6 @@ __all__ = [
     "DPPOKLConfig",
     "DPPOTVConfig",
     "Estimator",
-    "GAEConfig",
     "GSPOConfig",
     "KLEstimator",
     "KLPlacement",
@@ -88,7 +87,6 @@ __all__ = [
     "SAPOConfig",
     "SelfNormalize",
     "TISConfig",
-    "ValueLossConfig",
     "VanillaISConfig",
     "WeightSpec",
 ]

@@ -1,4 +1,4 @@
-"""Configuration of advantages: the outcome estimators, and generalised advantage estimation with its value loss."""
+"""Configuration of the advantage estimators."""
 
 from __future__ import annotations
 
@@ -55,37 +55,4 @@ class AdvantageConfig(Checked):
                 rule="has no effect with estimator=reinforce, which has no baseline",
                 value=self.baseline_scope,
                 remedy="Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
-            )
-
-
-@dataclass(kw_only=True, slots=True)
-class GAEConfig(Checked):
-    """One advantage per token from a critic (`algorithms.returns.gae`)."""
-
-    gamma: float = 1.0
-    """Discount per response token. Vetted: 1.0."""
-    gae_lambda: float = 1.0
-    """0 trusts the critic (one-step), 1 the observed rewards (Monte Carlo). Vetted: 1.0."""
-    epsilon: float = 1e-6
-    """Added to the standard deviation when the advantages of a step are whitened. Vetted: 1e-6."""
-
-    def problems(self) -> Iterator[Problem]:
-        for key, value in (("gamma", self.gamma), ("gae_lambda", self.gae_lambda)):
-            if not 0 <= value <= 1:
-                yield Problem(key=key, rule="must lie in [0, 1]", value=value, remedy="Vetted: 1.0.")
-        if not self.epsilon > 0:
-            yield Problem(key="epsilon", rule="must be > 0", value=self.epsilon, remedy="Vetted: 1e-6.")
-
-
-@dataclass(kw_only=True, slots=True)
-class ValueLossConfig(Checked):
-    """The loss of the critic (`algorithms.value.value_loss`)."""
-
-    clip: float | None = 0.5
-    """How far a value may move from the one before the update, in units of reward; None for no bound. Vetted: 0.5."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.clip is not None and not self.clip > 0:
-            yield Problem(
-                key="clip", rule="must be > 0 or null", value=self.clip, remedy="Vetted: 0.5; null turns it off."
             )

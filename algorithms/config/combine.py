@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from algorithms.config.checked import Problem
 from algorithms.config.correction import CorrectionConfig
-from algorithms.config.loss import LossConfig, PPOClipConfig, ReinforceConfig
-from algorithms.config.spec import Anchor, Level, SelfNormalize
+from algorithms.config.loss import Aggregation, LossConfig, PPOClipConfig, ReinforceConfig
+from algorithms.config.spec import Anchor, Level, RejectedDenominator, SelfNormalize
 
 
 def resolved_loss(correction: CorrectionConfig, loss: LossConfig) -> LossConfig:
@@ -48,7 +48,12 @@ def combination_problems(correction: CorrectionConfig, loss: LossConfig) -> Iter
 def combination_notes(correction: CorrectionConfig, loss: LossConfig) -> Iterator[str]:
     """What is allowed and probably not meant, one sentence each."""
     yield from correction.notes()
-    weight = correction.spec().weight
+    if resolved_loss(correction, loss) is not loss:
+        yield f"the keys of loss={loss.surrogate} beside aggregation and entropy_coef have no effect: there is no ratio"
+    spec = correction.spec()
+    if spec.rejected_denominator is RejectedDenominator.drop and loss.aggregation is Aggregation.token_sum:
+        yield "rejected_denominator=drop changes nothing with loss.aggregation=token_sum, which divides by nothing"
+    weight = spec.weight
     if weight is not None and weight.level is Level.sequence and loss.surrogate == "gspo":
         yield (
             "the weight is a product over the response, the ratio of gspo a geometric mean: long responses lose "

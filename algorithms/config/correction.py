@@ -64,6 +64,8 @@ class CorrectionConfig(Checked):
         if spec.weight is not None:
             yield from _level_notes(spec.weight)
         yield from spec.reject.notes()
+        if spec.rejected_denominator is RejectedDenominator.drop and not spec.rejects:
+            yield "rejected_denominator=drop changes nothing: only invalid tokens are rejected"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,8 +140,8 @@ class MISConfig(CorrectionConfig):
     """Tokens over which rho is accumulated. Vetted: token (IcePop) and sequence."""
     bound: MISBound = MISBound.mask
     """What happens outside [low, high]. Vetted: mask."""
-    low: float = 0.5
-    """Lower bound of rho, a ratio. Vetted: 0.5."""
+    low: float | None = 0.5
+    """Lower bound of rho, a ratio; null for none. Vetted: 0.5."""
     high: float = 2.0
     """Upper bound of rho, a ratio. Vetted: 2.0."""
     reject: RejectConfig = field(default_factory=lambda: RejectConfig(veto=1e-4))
@@ -201,16 +203,26 @@ class BypassConfig(CorrectionConfig):
                 value=self.level,
                 remedy="Remove it, or use correction.loss=reinforce.",
             )
+        if self.loss is BypassLoss.ppo_clip and self.cap != type(self).__dataclass_fields__["cap"].default:
+            yield Problem(
+                key="cap",
+                rule="has no effect with loss=ppo_clip, which has no weight",
+                value=self.cap,
+                remedy="Remove it, or use correction.loss=reinforce.",
+            )
 
 
 def cap_problems(key: str, cap: float, *, remedy: str) -> Iterator[Problem]:
     """The rule of an upper bound."""
-    if not cap > 0:
-        yield Problem(key=key, rule="must be > 0", value=cap, remedy=remedy)
+    if not cap >= 1:
+        yield Problem(key=key, rule="must be >= 1, or on-policy tokens are cut", value=cap, remedy=remedy)
 
 
-def interval_problems(low: float, high: float) -> Iterator[Problem]:
-    """The rule of a pair of bounds, reported under `low`."""
+def interval_problems(low: float | None, high: float) -> Iterator[Problem]:
+    """The rule of a pair of bounds, reported under `low`; without a lower one that of a cap."""
+    if low is None:
+        yield from cap_problems("high", high, remedy="For example high=2.0.")
+        return
     if not 0 < low < high:
         yield Problem(
             key="low",
@@ -231,6 +243,7 @@ def _level_notes(weight: WeightSpec) -> Iterator[str]:
     """Bounds of one level that were probably meant for another."""
     low, high = weight.low or 0.0, weight.high or 0.0
     if weight.level is Level.geometric and weight.bound is not Bound.none and (high > 1.1 or 0 < low < 0.9):
-        yield f"a bound of {high:g} on a geometric mean practically never binds: peers use 1.001 to 1.01"
+        loose = high if high > 1.1 else low
+        yield f"a bound of {loose:g} on a geometric mean practically never binds: peers stay within 0.99 and 1.01"
     if weight.level is Level.sequence and weight.bound is not Bound.none and high < 1.1:
         yield f"a cap of {high:g} on the product over a response binds on nearly every response: peers use 2 to 10"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from algorithms.config.checked import Problem
-from algorithms.config.correction import CorrectionConfig, cap_problems, interval_problems
+from algorithms.config.correction import CorrectionConfig, interval_problems
 from algorithms.config.rejection import RejectConfig
 from algorithms.config.spec import (
     Anchor,
@@ -35,7 +35,7 @@ class CustomConfig(CorrectionConfig):
     bound: Bound = Bound.none
     """What happens to a weight outside its bounds."""
     low: float | None = None
-    """Lower bound of rho, a ratio; bound=clip and bound=mask need it, bound=truncate can do without."""
+    """Lower bound of rho, a ratio; bound=clip needs it, bound=truncate and bound=mask can do without."""
     high: float | None = None
     """Upper bound of rho, a ratio; read by every bound but none."""
     reject: RejectConfig = field(default_factory=RejectConfig)
@@ -72,7 +72,7 @@ class CustomConfig(CorrectionConfig):
 
     def _bound_problems(self) -> Iterator[Problem]:
         bounded = self.level is not None and self.bound is not Bound.none
-        needed = {"low": bounded and self.bound is not Bound.truncate, "high": bounded}
+        needed = {"low": bounded and self.bound is Bound.clip, "high": bounded}
         for key in ("low", "high"):
             value = getattr(self, key)
             if value is not None and not bounded:
@@ -81,10 +81,7 @@ class CustomConfig(CorrectionConfig):
             if value is None and needed[key]:
                 yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=None)
         if bounded and self.high is not None:
-            if self.low is not None:
-                yield from interval_problems(self.low, self.high)
-            else:
-                yield from cap_problems("high", self.high, remedy="Use bound=none for a weight without a cap.")
+            yield from interval_problems(self.low, self.high)
 
     def _anchor_problems(self) -> Iterator[Problem]:
         if self.anchor is Anchor.rollout and self.level is not None:

@@ -13,8 +13,6 @@ from algorithms.config.checked import Checked, Problem
 
 RATIO_CRITERIA = ("token_ratio", "sequence_ratio", "geometric_ratio")
 """Criteria with [low, high] on a ratio."""
-SMALLEST_VETO = 2.1e-9
-"""e^-20: log-ratios are clamped to +-20, so nothing can fall below it."""
 ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 """Criteria that read the sign of the advantage."""
 
@@ -56,7 +54,7 @@ class RejectConfig(Checked):
     dppo_kl: float | None = None
     """As dppo_tv with the Bernoulli KL(mu || pi_train) of the token, nats. Vetted: 0.05."""
     opsm: float | None = None
-    """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 1e-4."""
+    """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 0.5 (TRL, against mu as here)."""
 
     def active(self) -> list[str]:
         """Names of the criteria in use, in the order of their definition."""
@@ -74,16 +72,15 @@ class RejectConfig(Checked):
             elif name == "prob_diff":
                 yield from _prob_diff_problems(value)
             elif name == "veto":
-                if not SMALLEST_VETO < value < 1:
+                if not 0 < value < 1:
                     yield Problem(
-                        key=name,
-                        rule=f"must be null (off) or lie in ({SMALLEST_VETO:g}, 1): log-ratios are clamped to +-20",
-                        value=value,
-                        remedy="Vetted: 1e-4.",
+                        key=name, rule="must be null (off) or lie in (0, 1)", value=value, remedy="Vetted: 1e-4."
                     )
             elif name == "mult_err":
                 if not value > 1:
-                    yield Problem(key=name, rule="must be > 1: e^|Delta| never is below", value=value, remedy="1.5.")
+                    yield Problem(
+                        key=name, rule="must be > 1: e^|Delta| never is below", value=value, remedy="Vetted: 1.5."
+                    )
             elif not value > 0:
                 yield Problem(key=name, rule="must be > 0, or null for off", value=value)
 
@@ -93,16 +90,20 @@ class RejectConfig(Checked):
             yield f"reject.geometric_ratio={self.geometric_ratio} practically never rejects: peers use [0.999, 1.001]"
         if self.sequence_ratio is not None and (self.sequence_ratio[0] > 0.9 or self.sequence_ratio[1] < 1.1):
             yield f"reject.sequence_ratio={self.sequence_ratio} rejects nearly every response: peers use [0.5, 2.0]"
+        if self.opsm is not None and self.opsm < 0.01:
+            yield (
+                f"reject.opsm={self.opsm:g} is below the noise of a healthy mismatch and rejects at random: it "
+                "measures mu against pi_train here, not drift since pi_old, for which miles uses 1e-4"
+            )
 
 
-def _pair(name: str, value: list[float]) -> Iterator[Problem]:
-    if len(value) != 2:
-        yield Problem(key=name, rule="must be [low, high]", value=value, remedy="Two numbers, for example [0.5, 2.0].")
+def _no_pair(name: str, value: list[float]) -> Problem:
+    return Problem(key=name, rule="must be [low, high]", value=value, remedy="Two numbers, for example [0.5, 2.0].")
 
 
 def _ratio_problems(name: str, value: list[float]) -> Iterator[Problem]:
     if len(value) != 2:
-        yield from _pair(name, value)
+        yield _no_pair(name, value)
     elif not 0 < value[0] <= 1 <= value[1] or value[0] == value[1]:
         yield Problem(
             key=name,
@@ -114,7 +115,7 @@ def _ratio_problems(name: str, value: list[float]) -> Iterator[Problem]:
 
 def _prob_diff_problems(value: list[float]) -> Iterator[Problem]:
     if len(value) != 2:
-        yield from _pair("prob_diff", value)
+        yield _no_pair("prob_diff", value)
     elif not -1 <= value[0] <= 0 <= value[1] <= 1 or value[0] == value[1]:
         yield Problem(
             key="prob_diff",

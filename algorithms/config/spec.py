@@ -46,7 +46,7 @@ class Bound(Enum):
     clip = "clip"
     """Raised to low and cut to high. Raises the weight of tokens that the trainer finds unlikely."""
     mask = "mask"
-    """Tokens with a weight outside [low, high] are rejected (IcePop)."""
+    """Tokens with a weight outside [low, high] are rejected (IcePop); low may be left out."""
 
 
 class Anchor(Enum):

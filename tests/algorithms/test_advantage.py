@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from algorithms.advantage import ADVANTAGES
-from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator, GAEConfig, ValueLossConfig
+from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
 from algorithms.config.checked import ConfigError
 
 # Group 7: rewards 1, 0, 0, 1 (mean 0.5, std sqrt(1/3)); group -2: 3, 5 (mean 4, std sqrt 2); group 40: 9 alone.
@@ -266,21 +266,7 @@ def test_a_scope_without_a_baseline_is_refused() -> None:
     AdvantageConfig(estimator=Estimator.reinforce)
 
 
-@pytest.mark.parametrize("key", ["gamma", "gae_lambda"])
-def test_discounts_lie_between_0_and_1(key: str) -> None:
-    for value in (-0.1, 1.1, math.nan):
-        with pytest.raises(ConfigError, match=rf"{key} must lie in \[0, 1\]"):
-            GAEConfig(**{key: value})
-    for value in (0.0, 1.0):
-        GAEConfig(**{key: value})
-
-
-def test_bounds_that_divide_or_clip_are_positive() -> None:
+def test_what_divides_is_positive() -> None:
     for value in (0.0, -1.0, math.nan):
         with pytest.raises(ConfigError, match="epsilon must be > 0"):
             AdvantageConfig(epsilon=value)
-        with pytest.raises(ConfigError, match="epsilon must be > 0"):
-            GAEConfig(epsilon=value)
-        with pytest.raises(ConfigError, match="clip must be > 0 or null"):
-            ValueLossConfig(clip=value)
-    assert ValueLossConfig(clip=None).clip is None

@@ -13,6 +13,7 @@ from torch import Tensor
 from algorithms import chunks
 from algorithms.config import (
     PRESETS,
+    Aggregation,
     Anchor,
     Bound,
     BypassConfig,
@@ -245,15 +246,17 @@ REFUSED: list[tuple[type[CorrectionConfig], dict[str, Any], str]] = [
     (CustomConfig, {"bound": Bound.truncate}, "bound has no effect without a weight"),
     (CustomConfig, {"high": 2.0}, r"high has no effect without a weight \(level\)"),
     (CustomConfig, {"level": Level.token, "low": 0.5}, "low has no effect with bound=none"),
-    (CustomConfig, {"level": Level.token, "bound": Bound.mask, "high": 2.0}, "low must be set with bound=mask"),
+    (CustomConfig, {"level": Level.token, "bound": Bound.clip, "high": 2.0}, "low must be set with bound=clip"),
     (CustomConfig, {"level": Level.token, "bound": Bound.truncate}, "high must be set with bound=truncate"),
     (CustomConfig, {"level": Level.token, "bound": Bound.clip, "low": 3.0, "high": 2.0}, "0 < low < high"),
-    (CustomConfig, {"level": Level.token, "bound": Bound.truncate, "high": 0.0}, "high must be > 0"),
+    (CustomConfig, {"level": Level.token, "bound": Bound.truncate, "high": 0.5}, "high must be >= 1"),
     (CustomConfig, {"self_normalize": SelfNormalize.mean_one}, "self_normalize has no effect without a weight"),
     (BypassConfig, {"level": Level.sequence}, "level has no effect with loss=ppo_clip"),
-    (BypassConfig, {"cap": 0.0}, "cap must be > 0"),
+    (BypassConfig, {"cap": 0.5}, "cap must be >= 1"),
     (TISConfig, {"cap": -1.0}, "correction=vanilla_is"),
     (MISConfig, {"low": 1.5}, "must enclose 1"),
+    (MISConfig, {"low": None, "high": 0.5}, "high must be >= 1"),
+    (BypassConfig, {"cap": 5.0}, "cap has no effect with loss=ppo_clip"),
 ]
 
 
@@ -293,6 +296,24 @@ def test_bounds_of_the_wrong_level_are_noted() -> None:
     assert not list(MISConfig().notes())
     notes = list(combination_notes(TISConfig(level=Level.sequence), GSPOConfig()))
     assert "correction.level=geometric matches it" in notes[0]
+
+
+def test_what_changes_nothing_is_noted() -> None:
+    drop = CustomConfig(rejected_denominator=RejectedDenominator.drop)
+    assert "changes nothing" in next(iter(drop.notes()))
+    summed = PPOClipConfig(aggregation=Aggregation.token_sum)
+    mis = MISConfig(rejected_denominator=RejectedDenominator.drop)
+    assert "divides by nothing" in next(iter(combination_notes(mis, summed)))
+    reinforce = BypassConfig(loss=BypassLoss.reinforce)
+    assert "there is no ratio" in next(iter(combination_notes(reinforce, PPOClipConfig(clip_high=0.28))))
+    assert "rejects at random" in next(iter(RejectConfig(opsm=1e-4).notes()))
+
+
+def test_a_mask_may_do_without_a_lower_bound() -> None:
+    # TRL's sequence_mask: only responses above the bound are rejected.
+    config = MISConfig(level=Level.sequence, low=None, high=3.0, reject=RejectConfig())
+    correction = on_turns(config, [0.1, -9.0, 0.6, 0.6], [True] * 4, 2, 2)
+    assert correction.keep.tolist() == [True, True, False, False]
 
 
 def test_mis_with_truncation_is_a_value_of_custom() -> None:

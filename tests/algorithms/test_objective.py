@@ -117,7 +117,7 @@ def test_every_criterion_and_the_normaliser_are_shown() -> None:
         " * log pi_theta * A / N_tokens"
     )
     assert "sg(clip(pi_old/mu, 0.5, 2))" in objective(MODES["custom-clip"], DAPO)
-    assert "sg(prod_<t(pi_old/mu))" in objective(VanillaISConfig(level=Level.prefix), DAPO)
+    assert "sg(prod_<=t(pi_old/mu))" in objective(VanillaISConfig(level=Level.prefix), DAPO)
 
 
 @pytest.mark.parametrize(

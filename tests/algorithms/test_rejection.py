@@ -155,9 +155,9 @@ def test_a_criterion_that_reads_advantages_asks_for_them(name: str) -> None:
 
 
 def test_the_veto_sees_the_log_ratio_before_any_clamp_and_the_mask_only() -> None:
-    # e^-19.9 = 2.27e-9 is just above the smallest veto that the clamp at e^-20 leaves meaningful.
-    assert rejected_by(RejectConfig(veto=2.2e-9), (0.0, -19.9)).keep.tolist() == [True, True]
-    assert rejected_by(RejectConfig(veto=2.2e-9), (0.0, -30.0)).keep.tolist() == [False, False]
+    # e^-25 = 1.4e-11: below e^-20, where a clamped log-ratio could not tell the two apart.
+    assert rejected_by(RejectConfig(veto=1e-10), (0.0, -22.0)).keep.tolist() == [True, True]
+    assert rejected_by(RejectConfig(veto=1e-10), (0.0, -25.0)).keep.tolist() == [False, False]
     keep = correct(
         CustomConfig(reject=RejectConfig(veto=0.5, max_k3=0.1, token_ratio=[0.5, 2.0])),
         old_logprobs=torch.tensor([-50.0, -1.0, math.nan]),
@@ -187,7 +187,7 @@ REFUSED = [
     ({"sequence_ratio": [1.1, 2.0]}, "sequence_ratio must be .* on-policy tokens are rejected"),
     ({"prob_diff": [0.1, 0.2]}, "prob_diff must be"),
     ({"prob_diff": [-0.1]}, r"prob_diff must be \[low, high\]"),
-    ({"veto": 1e-9}, "veto must be null .* clamped"),
+    ({"veto": 0.0}, "veto must be null"),
     ({"veto": 1.0}, "veto must be null"),
     ({"mult_err": 1.0}, "mult_err must be > 1"),
     ({"token_k3": 0.0}, "token_k3 must be > 0, or null for off"),

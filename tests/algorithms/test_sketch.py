@@ -143,7 +143,7 @@ def test_pareto_k_is_exact_with_one_weight_per_bin() -> None:
     assert sketch(log_weights).pareto_k() == pytest.approx(exact_pareto_k(log_weights), abs=1e-12)
 
 
-@pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("sigma", [0.02, 0.3, 1.0, 3.0])
 def test_pareto_k_of_lognormal_weights(sigma: float) -> None:
     generator = torch.Generator().manual_seed(1)
     log_weights = sigma * torch.randn(20_000, generator=generator, dtype=torch.float64)
@@ -156,15 +156,6 @@ def test_pareto_k_needs_a_tail() -> None:
     assert sketch(torch.randn(20, dtype=torch.float64)).pareto_k() is None
     assert sketch(torch.zeros(1000, dtype=torch.float64)).pareto_k() is None
     assert sketch(doubles(*[0.0] * 997, 1.0, 2.0, 3.0)).pareto_k() is None
-
-
-def test_a_tail_that_no_average_depends_on_has_no_shape() -> None:
-    # A healthy run: weights within a few per cent of 1, whose relative tail is heavy all the same.
-    generator = torch.Generator().manual_seed(3)
-    log_weights = 1e-5 * torch.randn(20_000, generator=generator, dtype=torch.float64).pow(5)
-    assert exact_pareto_k(log_weights) > 0.3
-    assert sketch(log_weights).pareto_k() is None
-    assert sketch(1000 * log_weights).pareto_k() is not None
 
 
 def test_weights_beyond_the_clamp_do_not_stretch_the_tail() -> None:

@@ -60,7 +60,9 @@ def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_
         scorer=Scorer(reward or RewardConfig(), max_new_tokens=MAX_NEW_TOKENS, decode=parity),
         collect=collect or FixedCollectConfig(),
         sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
-        plan=CollectPlan(prompts_per_step=num_prompts, group_size=group_size, seed=seed, stop_token_ids=STOP),
+        plan=CollectPlan(
+            prompts_per_step=num_prompts, group_size=group_size, seed=seed, stop_token_ids=STOP, min_group_size=2
+        ),
     )
 
 

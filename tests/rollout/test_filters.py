@@ -7,11 +7,10 @@ import pytest
 from rollout.filters import (
     GROUP_DROP_REASONS,
     SAMPLE_FILTERS,
-    TOO_SMALL,
     ZERO_VARIANCE,
     invalid_reason,
-    is_too_small,
     is_zero_variance,
+    too_small,
 )
 from rollout.types import (
     FinishReason,
@@ -71,7 +70,7 @@ def test_names_are_distinct_and_metric_safe():
     names = [each.name for each in SAMPLE_FILTERS]
     assert len(set(names)) == len(names) == 7
     assert GROUP_DROP_REASONS == ("too_small", "zero_variance", "surplus")
-    assert (TOO_SMALL.rejects, ZERO_VARIANCE.rejects) == (is_too_small, is_zero_variance)
+    assert ZERO_VARIANCE.rejects is is_zero_variance
 
 
 def group_of(*verdicts, rewards=None):
@@ -103,4 +102,6 @@ def test_zero_variance_looks_at_the_unshaped_verdict():
 
 
 def test_groups_of_less_than_two_have_no_baseline():
-    assert [is_too_small(group_of(*verdicts)) for verdicts in ([], [True], [True, False])] == [True, True, False]
+    groups = [group_of(*verdicts) for verdicts in ([], [True], [True, False])]
+    assert [too_small(2).rejects(group) for group in groups] == [True, True, False]
+    assert [too_small(1).rejects(group) for group in groups] == [True, False, False]

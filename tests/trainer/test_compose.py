@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from algorithms.config import (
     Aggregation,
     BypassConfig,
+    BypassLoss,
     CustomConfig,
     Level,
     MISConfig,
@@ -82,7 +83,8 @@ def test_keys_of_the_chosen_type_can_be_set() -> None:
         cap=3.0, level=Level.sequence
     )
     assert config_of("correction=mis", "correction.high=5").correction == MISConfig(high=5.0)
-    assert config_of("correction=bypass", "correction.cap=4").correction == BypassConfig(cap=4.0)
+    bypass = config_of("correction=bypass", "correction.loss=reinforce", "correction.cap=4").correction
+    assert bypass == BypassConfig(loss=BypassLoss.reinforce, cap=4.0)
     assert config_of("rollout=torch", "rollout.max_batch_size=7").rollout == TorchEngineConfig(max_batch_size=7)
     assert config_of("loss.dual_clip=3").loss.dual_clip == 3.0
     collect = config_of("collect.max_rounds=2", name="arithmetic_dapo").collect
@@ -187,7 +189,7 @@ REFUSALS = {
     "rules": [
         (
             "correction.cap=-1",
-            "correction.cap must be > 0, got -1.0. Use correction=vanilla_is for a weight without a ",
+            "correction.cap must be >= 1, or on-policy tokens are cut, got -1.0. Use correction=vanilla_is",
         ),
         ("batch.mini_batch_prompts=5", "batch.mini_batch_prompts must divide batch.prompts_per_step (16), got 5."),
         ("loss.clip_low=1.5", "loss.clip_low must lie in (0, 1), got 1.5. Vetted: 0.2."),

@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 
 from algorithms.config import Problem
 from trainer.cli.keys import nearest
+from trainer.cli.renamed import renamed_hint
 
 DRY_RUN = "--dry-run"
 INSPECTIONS = ("--cfg", "--info", "--hydra-help", "--help")
@@ -89,8 +90,12 @@ def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
 
 def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> Problem:
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
-    close = nearest(flag.partition("=")[0], known)
+    name = flag.partition("=")[0]
+    close = nearest(name, known)
     hint = f"Did you mean {close}? " if close else ""
+    renamed = renamed_hint([name.lstrip("-")])
+    if renamed:
+        hint = f"{renamed} "
     return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint}See parity train --help.")
 
 

@@ -163,13 +163,23 @@ def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
                     problems.append(keys.unknown_key([name, str(key)], 1, value, root=root))
     for key in root:
         if key not in parts and key != HYDRA_KEY:
-            problems.append(keys.unknown_key([str(key)], 0, OmegaConf.select(root, str(key)), root=root))
+            problems.append(keys.unknown_key(*_leaf(str(key), OmegaConf.select(root, str(key))), root=root))
     config = object.__new__(TrainConfig)
     for name, part in parts.items():
         setattr(config, name, part)
         problems += _new([problem.under(name) for problem in part.problems()], known=problems)
     problems += _new([*config.problems(), *_table_problems(config)], known=problems)
     return (None, problems) if problems else (config, [])
+
+
+def _leaf(key: str, value: object) -> tuple[list[str], int, object]:
+    """Path, depth of the unknown part, and value of what "+key.a.b=1" added to the root."""
+    path = [key]
+    while isinstance(value, DictConfig) and len(value) == 1:
+        [name] = value
+        path.append(str(name))
+        value = value[name]
+    return path, 0, value
 
 
 def _table_problems(config: TrainConfig) -> list[Problem]:
@@ -279,7 +289,8 @@ def _value(node: DictConfig, spec: Field[Any], *, key: str, problems: list[Probl
         shown = raw[spec.name] if isinstance(raw, Mapping) else None
         problems.append(Problem(key=key, rule=f"cannot be resolved ({str(error).splitlines()[0]})", value=shown))
         return default
-    if isinstance(value, float) and not math.isfinite(value):
+    numbers = value if isinstance(value, list) else [value]
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         problems.append(Problem(key=key, rule="must be a finite number", value=value))
         return default
     return value

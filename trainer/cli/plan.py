@@ -86,7 +86,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
         yield "placement", line
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
-    yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, report, logs, config.yaml"
+    yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, histograms.jsonl, report, logs, config.yaml"
     yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
 
 
