@@ -111,6 +111,7 @@ def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> Non
         (["--cfg", "job", "--dry-run"], "flags cannot be combined, got '--cfg --dry-run'."),
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--resolve"], "--resolve has no effect without --cfg"),
+        (["--use-tis"], "flag is not known, got '--use-tis'. Here it is correction=tis."),
         (["--config-name", "x"], "--config-name has no effect: the recipe is the config, got 'x'."),
         (["--config-path", "x"], "--config-path has no effect"),
         (["--experimental-rerun", "x.pickle"], "--experimental-rerun is refused: it unpickles a file"),

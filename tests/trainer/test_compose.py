@@ -273,6 +273,7 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
     [
         ("correction.rollout_is_threshold=3", "Here it is correction.cap."),
         ("algorithm.rollout_correction.bypass_mode=true", "Here it is correction=bypass."),
+        ("+algorithm.rollout_correction.rollout_is_threshold=3", "Here it is correction.cap."),
         ("vllm_importance_sampling_cap=3", "Here it is correction.cap."),
         ("loss.clip_ratio_c=3", "Here it is loss.dual_clip."),
         ("correction.veto=1e-4", "Here it is correction.reject.veto."),
