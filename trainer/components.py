@@ -184,6 +184,8 @@ class PolicyConfig(Checked):
     """Type of forward and backward; master weights, gradients and optimizer are float32."""
     logprob_chunk_tokens: int = 512
     """Tokens whose full-vocabulary logits exist at one time."""
+    fp32_head: bool = False
+    """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
     cpus_per_worker: float = 0.5
     """Ray CPUs (logical cores) reserved for a worker."""
     gpus_per_worker: float = 0.0
@@ -277,7 +279,7 @@ class WandbMode(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class TrackingConfig(Checked):
-    """What is recorded besides metrics.jsonl and samples.jsonl."""
+    """What is recorded besides metrics.jsonl, samples.jsonl and histograms.jsonl."""
 
     wandb: WandbMode = WandbMode.auto
     """Where W&B rows go."""

@@ -1,7 +1,7 @@
 """MicroBatch -> log-probs and entropy of its response tokens. The only place where tokens shift by one.
 
 The full-vocabulary logits of at most `chunk_tokens` tokens exist at a time, in the forward and in the backward
-pass: each chunk is checkpointed, which costs one more matmul with the head and saves everything else.
+pass: `trainer/logprob_head.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 
 from rollout.hf import PreTrainedModel
 from trainer.batch import MicroBatch
+from trainer.logprob_head import HeadOptions, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
@@ -31,18 +31,6 @@ class TokenScores(NamedTuple):
     """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
     floor_delta: Tensor | None
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
-
-
-def score_chunk(
-    hidden: Tensor, targets: Tensor, head_weight: Tensor, head_bias: Tensor | None, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Hidden [C, H], targets [C] -> (log-probs [C], entropy [C]), float32."""
-    logits = linear(hidden, head_weight, head_bias).float() / temperature
-    log_normalizer = torch.logsumexp(logits, dim=-1)
-    logprobs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
-    probs = torch.exp(logits - log_normalizer[:, None])
-    entropy = log_normalizer - (probs * logits).sum(-1)
-    return logprobs, entropy
 
 
 def head_floor(
@@ -78,10 +66,11 @@ class ScoringModel(nn.Module):
 
     causal_lm: PreTrainedModel
 
-    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int, fp32_head: bool = False) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
+        self.fp32_head = fp32_head
 
     def forward(
         self,
@@ -104,13 +93,13 @@ class ScoringModel(nn.Module):
         # Token t is predicted from position t - 1; a response never starts a sequence.
         hidden = hidden[micro.response_index - 1]
         targets = micro.token_ids[micro.response_index]
-        logprobs, entropies = [], []
-        for rows, chunk_targets in zip(hidden.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
-            chunk_logprobs, entropy = checkpoint(
-                score_chunk, rows, chunk_targets, head.weight, head.bias, temperature, use_reentrant=False
-            )
-            logprobs.append(chunk_logprobs)
-            entropies.append(entropy if entropy_grad else entropy.detach())
+        options = HeadOptions(
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy_grad=entropy_grad,
+            float32=self.fp32_head,
+        )
+        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
         # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
         anchor = zeros + hidden.sum().float() * 0
@@ -119,7 +108,7 @@ class ScoringModel(nn.Module):
             with torch.no_grad():
                 floor = head_floor(hidden, targets, head, engine_dtype=floor_dtype, temperature=temperature)
         return TokenScores(
-            logprobs=anchor.index_put((micro.response_index,), torch.cat(logprobs)),
-            entropy=zeros.index_put((micro.response_index,), torch.cat(entropies)),
+            logprobs=anchor.index_put((micro.response_index,), logprobs),
+            entropy=zeros.index_put((micro.response_index,), entropy),
             floor_delta=floor,
         )

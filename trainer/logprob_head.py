@@ -8,10 +8,10 @@ With z = (W h + b) / T for a hidden state h, token y, p = softmax(z) and m = max
     d H / d z_j = -p_j (log p_j + H)
 
 The logits of `chunk_tokens` tokens exist at a time, in one buffer of the head's dtype. The softmax runs in float32
-on blocks of rows of that buffer that stay in the cache, so it costs no second buffer. The backward pass needs m, S
-and H only: it computes the logits of a chunk once more, replaces them block by block with their gradient, and
-multiplies. The forward leaves the logits of its last chunk behind, where the backward starts: a batch of at most
-`chunk_tokens` tokens is never computed twice.
+on blocks of rows of that buffer that stay in the cache, so it needs no second buffer of that size. The backward
+pass needs m, S and H only: it computes the logits of a chunk once more, replaces them block by block with their
+gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: a
+batch of at most `chunk_tokens` tokens is never computed twice.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
-GPU_BLOCK_ELEMENTS = 2**25
-"""Logits per block elsewhere: 128 MiB in float32, large against the cost of a kernel launch."""
+GPU_BLOCK_ELEMENTS = 2**24
+"""Logits per block elsewhere: 64 MiB in float32, large against the cost of a kernel launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +93,9 @@ class _Head:
         self._shape = (num_rows, vocab)
         block = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         self._block_rows = max(1, block // vocab)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.scratch = hidden.new_empty((2, min(self._block_rows, num_rows), vocab), dtype=wide)
+        """Two blocks of logits: allocating them anew for every block costs more than what is done with them."""
         self.buffer: Tensor | None = None
         """Holds the logits of the chunk that was computed last."""
 
@@ -122,14 +125,15 @@ class _Head:
             yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
 
 
-def _score_block(logits: Tensor, targets: Tensor, temperature: float, out: _Statistics) -> Tensor:
+def _score_block(logits: Tensor, targets: Tensor, *, temperature: float, out: _Statistics, scratch: Tensor) -> Tensor:
     """Fill `out` from logits [R, V] and return the log-probs [R, 1] of targets [R, 1]."""
-    z = logits.to(out.total.dtype, copy=True)
+    z, exps = scratch[:, : logits.shape[0]].unbind()
+    z.copy_(logits)
     if temperature != 1:
         z.div_(temperature)
     torch.amax(z, dim=-1, keepdim=True, out=out.maximum)
     z.sub_(out.maximum)
-    exps = z.exp()
+    torch.exp(z, out=exps)
     torch.sum(exps, dim=-1, keepdim=True, out=out.total)
     log_total = out.total.log()
     logprobs = z.gather(-1, targets) - log_total
@@ -144,12 +148,15 @@ def _differentiate_block(
     statistics: _Statistics,
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
+    *,
     temperature: float,
+    scratch: Tensor,
 ) -> None:
     """Replace logits [R, V] with the gradient of the loss by them; gradients of the outputs are [R, 1] or None."""
     # exp(z - m) / S is p; the division, the temperature and the sign are folded into factors of a row.
     scale = (statistics.total * temperature).reciprocal_()
-    z = logits.to(statistics.total.dtype)  # the buffer itself if it is float32
+    first, second = scratch[:, : logits.shape[0]].unbind()
+    z = logits if logits.dtype == scratch.dtype else first.copy_(logits)
     if temperature != 1:
         z.div_(temperature)
     z.sub_(statistics.maximum)
@@ -158,7 +165,7 @@ def _differentiate_block(
         slope = grad_entropy * scale
         # -p (log p + H) = -p (z - m + H - log S)
         offset = factor - slope * (statistics.entropy - statistics.total.log())
-        factor = torch.addcmul(offset, z, slope, value=-1)
+        factor = torch.addcmul(offset, z, slope, value=-1, out=second)
     z.exp_().mul_(factor)
     if grad_logprobs is not None:
         z.scatter_add_(-1, targets, grad_logprobs / temperature)
@@ -180,7 +187,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logits = head.logits(chunk)
             for rows, tokens in head.blocks(chunk):
                 logprobs[tokens] = _score_block(
-                    logits[rows], targets[tokens, None], options.temperature, statistics.rows(tokens)
+                    logits[rows],
+                    targets[tokens, None],
+                    temperature=options.temperature,
+                    out=statistics.rows(tokens),
+                    scratch=head.scratch,
                 )
         entropy = statistics.entropy.squeeze(-1).clone()
         if not options.entropy_grad:
@@ -213,7 +224,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     ctx.statistics.rows(tokens),
                     None if grad_logprobs is None else grad_logprobs[tokens],
                     None if grad_entropy is None else grad_entropy[tokens],
-                    ctx.options.temperature,
+                    temperature=ctx.options.temperature,
+                    scratch=head.scratch,
                 )
             gradients.add(chunk, logits)
         return gradients.of_hidden(), None, gradients.of_weight(weight.dtype), gradients.of_bias(weight.dtype), None

@@ -105,7 +105,9 @@ class PolicyWorker:
         )
         causal_lm = load_causal_lm(setup.model_path)
         num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        self._model = ScoringModel(causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens).to(self._device)
+        self._model = ScoringModel(
+            causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens, fp32_head=config.policy.fp32_head
+        ).to(self._device)
         self._model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
         shard(self._model, mesh, config.policy.dtype)
@@ -121,7 +123,9 @@ class PolicyWorker:
     def _load_reference(self, mesh: DeviceMesh) -> ScoringModel:
         """The policy as the run starts with it, frozen and sharded like the policy."""
         causal_lm = load_causal_lm(self._setup.model_path)
-        reference = ScoringModel(causal_lm, chunk_tokens=self._config.policy.logprob_chunk_tokens).to(self._device)
+        policy = self._config.policy
+        reference = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+        reference = reference.to(self._device)
         reference.requires_grad_(False).eval()
         shard(reference, mesh, self._config.policy.dtype)
         return reference

@@ -18,7 +18,7 @@ from trainer.packing import micro_batch
 VOCAB = 40
 
 
-def make_model(*, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION) -> ScoringModel:
+def make_model(*, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION, fp32_head: bool = False) -> ScoringModel:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -35,7 +35,7 @@ def make_model(*, chunk_tokens: int = 512, attention: str = PACKED_ATTENTION) ->
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.3)
-    return ScoringModel(model, chunk_tokens=chunk_tokens)
+    return ScoringModel(model, chunk_tokens=chunk_tokens, fp32_head=fp32_head)
 
 
 def make_samples(lengths: Sequence[tuple[int, int]] = ((3, 5), (6, 2), (1, 9))) -> list[Sample]:
@@ -127,6 +127,16 @@ def test_floor_is_positive_and_grows_with_rounding() -> None:
         floors[dtype] = k3(delta).mean().item()
     assert 0 < floors[torch.float32] < 1e-10
     assert 1e-8 < floors[torch.bfloat16] < 1e-2
+
+
+def test_a_float32_head_takes_the_floor_away() -> None:
+    micro = micro_batch(make_samples())
+    plain, wide = (make_model(fp32_head=wide).bfloat16() for wide in (False, True))
+    rounded = plain(micro, temperature=0.7, floor_dtype=torch.bfloat16)
+    gap = (rounded.logprobs - wide(micro, temperature=0.7).logprobs)[micro.response_mask]
+    assert rounded.floor_delta is not None
+    assert rounded.floor_delta.abs().max() > 1e-3
+    torch.testing.assert_close(gap.double(), rounded.floor_delta, atol=1e-5, rtol=0)
 
 
 def test_token_grid() -> None:

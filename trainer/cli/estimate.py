@@ -22,8 +22,8 @@ MASTER_BYTES = 4
 """Master weights and gradients are float32."""
 ADAMW_BYTES = 8
 """Two float32 moments per parameter."""
-LOGITS_COPIES = 3
-"""Float32 arrays of [chunk, vocabulary] that exist together: logits, probabilities, gradient."""
+SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
+"""Two float32 blocks of logits in which the softmax runs, at most (trainer/logprob_head.py)."""
 GATHERED_LAYERS = 2
 """Decoder layers that FSDP holds whole: the one that computes and the one that is fetched ahead."""
 ARITHMETIC_HEAD_SIZE = 32
@@ -117,12 +117,14 @@ def rank_memory(config: TrainConfig, shape: ModelShape) -> RankMemory:
     shard = math.ceil(shape.num_parameters / ranks)
     # Embedding and head stay gathered from the forward to the end of the backward pass: they are in the root unit.
     whole = shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
+    head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
+    logits_bytes = config.policy.logprob_chunk_tokens * shape.vocab_size * head_bytes
     return RankMemory(
         weights=shard * MASTER_BYTES * (1 + config.has_reference),
         gradients=shard * MASTER_BYTES,
         optimizer=shard * ADAMW_BYTES,
         gathered=whole * compute_bytes,
-        logits=config.policy.logprob_chunk_tokens * shape.vocab_size * 4 * LOGITS_COPIES,
+        logits=logits_bytes + min(SOFTMAX_SCRATCH_BYTES, 2 * logits_bytes),
     )
 
 
