@@ -133,8 +133,8 @@ def test_memory_by_hand() -> None:
     assert n % 4 == 0, "so that the shards below are exact"
     assert (memory.weights, memory.gradients, memory.optimizer) == (n, n, 2 * n)
     assert memory.gathered == 2 * (n - 3 * layer + 2 * layer)
-    # float32 logits of a chunk of ten tokens, and two blocks no larger than that for the softmax.
-    assert memory.logits == 10 * shape.vocab_size * 4 * 3
+    # bfloat16 logits of a chunk of ten tokens, and two blocks no larger than that for the softmax.
+    assert memory.logits == 10 * shape.vocab_size * 2 * 3
     assert memory.total == 4 * n + memory.gathered + memory.logits
     engine = engine_memory(config, shape)
     assert engine.weights == 2 * n
