@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from algorithms.config import (
     Estimator,
     KLEstimator,
     KLPlacement,
+    MISConfig,
     ReferenceKLConfig,
     SelfNormalize,
     TISConfig,
 )
 from rollout.types import Sample
 from trainer.config import TrainConfig
-from trainer.micro_loss import rebase_advantages
+from trainer.forward import TokenScores
+from trainer.micro_loss import micro_loss, rebase_advantages
 from trainer.packing import pack
 from trainer.worker import TrainReport
 
@@ -144,3 +147,23 @@ def test_combinations_without_effect_are_refused(model_path: Path) -> None:
         config_with(model_path, IN_LOSS[0], TISConfig(self_normalize=SelfNormalize.mean_one))
     config_with(model_path, IN_REWARD, TISConfig(self_normalize=SelfNormalize.mean_one))
     config_with(model_path, IN_LOSS[0], BypassConfig())
+
+
+def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) -> None:
+    # log mu = -12 of a token with pi = 0.5: rho is 81,000, and an unbounded pi_theta / mu would own the gradient.
+    config = config_with(model_path, ReferenceKLConfig(coef=0.01), MISConfig())
+    samples = make_samples()[:1]
+    first = samples[0].response_mask.index(True)
+    pi = math.log(0.5)
+    samples[0].rollout_logprobs = [pi if masked else 0.0 for masked in samples[0].response_mask]
+    samples[0].rollout_logprobs[first] = -12.0
+    samples[0].advantage = 0.0
+    [mini] = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
+    [micro] = mini.micro_batches
+    micro.ref_logprobs = torch.where(micro.response_mask, math.log(0.25), 0.0)
+    logprobs = torch.where(micro.response_mask, pi, 0.0).requires_grad_()
+    scores = TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs), floor_delta=None)
+    micro_loss(config, micro, scores, old_logprobs=logprobs.detach(), mini=mini).loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[first] == 0
+    assert (logprobs.grad[micro.response_mask][1:] > 0).all()
