@@ -305,6 +305,19 @@ def test_a_preset_is_an_option_whose_keys_can_be_set() -> None:
     assert not messages("correction=glob(*)", multirun=True)
 
 
+def test_a_resume_needs_a_checkpoint_or_an_empty_directory(tmp_path: Path) -> None:
+    words = ("rollout=torch", f"run.dir={tmp_path / 'run'}", "run.resume=auto")
+    assert not start_problems(resolved(*words))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    [problem] = start_problems(resolved(*words))
+    assert str(problem).startswith("run.resume finds no checkpoint in run.dir")
+    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert not start_problems(resolved(*words))
+    [problem] = start_problems(resolved("rollout=torch", "run.resume=auto", "run.seed=1,2", multirun=True))
+    assert "must be never in a sweep" in str(problem)
+
+
 # ---------------------------------------------------------------------------------------------------- sweeps
 
 

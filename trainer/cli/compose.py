@@ -111,7 +111,12 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     problems = []
     output_dir = resolution.runs[0].output_dir if resolution.runs else None
     resumes = any(run.config is not None and run.config.run.resume is Resume.auto for run in resolution.runs)
-    if resumes:
+    if resumes and resolution.multirun:
+        remedy = "Resume its runs one by one with run.dir=..."
+        problems.append(
+            Problem(key="run.resume", rule="must be never in a sweep, whose runs are new", value="auto", remedy=remedy)
+        )
+    elif resumes:
         problems += _resume_problems(resolution.runs[0].output_dir)
     elif output_dir is not None and output_dir.exists() and not (output_dir.is_dir() and not any(output_dir.iterdir())):
         key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
