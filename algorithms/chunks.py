@@ -1,15 +1,23 @@
 """Long packed tensors cut at sequences, so that a chain of elementwise steps stays in a processor's cache.
 
 A chain of n steps over a tensor that does not fit the cache reads and writes main memory n times; over a piece that
-fits, once. `algorithms.correction` and `algorithms.diagnostics` work piece by piece and join. T: packed tokens.
+fits, once. `algorithms.correction` and the statistics work piece by piece and join. T: packed tokens.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 2**16
-"""Tokens of a piece: 256 KiB per float32 vector, so that a handful fits the second-level cache of a core."""
+"""Tokens of a piece on a CPU: 256 KiB per float32 vector, so that a handful fits the second-level cache of a core."""
+DEVICE_CHUNK_TOKENS = 2**22
+"""Tokens of a piece elsewhere: long kernels, and not much memory besides the batch."""
+
+
+def chunk_tokens(device: torch.device) -> int:
+    """Tokens that are worked on at a time on `device`."""
+    return CHUNK_TOKENS if device.type == "cpu" else DEVICE_CHUNK_TOKENS
 
 
 def sequence_chunks(cu_seqlens: Tensor, *, num_tokens: int) -> list[tuple[slice, Tensor]]:

@@ -30,7 +30,6 @@ from torch import Tensor
 from algorithms.bits import bits_mask, keep_where, mask_bits, valid_bits
 from algorithms.chunks import sequence_chunks
 from algorithms.config import (
-    MAX_LOG_RATIO,
     WHOLE_RESPONSE_LEVELS,
     Anchor,
     Bound,
@@ -51,6 +50,7 @@ from algorithms.config import (
     VanillaISConfig,
     WeightSpec,
 )
+from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed, segment_mean, segment_sum
 from algorithms.rejection import Gap, Verdict, expand_responses, expand_sequences, verdicts
 
@@ -355,7 +355,7 @@ def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
     if weight is None:
         return _Bounded(weight=None, keep=gap.valid)
     log_ratio, valid = LEVELS[weight.level](gap)
-    raw = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    raw = bounded_exp(log_ratio)
     low, high = weight.low, weight.high
     never = torch.zeros_like(valid)
     below = never if low is None else log_ratio < math.log(low)

@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from algorithms.chunks import chunk_tokens
 from algorithms.correction import valid_tokens
 from algorithms.kl import k3
 from algorithms.masked import require_packed, segment_expand
@@ -25,8 +26,6 @@ POSITION_BINS: Final = 20
 JOINT_BINS: Final = 50
 """Bins of equal width of pi_old, and as many of mu."""
 GRID: Final = PROBABILITY_BINS * POSITION_BINS
-CHUNK_TOKENS: Final = 2**16
-"""Tokens that are binned at a time: their vectors fit a processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +105,7 @@ def mismatch_histograms(
         seen = response_mask.cumsum(0, dtype=torch.int32)
         before = torch.cat([seen.new_zeros(1), seen])[cu_seqlens[:-1].long()]
         positions = seen - segment_expand(before, cu_seqlens, num_tokens=num_tokens)
-        size = CHUNK_TOKENS if device.type == "cpu" else max(num_tokens, 1)
+        size = chunk_tokens(device)
         for start in range(0, num_tokens, size):
             part = slice(start, start + size)
             _add(grid, joint, old_logprobs[part], rollout_logprobs[part], response_mask[part], positions[part])

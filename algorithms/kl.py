@@ -18,6 +18,11 @@ from torch import Tensor
 from algorithms.config import MAX_LOG_RATIO
 
 
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, elementwise: the ratio; it and its square are finite in float32."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def k1(log_ratio: Tensor) -> Tensor:
     """-Delta, elementwise, nats. The mean estimates KL(mu || pi_train) and may be negative in a batch."""
     return -log_ratio

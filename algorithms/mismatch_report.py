@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from algorithms.config import MAX_LOG_RATIO
-from algorithms.kl import k2, k3
+from algorithms.kl import bounded_exp, k2, k3
 from algorithms.mismatch_stats import NUM_LAGS, SCALARS
 from algorithms.sketch import KEPT_KIND, REJECTED_KIND, SEQUENCE_KIND, SKETCH_SIZE, LogRatios
 from algorithms.stats import Stats, max_or_none, mean_or_none
@@ -201,7 +201,7 @@ class _Host:
     def _weights(self) -> Metrics:
         sums, valid, num = self.sums, self.sums["valid"], self.sums["sequences"]
         corrected, corrected_num = sums["corrected_valid"], sums["corrected_sequences"]
-        ratio, squared = self.both.total(_ratio), self.both.total(lambda x: _ratio(x).square())
+        ratio, squared = self.both.total(bounded_exp), self.both.total(lambda x: bounded_exp(x).square())
         ess_token = mean_or_none(ratio**2, valid * squared)
         ess_seq = mean_or_none(sums["ratio"] ** 2, num * sums["ratio_squared"])
         return {
@@ -276,10 +276,6 @@ def _clamped(value: float) -> float:
 def _k3_of(delta: float) -> float:
     """k3 of one log-ratio."""
     return float(k3(torch.tensor(delta, dtype=torch.float64)))
-
-
-def _ratio(delta: Tensor) -> Tensor:
-    return delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _chi_squared(delta: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.config import MAX_LOG_RATIO
 from algorithms.correction import Correction
+from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed
 from algorithms.sketch import SEQUENCE_KIND, UNREAD_KIND, add_log_ratios, flat_sketch, new_table
 from algorithms.token_sums import BLOCK, FLAGS, TOKEN_SUMS, Measured, Tokens, measure, pass_over
@@ -167,16 +167,16 @@ def _per_sequence(rows: Tensor, flags: Tensor, context: StepContext, keep: Tenso
     tokens, valid, kept = flags[:3]
     seen, response = valid > 0, tokens > 0
     mean_delta, mean_rollout = delta / valid.clamp(min=1), rollout / valid.clamp(min=1)
-    ratio = _exp(delta)
+    ratio = bounded_exp(delta)
     mean_weight = weight / valid.clamp(min=1)
     invalid = valid < tokens
     over_seen = [
         seen,
-        _exp(-mean_rollout - mean_delta),
-        _exp(-mean_rollout),
+        bounded_exp(-mean_rollout - mean_delta),
+        bounded_exp(-mean_rollout),
         -mean_delta,
         mean_delta.abs(),
-        _exp(-mean_delta),
+        bounded_exp(-mean_delta),
         ratio,
         ratio.square(),
         weight,
@@ -215,7 +215,3 @@ def _by_lag(sequences: Tensor, lags: Tensor | None) -> Tensor:
 def _sketch_sequences(table: Tensor, delta: Tensor, *, valid: Tensor) -> None:
     """Count the log-ratios of the sequences [N]; those without a valid token land where nobody reads."""
     add_log_ratios(table, delta, kind=torch.where(valid > 0, SEQUENCE_KIND, UNREAD_KIND).to(torch.int32))
-
-
-def _exp(values: Tensor) -> Tensor:
-    return values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

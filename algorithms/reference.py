@@ -31,9 +31,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from algorithms.config import MAX_LOG_RATIO
 from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
-from algorithms.kl import k1, k2, k3
+from algorithms.kl import bounded_exp, k1, k2, k3
 from algorithms.masked import require_packed
 from algorithms.stats import Stats, mean_or_none
 
@@ -65,8 +64,7 @@ def reference_kl(
         case KLEstimator.k3:
             return k3(log_ratio)
         case KLEstimator.unbiased:
-            ratio = (logprobs - _needed(old_logprobs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-            return ratio * k3(log_ratio)
+            return bounded_exp(logprobs - _needed(old_logprobs).detach()) * k3(log_ratio)
 
 
 def reference_kl_loss(

@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from algorithms.config import MAX_LOG_RATIO
 from algorithms.config.loss import (
     CISPOConfig,
     DPPOKLConfig,
@@ -24,7 +23,7 @@ from algorithms.config.loss import (
     ReinforceConfig,
     SAPOConfig,
 )
-from algorithms.kl import bernoulli_kl
+from algorithms.kl import bernoulli_kl, bounded_exp
 from algorithms.masked import segment_expand, segment_mean
 
 MAX_SEQUENCE_LOG_RATIO: Final = 10.0
@@ -250,7 +249,7 @@ SURROGATES: Final[dict[str, SurrogateFn]] = {
 
 def _ratio(logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
     """pi_theta / anchor of each token [T]."""
-    return (logprobs - anchor_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded_exp(logprobs - anchor_logprobs)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:

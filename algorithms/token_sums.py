@@ -14,15 +14,12 @@ import torch
 from torch import Tensor
 
 from algorithms.bits import bits_mask, keep_where, mask_bits, valid_bits
+from algorithms.chunks import chunk_tokens
 from algorithms.kl import k3
 from algorithms.sketch import GROUP_BINS, add_log_ratios
 
 BLOCK: Final = 64
 """Tokens of a block: long enough that blocks are cheap, short enough that few tokens share one with a border."""
-CHUNK_TOKENS: Final = {"cpu": 2**16}
-"""Tokens of a piece by device type. On a CPU larger pieces leave the caches, smaller ones pay for more calls."""
-DEFAULT_CHUNK_TOKENS: Final = 2**22
-"""Elsewhere: long kernels, and not much memory besides the batch."""
 LOG2_E: Final = math.log2(math.e)
 
 TOKEN_SUMS: Final = (
@@ -119,7 +116,7 @@ def pass_over(tokens: Tokens, table: Tensor, *, with_k3: bool) -> tuple[Tensor, 
     """Every token once -> TOKEN_SUMS, MISMATCH_MAXES, and sums per block [rows + flags, B]; fills `table`."""
     num_tokens = tokens.response_mask.shape[0]
     device = tokens.response_mask.device
-    size = CHUNK_TOKENS.get(device.type, DEFAULT_CHUNK_TOKENS)
+    size = chunk_tokens(device)  # whole blocks
     num_rows = 3 + with_k3 + len(FLAGS) + len(tokens.verdicts)
     blocks = torch.zeros(num_rows, -(-num_tokens // BLOCK), dtype=torch.float64, device=device)
     totals = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=device)

@@ -103,15 +103,10 @@ class PolicyWorker:
             world_size=config.policy.num_workers,
             timeout=timedelta(seconds=config.policy.step_timeout_s),
         )
-        causal_lm = load_causal_lm(setup.model_path)
-        num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        self._model = ScoringModel(
-            causal_lm, chunk_tokens=config.policy.logprob_chunk_tokens, fp32_head=config.policy.fp32_head
-        ).to(self._device)
-        self._model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
-        shard(self._model, mesh, config.policy.dtype)
-        self._reference = self._load_reference(mesh) if config.has_reference else None
+        self._model, num_parameters = self._load_model(mesh, trained=True)
+        # The policy as the run starts with it.
+        self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._optimizer = build_optimizer(self._model, config.optim)
         return PolicyInfo(
             rank=setup.rank,
@@ -120,15 +115,16 @@ class PolicyWorker:
             rss_bytes=psutil.Process().memory_info().rss,
         )
 
-    def _load_reference(self, mesh: DeviceMesh) -> ScoringModel:
-        """The policy as the run starts with it, frozen and sharded like the policy."""
-        causal_lm = load_causal_lm(self._setup.model_path)
+    def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
+        """The model of the run, sharded, and its number of parameters; frozen if it is not `trained`."""
         policy = self._config.policy
-        reference = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
-        reference = reference.to(self._device)
-        reference.requires_grad_(False).eval()
-        shard(reference, mesh, self._config.policy.dtype)
-        return reference
+        causal_lm = load_causal_lm(self._setup.model_path)
+        num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
+        model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+        model.to(self._device).requires_grad_(trained)
+        model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
+        shard(model, mesh, policy.dtype)
+        return model, num_parameters
 
     def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
         """One rollout step: every mini-batch is one optimizer step. Returns global metrics.

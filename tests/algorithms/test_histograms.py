@@ -6,7 +6,7 @@ import pytest
 import torch
 from algorithm_cases import Batch, random_batch
 
-from algorithms import histograms
+from algorithms import chunks
 from algorithms.histograms import JOINT_BINS, MismatchHistograms, mismatch_histograms
 
 
@@ -80,7 +80,7 @@ def test_parts_add_up_and_pieces_make_no_difference(monkeypatch: pytest.MonkeyPa
     assert whole.sums[:400].sum() == batch.response_mask.sum()
     merged = of(batch.select([0, 1])).merge(of(batch.select([2, 3])))
     torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(histograms, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 16)
     torch.testing.assert_close(of(batch).sums, whole.sums, rtol=1e-12, atol=1e-12)
 
 

@@ -10,7 +10,7 @@ from algorithm_cases import MODES, Batch, corrected, packed, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms import token_sums
+from algorithms import chunks
 from algorithms.correction import (
     Correction,
     CorrectionConfig,
@@ -443,7 +443,7 @@ def test_sequences_of_every_length_are_told_apart() -> None:
 def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(6, [300, 20, 500, 1], noise=0.3)
     whole = stats_of(batch, MISConfig())
-    monkeypatch.setitem(token_sums.CHUNK_TOKENS, "cpu", 2 * BLOCK)
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 2 * BLOCK)
     pieces = stats_of(batch, MISConfig())
     torch.testing.assert_close(pieces.sums, whole.sums, rtol=1e-12, atol=1e-12)
     assert torch.equal(pieces.maxes, whole.maxes)

@@ -168,7 +168,8 @@ def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
                     problems.append(keys.unknown_key([name, str(key)], 1, value, root=root))
     for key in root:
         if key not in parts and key != HYDRA_KEY:
-            problems.append(keys.unknown_key(*_leaf(str(key), OmegaConf.select(root, str(key))), root=root))
+            path, value = _leaf(str(key), OmegaConf.select(root, str(key)))
+            problems.append(keys.unknown_key(path, 0, value, root=root))
     config = object.__new__(TrainConfig)
     for name, part in parts.items():
         setattr(config, name, part)
@@ -177,14 +178,14 @@ def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
     return (None, problems) if problems else (config, [])
 
 
-def _leaf(key: str, value: object) -> tuple[list[str], int, object]:
-    """Path, depth of the unknown part, and value of what "+key.a.b=1" added to the root."""
+def _leaf(key: str, value: object) -> tuple[list[str], object]:
+    """Path and value of what "+key.a.b=1" added to the root."""
     path = [key]
     while isinstance(value, DictConfig) and len(value) == 1:
         [name] = value
         path.append(str(name))
         value = value[name]
-    return path, 0, value
+    return path, value
 
 
 def _table_problems(config: TrainConfig) -> list[Problem]:
