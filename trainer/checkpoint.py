@@ -69,15 +69,18 @@ def begin_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def commit_checkpoint(unfinished: Path, state: RunState, *, keep: int) -> Checkpoint:
-    """Complete the checkpoint in `unfinished`, give it its name and remove all but the newest `keep`."""
+    """Complete the checkpoint in `unfinished`, give it its name and remove all but the newest `keep`.
+
+    Later ones are damaged: the run was resumed from an earlier one. They must not stand for a good one among `keep`.
+    """
     (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
     files = {str(path.relative_to(unfinished)): _describe(path) for path in _files(unfinished)}
     (unfinished / MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
     for path in [*_files(unfinished), unfinished / POLICY, unfinished]:
         _to_disk(path)
     path = unfinished.parent / f"step_{state.step:06d}"
-    # A checkpoint of this step can only be left over from before a resume.
-    shutil.rmtree(path, ignore_errors=True)
+    for damaged in [other for other in _by_age(path.parent) if other.name >= path.name]:
+        shutil.rmtree(damaged)
     unfinished.rename(path)
     _to_disk(path.parent)
     for old in _by_age(path.parent)[keep:]:

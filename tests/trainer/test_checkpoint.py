@@ -48,6 +48,14 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
 
 
+def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    write(tmp_path, 2, keep=1)
+    (write(tmp_path, 4, keep=2) / "state.json").write_text("")
+    write(tmp_path, 3, keep=1)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 3
+
+
 def test_an_unfinished_checkpoint_does_not_count_and_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 1)
     unfinished = begin_checkpoint(tmp_path, 2)
