@@ -19,7 +19,7 @@ from algorithms.config import MAX_LOG_RATIO
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, elementwise: the ratio; it and its square are finite in float32."""
+    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, elementwise: it and its square are finite in float32."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
