@@ -34,7 +34,7 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path) -> Checkpo
     start = resolve_model(config, progress=lambda step, num_steps, loss: None)
     model = ScoringModel(load_causal_lm(start), chunk_tokens=config.policy.logprob_chunk_tokens)
     state = get_model_state_dict(model)
-    dcp.load({"model": state}, checkpoint_id=checkpoint.policy_path, no_dist=True)
+    dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
     set_model_state_dict(model, state)
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -67,7 +67,7 @@ def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def gradient_sync(model: ScoringModel, enabled: bool) -> None:
+def gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients over ranks; only the last one of an optimizer step has to."""
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded yet")

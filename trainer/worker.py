@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
@@ -29,15 +28,13 @@ from rollout.weights import DTYPES, pack_buckets
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
-from trainer.micro_loss import NUM_COUNTS, StepFactor, micro_loss, rebase_advantages, step_factor
-from trainer.model import full_tensors, gradient_sync, load_causal_lm, shard
-from trainer.optim import build_optimizer, clip_gradients, learning_rate, scale_gradients
+from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
+from trainer.model import full_tensors, load_causal_lm, shard
+from trainer.optim import learning_rate
 from trainer.step_totals import StepTotals
+from trainer.trainable import Trainable
 
 logger = logging.getLogger(__name__)
-
-MAX_CONSECUTIVE_BAD_STEPS = 3
-"""Optimizer steps with a non-finite gradient norm in a row after which the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +82,6 @@ class PolicyWorker:
     def __init__(self, setup: PolicySetup) -> None:
         self._setup = setup
         self._config = setup.config
-        self._bad_steps = 0
 
     # ---------------------------------------------------------------- verbs
 
@@ -104,10 +100,10 @@ class PolicyWorker:
             timeout=timedelta(seconds=config.policy.step_timeout_s),
         )
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
-        self._model, num_parameters = self._load_model(mesh, trained=True)
+        model, num_parameters = self._load_model(mesh, trained=True)
+        self._policy = Trainable(model, config.optim, name="policy")
         # The policy as the run starts with it.
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
-        self._optimizer = build_optimizer(self._model, config.optim)
         return PolicyInfo(
             rank=setup.rank,
             pid=os.getpid(),
@@ -137,8 +133,7 @@ class PolicyWorker:
             for mini in mini_batches
         ]
         rate = learning_rate(self._config.optim, step=step, num_steps=self._config.run.num_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        self._policy.set_learning_rate(rate)
         if self._config.needs_old_logprobs_pass:
             self._fill_old_logprobs(minis)
         if self._reference is not None:
@@ -169,7 +164,7 @@ class PolicyWorker:
 
     def weight_buckets(self, policy_version: int) -> list[WeightBucket]:
         """All weights in the engine's dtype, flattened; rank 0 returns them, the others an empty list."""
-        tensors = full_tensors(self._model)  # sharded master weights, whatever ran before
+        tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
@@ -183,14 +178,13 @@ class PolicyWorker:
 
     def save_checkpoint(self, path: Path) -> None:
         """Write weights and optimizer to the directory `path`, every rank its shards."""
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        dcp.save({"policy": self._policy.state_dict()}, checkpoint_id=path)
 
     def load_checkpoint(self, path: Path) -> None:
         """Take weights and optimizer from `path`, which any number of ranks may have written."""
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)  # into the tensors of both
-        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        state = self._policy.state_dict()
+        dcp.load({"policy": state}, checkpoint_id=path)  # into the tensors of the state
+        self._policy.load_state_dict(state)
 
     def stop(self) -> None:
         """Leave the process group."""
@@ -200,7 +194,7 @@ class PolicyWorker:
     # ---------------------------------------------------------------- the training step
 
     def _score(self, micro: MicroBatch, *, measure_floor: bool = False) -> TokenScores:
-        scores: TokenScores = self._model(
+        scores: TokenScores = self._policy.model(
             micro,
             temperature=self._config.sampling.temperature,
             entropy_grad=self._config.loss.entropy_coef > 0,
@@ -225,15 +219,13 @@ class PolicyWorker:
     def _optimizer_step(self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals) -> bool:
         """Forward, backward and update of one mini-batch; False if nothing could be learnt from it."""
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
-            gradient_sync(self._model, position == len(mini.micro_batches) - 1)
             scores = self._score(micro, measure_floor=index == 0 and position == 0)
             # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
             old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
             part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini)
-            # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-            (part.loss * self._config.policy.num_workers).backward()
+            self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             counts += part.counts
             totals.add_loss(part.stats)
             # Later mini-batches without a pi_old show drift and mismatch together and are left out.
@@ -242,25 +234,9 @@ class PolicyWorker:
             totals.add_floor(scores.floor_delta)
         dist.all_reduce(counts)
         factor = step_factor(self._config, counts, mini)
-        scale_gradients(self._model, factor.gradient)
-        norm = clip_gradients(self._model, self._config.optim.max_grad_norm)
+        norm = self._policy.gradient_norm(factor.gradient)
         totals.end_step(factor, grad_norm=norm)
-        return self._update(norm, factor)
-
-    def _update(self, norm: float, factor: StepFactor) -> bool:
-        """Take the optimizer step unless the gradient is not finite or every token was rejected."""
-        if not math.isfinite(norm):
-            self._bad_steps += 1
-            logger.warning("gradient norm is %s: optimizer step skipped on every rank", norm)
-            if self._bad_steps >= MAX_CONSECUTIVE_BAD_STEPS:
-                raise RuntimeError(
-                    f"phase train: {self._bad_steps} optimizer steps in a row had a non-finite gradient norm; "
-                    "lower optim.lr or set policy.dtype=float32"
-                )
-            return False
-        self._bad_steps = 0
-        if factor.kept_tokens == 0:
+        if factor.kept_tokens == 0 and math.isfinite(norm):
             logger.warning("every token was rejected: optimizer step skipped on every rank")
             return False
-        self._optimizer.step()
-        return True
+        return self._policy.update(norm)

@@ -92,5 +92,5 @@ def lone_worker(config: TrainConfig, model_path: Path) -> Iterator[PolicyWorker]
 def count_forwards(worker: PolicyWorker) -> list[int]:
     """Tokens of every forward of the policy from now on, as a list that grows."""
     tokens: list[int] = []
-    worker._model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].num_tokens))
+    worker._policy.model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].num_tokens))
     return tokens

@@ -108,7 +108,7 @@ def gradient(config: TrainConfig, model_path: Path, samples: Sequence[Sample], *
     """Gradient [P] of one optimizer step over all parameters; clipping is off."""
     config = replace(config, optim=replace(config.optim, max_grad_norm=1e9))
     _, worker = train(config, model_path, [samples], max_tokens=max_tokens)
-    grads = [parameter.grad for parameter in worker._model.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in worker._policy.model.parameters() if parameter.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
 
 

@@ -30,7 +30,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
         worker.save_checkpoint(unfinished / POLICY)
         stream = StreamState(seed=0, epoch=0, position=0, digest="")
         commit_checkpoint(unfinished, RunState(step=1, policy_version=1, stream=stream), keep=2)
-        trained = {name: tensor.clone() for name, tensor in full_tensors(worker._model)}
+        trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
     assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     untrained = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
