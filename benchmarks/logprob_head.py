@@ -3,7 +3,9 @@
     python benchmarks/logprob_head.py [--tokens 4096] [--vocab 151936] [--hidden 512] [--repeats 3] [--threads 2]
 
 naive: all logits in float32, log_softmax, gather. checkpoint: chunks under torch.utils.checkpoint. ours:
-`trainer/logprob_head.py`. verl: `FusedLinearForPPO`. TRL: `selective_log_softmax_and_entropy` on the head's logits.
+`trainer/logprob_head.py`, and ahead: told the gradient of the loss while it scores, as the trainer does where the
+loss of a token needs no other token. verl: `FusedLinearForPPO`. TRL: `selective_log_softmax_and_entropy` on the head's
+logits.
 The entropy is a value without gradient unless `--entropy-grad` is given. verl and TRL are optional (pip install verl
 trl); what is not installed is left out.
 
@@ -78,6 +80,22 @@ def ours(args: argparse.Namespace) -> Score:
     return lambda hidden, targets, weight: token_logprobs(hidden, targets, weight, None, options)
 
 
+def ahead(args: argparse.Namespace) -> Score:
+    from trainer.logprob_head import HeadOptions, token_logprobs
+
+    options = HeadOptions(temperature=args.temperature, chunk_tokens=args.chunk, entropy_grad=args.entropy_grad)
+
+    def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        signs = signs_of(targets)
+
+        def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+            return signs[chunk], torch.ones_like(entropy) if args.entropy_grad else None
+
+        return token_logprobs(hidden, targets, weight, None, options, gradient_of)
+
+    return score
+
+
 def verl(args: argparse.Namespace) -> Score:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
@@ -106,6 +124,7 @@ VARIANTS: dict[str, Callable[[argparse.Namespace], Score]] = {
     "naive": naive,
     "checkpoint": checkpointed,
     "ours": ours,
+    "ahead": ahead,
     "verl": verl,
     "trl": trl,
 }
@@ -129,11 +148,15 @@ def make_inputs(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), torch.randint(args.vocab, (args.tokens,)), weight.requires_grad_()
 
 
+def signs_of(targets: Tensor) -> Tensor:
+    """The gradient of the loss by each log-prob: of both signs, no two alike."""
+    return torch.linspace(-1, 2, len(targets))
+
+
 def step(score: Score, hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Forward and backward; (log-probs, gradient of the hidden states), the weight's gradient in `weight.grad`."""
     logprobs, entropy = score(hidden, targets, weight)
-    signs = torch.linspace(-1, 2, len(targets))
-    loss = (signs * logprobs).sum()
+    loss = (signs_of(targets) * logprobs).sum()
     if entropy.requires_grad:
         loss = loss + entropy.sum()
     loss.backward()
@@ -167,7 +190,7 @@ def errors(
     rows = hidden.detach()[last].double().requires_grad_()
     logprobs = torch.log_softmax(rows @ weight.detach().double().T / args.temperature, dim=-1)
     chosen = logprobs.gather(-1, targets[last, None]).squeeze(-1)
-    loss = (torch.linspace(-1, 2, len(targets))[last].double() * chosen).sum()
+    loss = (signs_of(targets)[last].double() * chosen).sum()
     if args.entropy_grad:
         loss = loss - (logprobs.exp() * logprobs).sum()
     loss.backward()

@@ -44,6 +44,24 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return int(self.token_ids.numel())
 
+    def select(self, index: Tensor) -> MicroBatch:
+        """The response tokens at `index` [C] as one sequence: for what looks at each token by itself."""
+        size = index.numel()
+        return MicroBatch(
+            token_ids=self.token_ids[index],
+            position_ids=self.position_ids[index],
+            cu_seqlens=torch.tensor([0, size], dtype=torch.int32, device=index.device),
+            max_seqlen=size,
+            response_index=torch.arange(size, device=index.device),
+            response_mask=self.response_mask[index],
+            rollout_logprobs=self.rollout_logprobs[index],
+            advantages=self.advantages[index],
+            sample_keys=[],
+            sample_numbers=self.sample_numbers.new_zeros(1),
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[index],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
+        )
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
         return replace(

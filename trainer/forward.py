@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from rollout.hf import PreTrainedModel
 from trainer.batch import MicroBatch
-from trainer.logprob_head import HeadOptions, token_logprobs
+from trainer.logprob_head import HeadOptions, TokenGradient, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
@@ -79,8 +79,12 @@ class ScoringModel(nn.Module):
         temperature: float,
         entropy_grad: bool = False,
         floor_dtype: torch.dtype | None = None,
+        gradient_of: TokenGradient | None = None,
     ) -> TokenScores:
-        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding."""
+        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding.
+
+        `gradient_of` tells the head the gradient of the loss while it scores: `trainer/token_gradient.py`.
+        """
         decoder = self.causal_lm.get_decoder()
         head = self.causal_lm.get_output_embeddings()
         hidden = decoder(
@@ -99,7 +103,7 @@ class ScoringModel(nn.Module):
             entropy_grad=entropy_grad,
             float32=self.fp32_head,
         )
-        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
+        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options, gradient_of)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
         # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
         anchor = zeros + hidden.sum().float() * 0

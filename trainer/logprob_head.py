@@ -11,12 +11,13 @@ The logits of `chunk_tokens` tokens exist at a time, in one buffer of the head's
 on blocks of rows of that buffer that stay in the cache, so it needs no second buffer of that size. The backward
 pass needs m, S and H only: it computes the logits of a chunk once more, replaces them block by block with their
 gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: a
-batch of at most `chunk_tokens` tokens is never computed twice.
+batch of at most `chunk_tokens` tokens is never computed twice. Nor is any other whose gradient is known while it is
+scored (`TokenGradient`): its logits become their gradient chunk by chunk in the forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,13 @@ CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
 GPU_BLOCK_ELEMENTS = 2**24
 """Logits per block elsewhere: 64 MiB in float32, large against the cost of a kernel launch."""
+
+
+TokenGradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(tokens of a chunk, their log-probs [C], their entropy [C]) -> what backward will bring for both, [C] each; None for
+an entropy without gradient."""
+GRADIENT_TOLERANCE = 1e-5
+"""Relative difference between the gradient that a TokenGradient gave and the one that backward brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +53,12 @@ class HeadOptions:
 
 
 def token_logprobs(
-    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+    hidden: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: HeadOptions,
+    gradient_of: TokenGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token: ([N], [N]) float32, nats (float64 for float64 inputs).
 
@@ -54,11 +67,14 @@ def token_logprobs(
         targets: [N] int64, token ids in [0, V).
         weight: [V, H] of the dtype of `hidden`.
         bias: [V] or None.
+        gradient_of: Called for every chunk if there are several; backward then computes no logits, and raises a
+            RuntimeError if it brings another gradient.
 
     The gradient of the weight is summed over chunks in float32 and rounded once. Differentiable once.
     Nothing is read on the host; N = 0 gives empty outputs and zero gradients.
     """
-    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options)
+    ahead = gradient_of if torch.is_grad_enabled() else None
+    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options, ahead)
     return logprobs, entropy
 
 
@@ -85,6 +101,8 @@ class _Head:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> None:
         self.dtype = torch.promote_types(hidden.dtype, torch.float32) if options.float32 else hidden.dtype
+        self.inputs = (hidden, weight)
+        self.temperature = options.temperature
         self.weight = weight.to(self.dtype)
         self._hidden = hidden
         self._bias = None if bias is None else bias.to(self.dtype)
@@ -173,17 +191,105 @@ def _differentiate_block(
         logits.copy_(z)
 
 
+class _Gradients:
+    """Gradients of the head's inputs, summed over chunks; those that nobody needs are never allocated."""
+
+    def __init__(self, head: _Head, statistics: _Statistics, targets: Tensor, needed: tuple[bool, ...]) -> None:
+        self._head = head
+        self._statistics = statistics
+        self._targets = targets
+        wide = torch.promote_types(head.dtype, torch.float32)
+        hidden, weight = head.inputs
+        self._hidden = torch.empty_like(hidden, dtype=head.dtype) if needed[0] else None
+        self._weight = torch.zeros_like(weight, dtype=wide) if needed[2] else None
+        self._bias = weight.new_zeros(weight.shape[0], dtype=wide) if needed[3] else None
+
+    def add(self, chunk: slice, logits: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> None:
+        """Replace the logits [C, V] of `chunk` with their gradient and add what comes of it; the others are [C, 1]."""
+        for rows, tokens in self._head.blocks(chunk):
+            _differentiate_block(
+                logits[rows],
+                self._targets[tokens, None],
+                self._statistics.rows(tokens),
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropy is None else grad_entropy[rows],
+                temperature=self._head.temperature,
+                scratch=self._head.scratch,
+            )
+        if self._hidden is not None:
+            torch.mm(logits, self._head.weight, out=self._hidden[chunk])
+        if self._weight is not None:
+            hidden = self._head.hidden(chunk)
+            if self._weight.dtype == hidden.dtype:
+                self._weight.addmm_(logits.T, hidden)
+            else:
+                self._weight.add_(logits.T @ hidden)
+        if self._bias is not None:
+            self._bias.add_(logits.sum(0, dtype=self._bias.dtype))
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden states, weight and bias, in their dtypes."""
+        hidden, weight = self._head.inputs
+        found = ((self._hidden, hidden), (self._weight, weight), (self._bias, weight))
+        by_hidden, by_weight, by_bias = (None if sums is None else sums.to(like.dtype) for sums, like in found)
+        return by_hidden, by_weight, by_bias
+
+
+class _Ahead:
+    """The gradients of a forward that differentiated while it scored, and what it was told to differentiate."""
+
+    def __init__(self, gradient_of: TokenGradient, gradients: _Gradients, statistics: _Statistics) -> None:
+        self._gradient_of = gradient_of
+        self._gradients = gradients
+        self._entropy = statistics.entropy
+        self._given: list[tuple[Tensor, Tensor | None]] = []
+
+    def add(self, chunk: slice, logits: Tensor, logprobs: Tensor) -> None:
+        """Differentiate the logits [C, V] of `chunk`, whose tokens have these log-probs [C, 1]."""
+        entropy = self._entropy[chunk].squeeze(-1).clone()
+        by_logprobs, by_entropy = self._gradient_of(chunk, logprobs.squeeze(-1).clone(), entropy)
+        self._given.append((by_logprobs, by_entropy))
+        self._gradients.add(chunk, logits, by_logprobs[:, None], None if by_entropy is None else by_entropy[:, None])
+
+    def finish(self) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
+        """The gradients of the inputs, and those of log-probs [N] and entropy [N] that they belong to."""
+        columns = zip(*self._given, strict=True)
+        given = [
+            torch.cat([part for part in column if part is not None]) for column in columns if column[0] is not None
+        ]
+        return self._gradients.result(), given
+
+
+def _check_given(given: list[Tensor], brought: list[Tensor | None]) -> None:
+    """Raise where backward brings another gradient than the forward was told; nothing is read on the host."""
+    for expected, gradient in zip(given, brought, strict=False):
+        actual = torch.zeros_like(expected) if gradient is None else gradient
+        # What is not finite is left to the gradient norm.
+        differs = (actual - expected).abs() > GRADIENT_TOLERANCE * expected.abs().amax()
+        torch._assert_async(~differs.any(), "the loss has another gradient than its token_gradient said")
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """See the module."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: HeadOptions,
+        gradient_of: TokenGradient | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, options)
         statistics = _Statistics.empty(hidden.shape[0], hidden)
         logprobs = torch.empty_like(statistics.total)
-        for chunk in head.chunks():
+        is_trained, chunks = any(ctx.needs_input_grad), head.chunks()
+        ahead = None
+        if gradient_of is not None and is_trained and len(chunks) > 1:  # one chunk is never computed twice
+            ahead = _Ahead(gradient_of, _Gradients(head, statistics, targets, ctx.needs_input_grad), statistics)
+        for chunk in chunks:
             logits = head.logits(chunk)
             for rows, tokens in head.blocks(chunk):
                 logprobs[tokens] = _score_block(
@@ -193,74 +299,43 @@ class _TokenLogprobs(torch.autograd.Function):
                     out=statistics.rows(tokens),
                     scratch=head.scratch,
                 )
+            if ahead is not None:
+                ahead.add(chunk, logits, logprobs[chunk])
         entropy = statistics.entropy.squeeze(-1).clone()
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(hidden, targets, weight, bias)
-            ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
+        if is_trained:
             ctx.set_materialize_grads(False)
+            ctx.ahead = None if ahead is None else ahead.finish()
+            if ahead is None:
+                ctx.save_for_backward(hidden, targets, weight, bias)
+                ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
         return logprobs.squeeze(-1), entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
+        if ctx.ahead is not None:
+            (by_hidden, by_weight, by_bias), given = ctx.ahead
+            _check_given(given, [grad_logprobs, grad_entropy])
+            return by_hidden, None, by_weight, by_bias, None, None
         hidden, targets, weight, bias = ctx.saved_tensors
         grad_logprobs = None if grad_logprobs is None else grad_logprobs[:, None]
         grad_entropy = None if grad_entropy is None or not ctx.options.entropy_grad else grad_entropy[:, None]
         head = _Head(hidden, weight, bias, ctx.options)
         head.buffer, ctx.last_logits = ctx.last_logits, None  # overwritten here: a second backward starts anew
         is_computed = head.buffer is not None
-        gradients = _Gradients(head, hidden, ctx.needs_input_grad)
+        gradients = _Gradients(head, ctx.statistics, targets, ctx.needs_input_grad)
         for chunk in reversed(head.chunks()):
             logits = head.buffer[: chunk.stop - chunk.start] if is_computed else head.logits(chunk)
             is_computed = False
-            for rows, tokens in head.blocks(chunk):
-                _differentiate_block(
-                    logits[rows],
-                    targets[tokens, None],
-                    ctx.statistics.rows(tokens),
-                    None if grad_logprobs is None else grad_logprobs[tokens],
-                    None if grad_entropy is None else grad_entropy[tokens],
-                    temperature=ctx.options.temperature,
-                    scratch=head.scratch,
-                )
-            gradients.add(chunk, logits)
-        return gradients.of_hidden(), None, gradients.of_weight(weight.dtype), gradients.of_bias(weight.dtype), None
-
-
-class _Gradients:
-    """Gradients of the head's inputs, summed over chunks; those that nobody needs are never allocated."""
-
-    def __init__(self, head: _Head, hidden: Tensor, needed: tuple[bool, ...]) -> None:
-        self._head = head
-        wide = torch.promote_types(head.dtype, torch.float32)
-        vocab, size = head.weight.shape
-        self._dtype = hidden.dtype
-        self._hidden = hidden.new_empty(hidden.shape, dtype=head.dtype) if needed[0] else None
-        self._weight = hidden.new_zeros((vocab, size), dtype=wide) if needed[2] else None
-        self._bias = hidden.new_zeros(vocab, dtype=wide) if needed[3] else None
-
-    def add(self, chunk: slice, grad_logits: Tensor) -> None:
-        """Add what the rows of `chunk` contribute."""
-        if self._hidden is not None:
-            torch.mm(grad_logits, self._head.weight, out=self._hidden[chunk])
-        if self._weight is not None:
-            rows = self._head.hidden(chunk)
-            if self._weight.dtype == rows.dtype:
-                self._weight.addmm_(grad_logits.T, rows)
-            else:
-                self._weight.add_(grad_logits.T @ rows)
-        if self._bias is not None:
-            self._bias.add_(grad_logits.sum(0, dtype=self._bias.dtype))
-
-    def of_hidden(self) -> Tensor | None:
-        return None if self._hidden is None else self._hidden.to(self._dtype)
-
-    def of_weight(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self._weight is None else self._weight.to(dtype)
-
-    def of_bias(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self._bias is None else self._bias.to(dtype)
+            gradients.add(
+                chunk,
+                logits,
+                None if grad_logprobs is None else grad_logprobs[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+            )
+        by_hidden, by_weight, by_bias = gradients.result()
+        return by_hidden, None, by_weight, by_bias, None, None

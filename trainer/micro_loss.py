@@ -22,7 +22,7 @@ from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
 from algorithms.config import AdvantageConfig, Aggregation, Anchor, BaselineScope, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
-from algorithms.loss import LossStats, policy_loss
+from algorithms.loss import LossOutput, LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_loss, reference_kl_penalty
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
@@ -49,15 +49,35 @@ def micro_loss(
 ) -> MicroLoss:
     """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `old_logprobs` [T]."""
     correction = micro_correction(config, micro, old_logprobs)
-    drops = config.correction.spec().rejected_denominator is RejectedDenominator.drop
-    coefficients = token_coefficients(
+    coefficients = loss_coefficients(config, micro, mini=mini, keep=correction.keep)
+    loss, stats = weighted_loss(config, micro, scores, correction, coefficients=coefficients)
+    kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
+    kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
+    weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
+    return MicroLoss(loss=loss, correction=correction, stats=stats, counts=torch.cat([kept, weights]))
+
+
+def loss_coefficients(config: TrainConfig, micro: MicroBatch, *, mini: MiniBatch, keep: Tensor | None) -> Tensor:
+    """The factor of each token's loss -> [T]; `keep` [T] is read where rejected tokens leave the denominator."""
+    mask = micro.response_mask
+    if config.correction.spec().rejected_denominator is RejectedDenominator.drop:
+        if keep is None:
+            raise RuntimeError("a denominator without the rejected tokens needs the correction first")
+        mask = keep
+    return token_coefficients(
         config.loss.aggregation,
-        mask=correction.keep if drops else micro.response_mask,
+        mask=mask,
         cu_seqlens=micro.cu_seqlens,
         num_tokens=mini.num_response_tokens,
         num_sequences=mini.num_sequences,
         fixed_length_tokens=config.loss.fixed_length_tokens,
     )
+
+
+def weighted_loss(
+    config: TrainConfig, micro: MicroBatch, scores: TokenScores, correction: Correction, *, coefficients: Tensor
+) -> LossOutput:
+    """Policy loss, entropy bonus and KL to the reference, added up over the tokens of `micro`."""
     output = policy_loss(
         scores.logprobs,
         entropy=scores.entropy,
@@ -68,13 +88,9 @@ def micro_loss(
         coefficients=coefficients,
         loss_config=config.policy_loss,
     )
-    loss = output.loss
-    if config.has_reference and not config.has_kl_in_reward:
-        loss = loss + _kl_to_reference(config, micro, scores, correction, coefficients)
-    kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
-    kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
-    weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
-    return MicroLoss(loss=loss, correction=correction, stats=output.stats, counts=torch.cat([kept, weights]))
+    if not config.has_reference or config.has_kl_in_reward:
+        return output
+    return output._replace(loss=output.loss + _kl_to_reference(config, micro, scores, correction, coefficients))
 
 
 def _kl_to_reference(

@@ -44,6 +44,12 @@ class Trainable(Generic[ModelT]):
         for group in self._optimizer.param_groups:
             group["lr"] = rate
 
+    @property
+    def loss_factor(self) -> float:
+        """What `backward` multiplies a loss with: FSDP averages gradients over ranks, but the denominators are global,
+        so the sum is wanted."""
+        return float(dist.get_world_size())
+
     def zero_grad(self) -> None:
         """Begin an optimizer step."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -54,8 +60,7 @@ class Trainable(Generic[ModelT]):
         Gradients are reduced over ranks with the `last` micro-batch of an optimizer step only.
         """
         gradient_sync(self.model, last)
-        # FSDP averages gradients over ranks; the denominators are global, so the sum is wanted.
-        (loss * dist.get_world_size()).backward()
+        (loss * self.loss_factor).backward()
 
     def gradient_norm(self, factor: float) -> float:
         """Multiply the gradients by `factor`, clip them; their global L2 norm before clipping."""

@@ -28,10 +28,12 @@ from rollout.weights import DTYPES, pack_buckets
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
+from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
 from trainer.model import full_tensors, load_causal_lm, shard
 from trainer.optim import learning_rate
 from trainer.step_totals import StepTotals
+from trainer.token_gradient import token_gradient
 from trainer.trainable import Trainable
 
 logger = logging.getLogger(__name__)
@@ -193,12 +195,15 @@ class PolicyWorker:
 
     # ---------------------------------------------------------------- the training step
 
-    def _score(self, micro: MicroBatch, *, measure_floor: bool = False) -> TokenScores:
+    def _score(
+        self, micro: MicroBatch, *, measure_floor: bool = False, gradient_of: TokenGradient | None = None
+    ) -> TokenScores:
         scores: TokenScores = self._policy.model(
             micro,
             temperature=self._config.sampling.temperature,
             entropy_grad=self._config.loss.entropy_coef > 0,
             floor_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
+            gradient_of=gradient_of,
         )
         return scores
 
@@ -221,7 +226,8 @@ class PolicyWorker:
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
-            scores = self._score(micro, measure_floor=index == 0 and position == 0)
+            gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor)
+            scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
             # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
             old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
             part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini)

@@ -13,6 +13,8 @@ from algorithms.config.checked import Checked, Problem
 
 RATIO_CRITERIA = ("token_ratio", "sequence_ratio", "geometric_ratio")
 """Criteria with [low, high] on a ratio."""
+TOKEN_CRITERIA = ("token_ratio", "token_k2", "token_k3", "prob_diff", "dppo_tv", "dppo_kl")
+"""Criteria that judge a token by itself."""
 ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 """Criteria that read the sign of the advantage."""
 
