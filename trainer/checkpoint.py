@@ -1,13 +1,14 @@
 """Checkpoints of a run: written whole or not at all, verified before they are used, damaged ones named and passed over.
 
     <run.dir>/checkpoints/step_000020/
-        policy/         weights and optimizer, sharded (torch.distributed.checkpoint); loads on any number of ranks
-        state.json      step, policy version, place in the prompt stream
-        manifest.json   size and digest of every other file
+        policy/         weights, optimizer and counters, sharded (torch.distributed.checkpoint), and the generators of
+                        random numbers of every rank; loads on any number of ranks
+        state.json      the rest: a RunState
+        manifest.json   format, and size and digest of every other file
 
 A checkpoint is written to a directory whose name begins with a dot and renamed when every file is on the disk, so
-that a run which is killed while it saves leaves the checkpoint before. Used by `trainer/loop.py`; the ranks write
-and read their part in `trainer/worker.py`.
+that a run which is killed while it saves leaves the checkpoint before. Used by `trainer/saving.py` and
+`trainer/resume.py`; the ranks write and read their part in `trainer/shards.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import xxhash
@@ -26,6 +28,8 @@ from trainer.components import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 2
+"""Version of the layout above; another one is refused, not taken for damage."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 POLICY = "policy"
@@ -33,12 +37,24 @@ _CHUNK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
-    """A run cannot go on from what is in its directory."""
+    """A run cannot be saved, or cannot go on from what is in its directory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What the manifest says about a file."""
+
+    bytes: int
+    xxh3_128: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run stands after a step; the weights and the optimizer are beside it."""
+    """Where a run stands after a step, as JSON values; what the ranks hold is beside it.
+
+    A new part of the system that must survive adds a field here, and a line in `run_state` and `restore` of
+    `trainer/loop.py`.
+    """
 
     step: int
     """Completed rollout steps."""
@@ -46,6 +62,12 @@ class RunState:
     """Completed optimizer steps."""
     stream: StreamState
     """Place in the prompt stream."""
+    wandb_run_id: str | None = None
+    """The W&B run, which a resumed run goes on with; None without W&B."""
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    """Held-out metrics of exactly these weights; empty if they were not evaluated."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """The config of the run by dotted key, secrets redacted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,31 +82,62 @@ class Checkpoint:
         return self.path / POLICY
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which finished checkpoints stay."""
+
+    keep: int
+    """The newest."""
+    best_metric: str | None = None
+    """And the one with the highest value of this metric in `RunState.evaluation`; None for none."""
+
+
 def begin_checkpoint(run_dir: Path, step: int) -> Path:
     """An empty directory for the checkpoint of `step`; the ranks write to its `policy/`, then `commit_checkpoint`."""
-    path = run_dir / CHECKPOINTS / f".step_{step:06d}.unfinished"
-    shutil.rmtree(path, ignore_errors=True)
+    directory = run_dir / CHECKPOINTS
+    for leftover in directory.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    path = directory / f".step_{step:06d}.unfinished"
     (path / POLICY).mkdir(parents=True)
     return path
 
 
-def commit_checkpoint(unfinished: Path, state: RunState, *, keep: int) -> Checkpoint:
-    """Complete the checkpoint in `unfinished`, give it its name and remove all but the newest `keep`.
+def commit_checkpoint(
+    unfinished: Path, state: RunState, *, retention: Retention, records: Mapping[str, FileRecord] | None = None
+) -> Checkpoint:
+    """Complete the checkpoint in `unfinished`, give it its name and remove those that need not stay.
 
-    Later ones are damaged: the run was resumed from an earlier one. They must not stand for a good one among `keep`.
+    Later ones are damaged: the run was resumed from an earlier one. They must not stand for a good one among those
+    that stay.
+
+    Args:
+        records: files that whoever wrote them described and brought to the disk, by path relative to `unfinished`;
+            all others are read once more.
+
+    Raises:
+        OSError: the disk does not take it.
+        CheckpointError: a file of `records` is not there.
     """
+    known = dict(records or {})
     (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-    files = {str(path.relative_to(unfinished)): _describe(path) for path in _files(unfinished)}
-    (unfinished / MANIFEST).write_text(json.dumps(files, indent=2) + "\n", encoding="utf-8")
-    for path in [*_files(unfinished), unfinished / POLICY, unfinished]:
-        _to_disk(path)
+    names = [str(path.relative_to(unfinished)) for path in _files(unfinished)]
+    if absent := sorted(known.keys() - set(names)):
+        raise CheckpointError(f"{unfinished} lacks {', '.join(absent)}, which a rank has written. Is it a shared disk?")
+    for name in names:
+        if name not in known:
+            known[name] = describe_file(unfinished / name)
+            to_disk(unfinished / name)
+    manifest = {"format": FORMAT, "files": {name: asdict(record) for name, record in known.items()}}
+    (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for path in (unfinished / MANIFEST, unfinished / POLICY, unfinished):
+        to_disk(path)
     path = unfinished.parent / f"step_{state.step:06d}"
-    for damaged in [other for other in _by_age(path.parent) if other.name >= path.name]:
-        shutil.rmtree(damaged)
+    for damaged in [other for other in _by_age(path.parent) if _step_of(other) >= state.step]:
+        _remove(damaged)
     unfinished.rename(path)
-    _to_disk(path.parent)
-    for old in _by_age(path.parent)[keep:]:
-        shutil.rmtree(old)
+    to_disk(path.parent)
+    for old in _superfluous(path.parent, retention):
+        _remove(old)
     return Checkpoint(path=path, state=state)
 
 
@@ -92,15 +145,14 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """The newest checkpoint whose files are what its manifest says; None if the run has none.
 
     Raises:
-        CheckpointError: there are checkpoints and all of them are damaged.
+        CheckpointError: there are checkpoints and all of them are damaged, or one has another format.
     """
     found = _by_age(run_dir / CHECKPOINTS)
     problems = []
     for path in found:
         problem = _damage(path)
         if problem is None:
-            values = json.loads((path / STATE).read_text(encoding="utf-8"))
-            return Checkpoint(path=path, state=RunState(**values))
+            return Checkpoint(path=path, state=_read_state(path))
         problems.append(problem)
         logger.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
     if found:
@@ -111,27 +163,99 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
+def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
+    """The checkpoint with the highest `metric` of its own weights, the later of equal ones; None if none has it.
+
+    Raises CheckpointError if that one is damaged.
+    """
+    path = _best(_by_age(run_dir / CHECKPOINTS), metric)
+    if path is None:
+        return None
+    problem = _damage(path)
+    if problem is not None:
+        raise CheckpointError(f"the best checkpoint {path.name} is damaged: {problem}. Take the newest instead.")
+    return Checkpoint(path=path, state=_read_state(path))
+
+
+def describe_file(path: Path) -> FileRecord:
+    """Size and digest of a file as it can be read now."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return FileRecord(bytes=path.stat().st_size, xxh3_128=digest.hexdigest())
+
+
+def to_disk(path: Path) -> None:
+    """Ask the operating system to write a file or directory to the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, with the name of the file; None if nothing is."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return f"{path / MANIFEST} cannot be read ({error})"
+    written = manifest.pop("format", 1)
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {written}; this version of Parity reads format {FORMAT}. "
+            "Go on with the version that wrote it (environment.json), or start again in another run.dir."
+        )
+    files = manifest["files"]
     present = {str(file.relative_to(path)) for file in _files(path)} - {MANIFEST}
-    if present != set(manifest):
-        return f"{path} lacks {', '.join(sorted(set(manifest) - present)) or 'nothing'} of its files or has others"
-    for name, recorded in manifest.items():
-        if _describe(path / name) != recorded:
+    if missing := sorted(set(files) - present):
+        return f"{path} lacks {', '.join(missing)}"
+    if others := sorted(present - set(files)):
+        return f"{path} holds files that the manifest does not know: {', '.join(others)}"
+    for name, recorded in files.items():
+        size = (path / name).stat().st_size
+        if size != recorded["bytes"]:
+            return f"{path / name} has {size} bytes, the manifest says {recorded['bytes']}"
+        if describe_file(path / name).xxh3_128 != recorded["xxh3_128"]:
             return f"{path / name} has changed since it was written"
     return None
 
 
-def _describe(path: Path) -> dict[str, object]:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+def _read_state(path: Path) -> RunState:
+    return RunState(**json.loads((path / STATE).read_text(encoding="utf-8")))
+
+
+def _superfluous(directory: Path, retention: Retention) -> list[Path]:
+    """Finished checkpoints that need not stay."""
+    found = _by_age(directory)
+    best = None if retention.best_metric is None else _best(found, retention.best_metric)
+    return [path for path in found[retention.keep :] if path != best]
+
+
+def _best(found: list[Path], metric: str) -> Path | None:
+    """The first of the highest `metric` among `found`, the newest first; one that cannot be read has no value."""
+    best: tuple[float, Path] | None = None
+    for path in found:
+        try:
+            value = _read_state(path).evaluation.get(metric)
+        except (OSError, ValueError, TypeError) as error:
+            logger.warning("checkpoint %s has no readable %s: %s", path.name, STATE, error)
+            continue
+        if value is not None and (best is None or value > best[0]):
+            best = (value, path)
+    return None if best is None else best[1]
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, hidden first: half a directory must not look like a damaged checkpoint."""
+    hidden = path.with_name(f".{path.name}.removed")
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -140,13 +264,10 @@ def _files(directory: Path) -> list[Path]:
 
 def _by_age(directory: Path) -> list[Path]:
     """Finished checkpoints, newest first."""
-    return sorted(directory.glob("step_*"), key=lambda path: path.name, reverse=True)
+    return sorted((path for path in directory.glob("step_*") if _step_of(path) >= 0), key=_step_of, reverse=True)
 
 
-def _to_disk(path: Path) -> None:
-    """Ask the operating system to write a file or directory to the disk before going on."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _step_of(path: Path) -> int:
+    """Step of a checkpoint by its name; -1 for a name that is none."""
+    number = path.name.removeprefix("step_")
+    return int(number) if number.isdecimal() else -1

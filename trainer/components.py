@@ -23,7 +23,9 @@ class Resume(Enum):
     never = "never"
     """Refuse it."""
     auto = "auto"
-    """Go on from its newest good checkpoint; start where there is no earlier run."""
+    """Go on from its newest good checkpoint; begin where there is none, with an earlier run moved aside."""
+    clean = "clean"
+    """Move it aside, to <run.dir>.before-<time>, and begin."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -250,6 +252,10 @@ class EvalConfig(Checked):
             yield Problem(key="max_prompts", rule="must be >= 1", value=self.max_prompts)
 
 
+BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")
+"""Metrics that are measured on the very weights that a checkpoint holds; more is better."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Checked):
     """Checkpoints of weights, optimizer and place in the data, in run.dir/checkpoints."""
@@ -258,12 +264,26 @@ class CheckpointConfig(Checked):
     """Save after every this many rollout steps, and after the last; 0 never saves."""
     keep: int = 2
     """Newest checkpoints that stay on the disk; the one before helps if the last is damaged."""
+    best_metric: str | None = None
+    """Also keep the checkpoint with the highest eval/accuracy or eval/accuracy_sampled; null keeps the newest only."""
+    asynchronous: bool = False
+    """Copy to host memory while the step waits and write in the background; otherwise the step waits for the disk."""
 
     def problems(self) -> Iterator[Problem]:
         if self.every < 0:
             yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never saves.")
         if self.keep < 1:
             yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="Vetted: 2.")
+        if self.best_metric is not None and self.best_metric not in BEST_METRICS:
+            yield Problem(
+                key="best_metric",
+                rule=f"must be null or a metric of the saved weights: {' or '.join(BEST_METRICS)}",
+                value=self.best_metric,
+                remedy="All others describe the weights before the step.",
+            )
+        elif self.best_metric is not None and self.every == 0:
+            rule = "has no effect: nothing is saved"
+            yield Problem(key="best_metric", rule=rule, value=self.best_metric, remedy="Set checkpoint.every.")
 
 
 class WandbMode(Enum):

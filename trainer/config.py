@@ -6,6 +6,7 @@ Imports no torch, no Ray and no SGLang: the command line builds and checks it in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -175,10 +176,25 @@ class TrainConfig(Checked):
                 rule=f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})",
                 value=self.loss.fixed_length_tokens,
             )
+        yield from self._checkpoint_problems()
         if "correction" not in unchosen and "loss" not in unchosen:
             yield from combination_problems(self.correction, self.loss)
             yield from self._advantage_problems()
             yield from self._reference_problems()
+
+    def _checkpoint_problems(self) -> Iterator[Problem]:
+        """Rules between what is saved and what is evaluated."""
+        every, evaluated = self.checkpoint.every, self.eval.every
+        if self.checkpoint.best_metric is None or every < 1 or evaluated < 0:
+            return
+        if evaluated == 0 or math.lcm(every, evaluated) >= self.run.num_steps:
+            yield Problem(
+                key="checkpoint.best_metric",
+                rule="needs checkpoints that are evaluated, and with "
+                f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
+                value=self.checkpoint.best_metric,
+                remedy=f"Set eval.every={every}, or a divisor of it.",
+            )
 
     def _advantage_problems(self) -> Iterator[Problem]:
         """Rules between advantages and what else decides them: groups and the correction."""

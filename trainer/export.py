@@ -11,24 +11,24 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from rollout.hf import AutoConfig, AutoTokenizer
 from rollout.weights import DTYPES
-from trainer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from trainer.checkpoint import Checkpoint, CheckpointError, best_checkpoint, newest_checkpoint
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel
 from trainer.model import load_causal_lm
 from trainer.task import resolve_model
 
 
-def export_model(config: TrainConfig, run_dir: Path, directory: Path) -> Checkpoint:
-    """Write the policy of the newest good checkpoint of `run_dir` to `directory`, with its tokenizer.
+def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False) -> Checkpoint:
+    """Write the policy of the newest good, or of the `best` checkpoint of `run_dir` to `directory`, with its tokenizer.
 
     The weights get the type of the model that the run started from. The directory appears whole or not at all.
 
     Raises:
-        CheckpointError: the run has no good checkpoint, or `directory` exists.
+        CheckpointError: the run has no such checkpoint that is good, or `directory` exists.
     """
     if directory.exists():
         raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = _best_checkpoint(config, run_dir) if best else newest_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
     start = resolve_model(config, progress=lambda step, num_steps, loss: None)
@@ -41,6 +41,16 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path) -> Checkpo
     model.to(dtype=_dtype_of(start)).causal_lm.save_pretrained(unfinished, safe_serialization=True)
     AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
     unfinished.rename(directory)
+    return checkpoint
+
+
+def _best_checkpoint(config: TrainConfig, run_dir: Path) -> Checkpoint:
+    metric = config.checkpoint.best_metric
+    if metric is None:
+        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
+    checkpoint = best_checkpoint(run_dir, metric)
+    if checkpoint is None:
+        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
     return checkpoint
 
 

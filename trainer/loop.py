@@ -5,7 +5,7 @@
            -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
-           -save-> weights, optimizer, place in the data                       trainer/checkpoint.py
+           -save-> weights, optimizer, place in the data                       trainer/saving.py
 
 The weights that sample step k have version = completed optimizer steps; each sample carries it.
 """
@@ -21,22 +21,16 @@ from rollout.data import PromptStream
 from rollout.engine_group import EngineGroup
 from rollout.evaluate import evaluate
 from trainer.batch import TrainBatch
-from trainer.checkpoint import (
-    POLICY,
-    Checkpoint,
-    RunState,
-    begin_checkpoint,
-    commit_checkpoint,
-    newest_checkpoint,
-)
+from trainer.checkpoint import Checkpoint, RunState
 from trainer.cluster import Cluster
-from trainer.components import Resume
 from trainer.config import TrainConfig
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.policy_group import PolicyGroup
+from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.saving import Saver
 from trainer.task import Task, load_task
-from trainer.termination import RunTerminated, Termination, termination_requests
+from trainer.termination import RunTerminated, termination_requests
 from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -65,12 +59,13 @@ def train(config: TrainConfig) -> RunResult:
 
 def run_steps(config: TrainConfig, run_dir: Path) -> None:
     """The run itself; what it has to say goes through the tracker."""
-    checkpoint = newest_checkpoint(run_dir) if config.run.resume is Resume.auto else None
-    with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state.step) as tracker:
+    checkpoint = checkpoint_to_resume(config, run_dir)
+    with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
         tracker.console.phase("starting Ray, the policy and the rollout engines")
+        saver = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker)
         # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
-        with Cluster(config, log_dir=run_dir / "logs") as cluster, termination_requests() as termination:
+        with Cluster(config, log_dir=run_dir / "logs") as cluster, saver, termination_requests() as termination:
             policy = cluster.spawn_policy(task.model_path)
             engines = cluster.spawn_engines(task.model_path)
             policy.wait_ready()
@@ -78,7 +73,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
             prompts = PromptStream(task.dataset.train, seed=config.run.seed)
             collector = build_collector(config, task, engines, prompts)
-            done, policy_version = restore(checkpoint, policy, prompts, tracker)
+            done, policy_version = restore(config, checkpoint, policy, prompts, tracker)
             tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
             timer = StepTimer()
             for step in range(done + 1, config.run.num_steps + 1):
@@ -96,18 +91,20 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                     sync = sync_weights(policy, engines, policy_version=policy_version)
                 if is_evaluated(config, step):
                     evaluation = evaluate_policy(config, task, engines, timer)
-                metrics = (
-                    collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics() | evaluation
-                )
-                metrics |= timer.lap()
+                with timer.phase("checkpoint"):
+                    saved = saver.collect()
+                metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
+                metrics |= evaluation | saved | timer.lap()
                 with timer.phase("log"):
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
                     tracker.log_histograms(step, report.histograms)
-                if is_saved(config, step, termination):
-                    state = RunState(step=step, policy_version=policy_version, stream=prompts.state_dict())
-                    save(config, run_dir, policy, state, timer)
-                if termination.requested and step < config.run.num_steps:
-                    raise RunTerminated(f"asked to end (SIGTERM), after step {step}")
+                request = termination.request  # read once: what ends the run must have been saved
+                last = request is not None or step == config.run.num_steps
+                if is_saved(config, step, last=last):
+                    state = run_state(config, step, policy_version, prompts, tracker, evaluation)
+                    save(saver, policy, state, timer, last=last)
+                if request is not None and step < config.run.num_steps:
+                    raise RunTerminated(request, step=step)
 
 
 def keep_report_of_failure(run_dir: Path) -> None:
@@ -119,28 +116,51 @@ def keep_report_of_failure(run_dir: Path) -> None:
 
 
 def restore(
-    checkpoint: Checkpoint | None, policy: PolicyGroup, prompts: PromptStream, tracker: Tracker
+    config: TrainConfig, checkpoint: Checkpoint | None, policy: PolicyGroup, prompts: PromptStream, tracker: Tracker
 ) -> tuple[int, int]:
     """Go on from `checkpoint`: (completed steps, policy version); (0, 0) without one."""
     if checkpoint is None:
         return 0, 0
-    policy.load_checkpoint(checkpoint.policy_path.resolve())
-    prompts.load_state_dict(checkpoint.state.stream)
-    tracker.console.line(f"resumed after step {checkpoint.state.step} from {checkpoint.path}")
-    return checkpoint.state.step, checkpoint.state.policy_version
+    state = checkpoint.state
+    prompts.load_state_dict(state.stream)
+    has_rng = policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
+    tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
+    for change in changed_keys(state.config, config).values():
+        tracker.console.line(f"changed since then: {change}")
+    if not has_rng:
+        logger.warning("another number of ranks wrote the checkpoint: random number generators are seeded anew")
+    return state.step, state.policy_version
 
 
-def save(config: TrainConfig, run_dir: Path, policy: PolicyGroup, state: RunState, timer: StepTimer) -> None:
-    """Write a checkpoint; it counts only once it is whole and on the disk."""
+def run_state(
+    config: TrainConfig,
+    step: int,
+    policy_version: int,
+    prompts: PromptStream,
+    tracker: Tracker,
+    evaluation: dict[str, float | None],
+) -> RunState:
+    """What a run that goes on after `step` needs besides what the ranks hold."""
+    return RunState(
+        step=step,
+        policy_version=policy_version,
+        stream=prompts.state_dict(),
+        wandb_run_id=tracker.wandb_run_id,
+        # The first step is evaluated before it is taken.
+        evaluation=evaluation if is_evaluated(config, step) else {},
+        config=flat_config(config),
+    )
+
+
+def save(saver: Saver, policy: PolicyGroup, state: RunState, timer: StepTimer, *, last: bool) -> None:
+    """Write a checkpoint, or begin to; it counts only once it is whole and on the disk."""
     with timer.phase("checkpoint"):
-        unfinished = begin_checkpoint(run_dir, state.step)
-        policy.save_checkpoint((unfinished / POLICY).resolve())
-        commit_checkpoint(unfinished, state, keep=config.checkpoint.keep)
+        saver.save(policy, state, last=last)
 
 
-def is_saved(config: TrainConfig, step: int, termination: Termination) -> bool:
-    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the last of the run."""
-    every, last = config.checkpoint.every, termination.requested or step == config.run.num_steps
+def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
+    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
+    every = config.checkpoint.every
     return every > 0 and (last or step % every == 0)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.engine_group import GRACE_S, gather, stop_workers
 from trainer.batch import MicroBatch, TrainBatch
+from trainer.shards import ShardReport
 from trainer.worker import PolicyInfo, TrainReport
 
 logger = logging.getLogger(__name__)
@@ -63,15 +64,24 @@ class PolicyGroup:
         self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
         return refs[0]
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write weights and optimizer to the directory `path`."""
-        refs = [worker.save_checkpoint.remote(path) for worker in self._workers]
+    def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
+        """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""
+        refs = [worker.save_checkpoint.remote(path, asynchronous) for worker in self._workers]
         self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Go on with the weights and the optimizer in `path`, which any number of ranks may have written."""
-        refs = [worker.load_checkpoint.remote(path) for worker in self._workers]
-        self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s)
+    def saved_checkpoint(self, *, wait: bool) -> list[ShardReport] | None:
+        """What every rank wrote in the last save; None while one is still writing, unless `wait`."""
+        refs = [worker.saved_checkpoint.remote(wait) for worker in self._workers]
+        reports = self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+        return None if None in reports else reports
+
+    def load_checkpoint(self, path: Path, *, step: int) -> bool:
+        """Go on with what is in `path`, the state after `step`, which any number of ranks may have written.
+
+        False if the random number generators were seeded anew, because another number of ranks wrote it.
+        """
+        refs = [worker.load_checkpoint.remote(path, step) for worker in self._workers]
+        return all(self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s))
 
     def stop(self) -> None:
         """End every rank; one that does not answer is killed."""

@@ -1,7 +1,11 @@
-"""SIGTERM as a request: the running step is finished and saved, then the run ends. Used by `trainer/loop.py`."""
+"""SIGTERM and Ctrl-C as requests: the running step is finished and saved, then the run ends. Used by `trainer/loop.py`.
+
+The exit codes are what a shell reports for a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -9,24 +13,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-EXIT_CODE = 143
-"""128 + SIGTERM: what a shell reports for a process that the signal ended."""
+REQUESTS = (signal.SIGTERM, signal.SIGINT)
+_STDERR = 2
 
 
 class RunTerminated(Exception):
     """The run ended early because it was asked to."""
+
+    def __init__(self, request: signal.Signals, *, step: int) -> None:
+        """`step` is the last one that was completed."""
+        super().__init__(f"asked to end ({request.name}), after step {step}")
+        self.exit_code = 128 + request
 
 
 @dataclass(slots=True)
 class Termination:
     """Whether the run was asked to end."""
 
-    requested: bool = False
+    request: signal.Signals | None = None
+    """The signal that asked."""
 
 
 @contextmanager
 def termination_requests() -> Iterator[Termination]:
-    """Record SIGTERM instead of dying of it; a second one ends the process as before.
+    """Record SIGTERM and SIGINT instead of dying of them; a second one of either does what it did before.
 
     Signals reach the main thread only: a run in another thread cannot be asked.
     """
@@ -36,11 +46,20 @@ def termination_requests() -> Iterator[Termination]:
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
-        termination.requested = True
-        signal.signal(signal.SIGTERM, before)
+        termination.request = signal.Signals(number)
+        restore()
+        # Not through the console, whose lock the interrupted code may hold.
+        text = f"\n{termination.request.name}: the running step is finished and saved; the next signal ends at once\n"
+        os.write(_STDERR, text.encode())
 
-    before = signal.signal(signal.SIGTERM, ask)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.getsignal(number) for number in REQUESTS}
+    for number in REQUESTS:
+        signal.signal(number, ask)
     try:
         yield termination
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()

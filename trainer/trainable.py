@@ -9,6 +9,7 @@ import logging
 import math
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -87,13 +88,14 @@ class Trainable(Generic[ModelT]):
         return True
 
     def state_dict(self) -> StateDict:
-        """Weights and optimizer, sharded: what a checkpoint holds."""
+        """Weights, optimizer and counters, sharded: what a checkpoint holds. Tensors are not copied."""
         model, optimizer = get_state_dict(self.model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": model, "optimizer": optimizer, "bad_steps": torch.tensor(self._bad_steps)}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Take what `state_dict` returned, filled by torch.distributed.checkpoint."""
-        model, optimizer = state["model"], state["optimizer"]
-        if not isinstance(model, dict) or not isinstance(optimizer, dict):
-            raise TypeError("a state has a model and an optimizer")
+        model, optimizer, bad_steps = state["model"], state["optimizer"], state["bad_steps"]
+        if not isinstance(model, dict) or not isinstance(optimizer, dict) or not isinstance(bad_steps, Tensor):
+            raise TypeError("a state has a model, an optimizer and a count of bad steps")
+        self._bad_steps = int(bad_steps)
         set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)

@@ -1,8 +1,8 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, train, logprobs, weight_buckets, save_checkpoint, load_checkpoint, stop. All ranks must be called
-together: each verb but `stop` contains collectives. Inside `train`: forward -> pi_old -> correction -> loss ->
-backward -> optimizer step.
+Verbs: setup, train, logprobs, weight_buckets, save_checkpoint, saved_checkpoint, load_checkpoint, stop. All ranks must
+be called together: each verb but `stop` contains collectives. Inside `train`: forward -> pi_old -> correction ->
+loss -> backward -> optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -32,6 +31,7 @@ from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
 from trainer.model import full_tensors, load_causal_lm, shard
 from trainer.optim import learning_rate
+from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.step_totals import StepTotals
 from trainer.token_gradient import token_gradient
 from trainer.trainable import Trainable
@@ -106,6 +106,7 @@ class PolicyWorker:
         self._policy = Trainable(model, config.optim, name="policy")
         # The policy as the run starts with it.
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
+        self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         return PolicyInfo(
             rank=setup.rank,
             pid=os.getpid(),
@@ -178,15 +179,30 @@ class PolicyWorker:
             dtype=DTYPES[self._config.rollout.dtype.name],
         )
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write weights and optimizer to the directory `path`, every rank its shards."""
-        dcp.save({"policy": self._policy.state_dict()}, checkpoint_id=path)
+    def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
+        """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""
+        self._shards.save({"policy": self._policy.state_dict()}, path, asynchronous=asynchronous)
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Take weights and optimizer from `path`, which any number of ranks may have written."""
+    def saved_checkpoint(self, wait: bool) -> ShardReport | None:
+        """What this rank wrote in the last save; None while it is writing, unless `wait`."""
+        return self._shards.report(wait=wait)
+
+    def load_checkpoint(self, path: Path, step: int) -> bool:
+        """Take back what is in `path`, saved after `step` by any number of ranks.
+
+        False if it was another number, so that the random number generators were seeded anew.
+        """
         state = self._policy.state_dict()
-        dcp.load({"policy": state}, checkpoint_id=path)  # into the tensors of the state
+        load_shards({"policy": state}, path)  # into the tensors of the state
         self._policy.load_state_dict(state)
+        return load_rng(
+            path,
+            rank=self._setup.rank,
+            num_ranks=self._config.policy.num_workers,
+            device=self._device,
+            seed=self._config.run.seed,
+            step=step,
+        )
 
     def stop(self) -> None:
         """Leave the process group."""

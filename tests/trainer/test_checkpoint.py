@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +14,27 @@ from rollout.data import StreamState
 from trainer.checkpoint import (
     POLICY,
     CheckpointError,
+    FileRecord,
+    Retention,
     RunState,
     begin_checkpoint,
+    best_checkpoint,
     commit_checkpoint,
     newest_checkpoint,
 )
 from trainer.packing import pack
-from trainer.tracking.tracker import _forget_after
+from trainer.tracking.run_dir import forget_after
 
 
-def write(run_dir: Path, step: int, *, keep: int = 3) -> Path:
+def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:
     """A finished checkpoint with two small files for the policy."""
     unfinished = begin_checkpoint(run_dir, step)
-    (unfinished / POLICY / "shard_0").write_bytes(bytes(range(200)) * 50 + bytes([step]))
-    (unfinished / POLICY / "shard_1").write_bytes(b"optimizer" * step)
+    (unfinished / POLICY / "shard_0").write_bytes(bytes(range(200)) * 50 + bytes([step % 256]))
+    (unfinished / POLICY / "shard_1").write_bytes(b"optimizer" * (step % 1000))
     stream = StreamState(seed=0, epoch=1, position=step, digest="abc")
-    return commit_checkpoint(unfinished, RunState(step=step, policy_version=2 * step, stream=stream), keep=keep).path
+    evaluation = {} if accuracy is None else {"eval/accuracy": accuracy}
+    state = RunState(step=step, policy_version=2 * step, stream=stream, evaluation=evaluation)
+    return commit_checkpoint(unfinished, state, retention=Retention(keep=keep, best_metric=best)).path
 
 
 def test_the_newest_is_found_with_its_state(tmp_path: Path) -> None:
@@ -46,6 +52,67 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path, step, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000003", "step_000004"]
+
+
+def test_the_best_stays_besides_the_newest(tmp_path: Path) -> None:
+    accuracies = {1: 0.2, 2: 0.7, 3: 0.7, 4: None, 5: 0.5, 6: 0.1}
+    for step, accuracy in accuracies.items():
+        write(tmp_path, step, keep=2, best="eval/accuracy", accuracy=accuracy)
+    names = ["step_000003", "step_000005", "step_000006"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    best = best_checkpoint(tmp_path, "eval/accuracy")
+    assert best is not None and best.state.step == 3
+    assert best_checkpoint(tmp_path, "eval/accuracy_sampled") is None
+    (best.path / "policy" / "shard_0").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step_000003 is damaged: .*shard_0 has 0 bytes, the manifest says"):
+        best_checkpoint(tmp_path, "eval/accuracy")
+
+
+def test_steps_are_compared_as_numbers_and_other_names_are_left_alone(tmp_path: Path) -> None:
+    for step in (999_999, 1_000_000):
+        write(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_of_mine").mkdir()
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 1_000_000
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, keep=1)
+    monkeypatch.setattr(Path, "rename", _refuse(Path.rename, "step_000001"))
+    write(tmp_path, 2, keep=1)
+    assert "the old checkpoint" in caplog.text and "cannot be removed" in caplog.text
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 2
+
+
+def _refuse(rename: Callable[[Path, Path], Path], name: str) -> Callable[[Path, Path], Path]:
+    """`rename`, but a directory called `name` stays: root may remove everything, so permissions cannot show it."""
+
+    def renamed(path: Path, target: Path) -> Path:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return rename(path, target)
+
+    return renamed
+
+
+def test_another_format_is_refused_and_not_taken_for_damage(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
+    with pytest.raises(CheckpointError, match="has format 99; this version of Parity reads format 2"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_file_that_a_rank_described_must_be_there(tmp_path: Path) -> None:
+    unfinished = begin_checkpoint(tmp_path, 1)
+    state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    records = {"policy/shard_7": FileRecord(bytes=1, xxh3_128="")}
+    with pytest.raises(CheckpointError, match="lacks policy/shard_7"):
+        commit_checkpoint(unfinished, state, retention=Retention(keep=1), records=records)
+    assert newest_checkpoint(tmp_path) is None
 
 
 def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
@@ -100,29 +167,33 @@ def test_rows_behind_the_checkpoint_are_forgotten_and_a_torn_line_too(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in (1, 2, 3, 4)]
     path.write_text("".join(rows) + '{"step": 5, "rew')
-    _forget_after(path, 3)
+    forget_after(path, 3)
     assert path.read_text() == "".join(rows[:3])
-    _forget_after(tmp_path / "absent.jsonl", 3)
+    forget_after(tmp_path / "absent.jsonl", 3)
     assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
     config = make_config(save_policy(tmp_path / "model"), num_workers=1)
     batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     with lone_worker(config, tmp_path / "model") as worker:
         worker.train(batch.ranks[0], batch.samples, 1)
         (tmp_path / "saved").mkdir()
-        worker.save_checkpoint(tmp_path / "saved")
+        worker.save_checkpoint(tmp_path / "saved", asynchronous)
         saved = worker.logprobs(micros)[0]
         worker.train(batch.ranks[0], batch.samples, 2)
         expected = worker.logprobs(micros)[0]
         assert not torch.equal(saved, expected)
-        worker.load_checkpoint(tmp_path / "saved")
+        # Written in the background, while the weights went on, it holds them as they were.
+        report = worker.saved_checkpoint(True)
+        assert report is not None and report.error is None
+        assert worker.load_checkpoint(tmp_path / "saved", 1)
         assert torch.equal(worker.logprobs(micros)[0], saved)
     with lone_worker(config, tmp_path / "model") as worker:
         assert not torch.equal(worker.logprobs(micros)[0], saved)
-        worker.load_checkpoint(tmp_path / "saved")
+        assert worker.load_checkpoint(tmp_path / "saved", 1)
         assert torch.equal(worker.logprobs(micros)[0], saved)
         # The same next step needs the same moments: Adam's first step after a fresh start would differ.
         worker.train(batch.ranks[0], batch.samples, 2)

@@ -305,17 +305,31 @@ def test_a_preset_is_an_option_whose_keys_can_be_set() -> None:
     assert not messages("correction=glob(*)", multirun=True)
 
 
-def test_a_resume_needs_a_checkpoint_or_an_empty_directory(tmp_path: Path) -> None:
+def test_a_resume_needs_a_run_or_an_empty_directory(tmp_path: Path) -> None:
     words = ("rollout=torch", f"run.dir={tmp_path / 'run'}", "run.resume=auto")
     assert not start_problems(resolved(*words))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     [problem] = start_problems(resolved(*words))
-    assert str(problem).startswith("run.resume finds no checkpoint in run.dir")
-    (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert str(problem).startswith("run.resume finds no run of Parity in run.dir")
+    (tmp_path / "run" / "environment.json").write_text('{"versions": {"parity-rl": "1"}}')
     assert not start_problems(resolved(*words))
     [problem] = start_problems(resolved("rollout=torch", "run.resume=auto", "run.seed=1,2", multirun=True))
     assert "must be never in a sweep" in str(problem)
+
+
+def test_the_best_is_kept_by_a_metric_of_the_saved_weights() -> None:
+    best = "checkpoint.best_metric=eval/accuracy"
+    assert not messages(best, "checkpoint.every=20", "eval.every=10", "run.num_steps=40")
+    assert not messages(best, "checkpoint.every=4", "eval.every=6", "run.num_steps=13")
+    [found] = messages(best, "checkpoint.every=4", "eval.every=6", "run.num_steps=12")
+    assert "checkpoint.every=4 and eval.every=6 none before the last is" in found
+    [found] = messages(best, "checkpoint.every=4", "eval.every=0")
+    assert found.startswith("checkpoint.best_metric needs checkpoints that are evaluated")
+    [found] = messages(best, "checkpoint.every=0")
+    assert "has no effect: nothing is saved" in found
+    [found] = messages("checkpoint.best_metric=reward/mean")
+    assert "must be null or a metric of the saved weights: eval/accuracy or eval/accuracy_sampled" in found
 
 
 # ---------------------------------------------------------------------------------------------------- sweeps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.data import StreamState
 from rollout.hf import AutoModelForCausalLM, AutoTokenizer
-from trainer.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
+from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.components import CheckpointConfig, EvalConfig
 from trainer.export import export_model
 from trainer.model import full_tensors
 from trainer.packing import pack
@@ -27,9 +29,10 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
     with lone_worker(config, start) as worker:
         worker.train(batch.ranks[0], batch.samples, 1)
         unfinished = begin_checkpoint(tmp_path / "run", 1)
-        worker.save_checkpoint(unfinished / POLICY)
+        worker.save_checkpoint(unfinished / POLICY, asynchronous=False)
         stream = StreamState(seed=0, epoch=0, position=0, digest="")
-        commit_checkpoint(unfinished, RunState(step=1, policy_version=1, stream=stream), keep=2)
+        state = RunState(step=1, policy_version=1, stream=stream, evaluation={"eval/accuracy": 0.5})
+        commit_checkpoint(unfinished, state, retention=Retention(keep=2))
         trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
     assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
@@ -38,6 +41,15 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
     assert all(torch.equal(exported[name], trained[name]) for name in exported)
     assert not any(torch.equal(exported[name], untrained[name]) for name in exported if "proj.weight" in name)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    with pytest.raises(CheckpointError, match=r"was not trained with checkpoint\.best_metric"):
+        export_model(config, tmp_path / "run", tmp_path / "best", best=True)
+    for metric, has_it in (("eval/accuracy_sampled", False), ("eval/accuracy", True)):
+        keeps_best = replace(config, eval=EvalConfig(every=1), checkpoint=CheckpointConfig(every=1, best_metric=metric))
+        if has_it:
+            assert export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True).state.step == 1
+            continue
+        with pytest.raises(CheckpointError, match=r"no checkpoint of .* has eval/accuracy_sampled"):
+            export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True)
     with pytest.raises(CheckpointError, match="exists"):
         export_model(config, tmp_path / "run", tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):

@@ -91,10 +91,16 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
             policy.wait_ready()
             batch = pack([make_samples()], num_ranks=count, max_tokens=1000, policy_version=0)
             if saved:
-                policy.load_checkpoint(tmp_path)
+                # Other ranks than those that saved cannot have their random numbers.
+                assert policy.load_checkpoint(tmp_path, step=1) is (count == saving)
             else:
                 policy.train(batch, step=1)
-                policy.save_checkpoint(tmp_path)
+                policy.save_checkpoint(tmp_path, asynchronous=True)
+                reports = policy.saved_checkpoint(wait=True)
+                assert reports is not None and all(report.error is None for report in reports)
+                assert {name for report in reports for name in report.files} == {
+                    path.name for path in tmp_path.iterdir() if path != model_path
+                }
             first = weights_of(policy)
             policy.train(batch, step=2)
             return first, weights_of(policy)

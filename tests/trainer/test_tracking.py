@@ -190,8 +190,9 @@ def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from trainer.tracking.tracker import _take_directory\n"
-        f"lock = _take_directory(Path({str(tmp_path / 'run')!r}), resumes=False)\n"
+        "import sys, time; from pathlib import Path; from trainer.components import Resume\n"
+        "from trainer.tracking.run_dir import take_directory\n"
+        f"lock, _ = take_directory(Path({str(tmp_path / 'run')!r}), resume=Resume.never, continues=False)\n"
         "sys.stdout.write('locked'); sys.stdout.flush()\n"
         "time.sleep(60)"
     )

@@ -15,6 +15,7 @@ from hydra._internal.utils import get_args_parser
 
 from algorithms.config import Problem
 from trainer.cli.keys import nearest
+from trainer.cli.overrides import long_form
 from trainer.cli.renamed import renamed_hint
 
 DRY_RUN = "--dry-run"
@@ -78,7 +79,7 @@ def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
     recipe, *overrides = parsed.overrides or [""]
     arguments = TrainArguments(
         recipe=recipe,
-        overrides=tuple(overrides),
+        overrides=long_form(overrides),
         own_dir=own_dir,
         dry_run=parsed.dry_run,
         multirun=parsed.multirun,

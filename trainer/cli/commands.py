@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = ("train", "recipes", "export", "doctor")
 HELP_FLAGS = ("-h", "--help")
+BEST_FLAG = "--best"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 HELP = """\
@@ -36,12 +38,13 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> [key=value ...]        run one; a recipe is a name or a path to a .yaml file
   parity train <recipe> --dry-run              check everything and print what would run
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
+  parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
   parity train --help                          everything about train
 
-Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 130 interrupted,
-143 ended by SIGTERM after the running step.
+Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 130 ended by Ctrl-C and 143 by
+SIGTERM: the first one after the running step, which is saved if checkpoint.every is set, a second one at once.
 Tab completion: eval "$(parity -sc install=bash)"
 """
 
@@ -70,8 +73,9 @@ run is the path of its report.
 
 USAGES = {
     "export": (
-        "parity export <run.dir> <directory>\n\n  Write the newest good checkpoint of a run as a Hugging Face model"
-        " with its tokenizer.\n  <directory> must not exist.\n"
+        "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
+        "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. <directory> must not "
+        "exist.\n"
     ),
     "recipes": "parity recipes\n\n  List the recipes of the project: question, hardware, whether it was verified.\n",
     "doctor": "parity doctor\n\n  Check this machine, a line per check. Exit code 0 if a run is possible, else 1.\n",
@@ -155,6 +159,8 @@ def _doctor() -> int:
 
 def _export(words: list[str]) -> int:
     command = "parity export"
+    best = BEST_FLAG in words
+    words = [word for word in words if word != BEST_FLAG]
     if len(words) != 2:
         wrong = Problem(key=command, rule="takes a run directory and a new directory", value=" ".join(words))
         return report([wrong], command=command)
@@ -173,7 +179,7 @@ def _export(words: list[str]) -> int:
     from trainer.export import export_model
 
     try:
-        checkpoint = export_model(config, run_dir, directory)
+        checkpoint = export_model(config, run_dir, directory, best=best)
     except CheckpointError as error:
         sys.stderr.write(f"{command}: {error}\n")
         return FAILED
@@ -203,9 +209,15 @@ def _train(words: list[str]) -> int:
 def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Problem]) -> int:
     """Resolve everything, report all problems together, then print the plan or hand over to Hydra."""
     from trainer.cli.compose import resolve, start_problems
+    from trainer.cli.overrides import directory_override
+    from trainer.cli.resume import earlier_run
 
     command = f"parity train {arguments.recipe}"
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
+    earlier = earlier_run(resolution)
+    if earlier is not None:
+        arguments = replace(arguments, overrides=(*arguments.overrides, directory_override(earlier)))
+        resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     if arguments.inspection is not None:
         # Showing a config needs no more than that it can be composed.
         problems += resolution.composition_problems

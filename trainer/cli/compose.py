@@ -28,8 +28,9 @@ from trainer.cli import keys
 from trainer.cli.diagnose import diagnose, order_problem
 from trainer.cli.overrides import expand, parse, recipe_override
 from trainer.cli.session import hydra_session
-from trainer.components import CHECKPOINTS, Resume, RunConfig
+from trainer.components import Resume, RunConfig
 from trainer.config import GROUPS, TrainConfig
+from trainer.tracking.run_dir import is_run
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """The sweeper whose runs are known before it starts them."""
@@ -51,6 +52,8 @@ class Run:
     """Class of the chosen engine's config, also where the config has problems; None if there is no choice."""
     output_dir: Path | None
     """Absolute directory of the run; in a sweep that of all runs. None if it cannot be known."""
+    named_after_time: bool
+    """Whether the directory is the default one, which no other run has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,20 +111,7 @@ def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multiru
 
 def start_problems(resolution: Resolution) -> list[Problem]:
     """What stands in the way of really starting the runs: a directory in use, an engine that is not installed."""
-    problems = []
-    output_dir = resolution.runs[0].output_dir if resolution.runs else None
-    resumes = any(run.config is not None and run.config.run.resume is Resume.auto for run in resolution.runs)
-    if resumes and resolution.multirun:
-        remedy = "Resume its runs one by one with run.dir=..."
-        problems.append(
-            Problem(key="run.resume", rule="must be never in a sweep, whose runs are new", value="auto", remedy=remedy)
-        )
-    elif resumes:
-        problems += _resume_problems(resolution.runs[0].output_dir)
-    elif output_dir is not None and output_dir.exists() and not (output_dir.is_dir() and not any(output_dir.iterdir())):
-        key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
-        remedy = f"Leave {key} out for a new directory named after the time, name another, or use run.resume=auto."
-        problems.append(Problem(key=key, rule="must be absent or empty", value=str(output_dir), remedy=remedy))
+    problems = _directory_problems(resolution)
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = 'pip install "parity-rl[sglang]", or use rollout=torch.'
         problems.append(
@@ -130,20 +120,28 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     return problems
 
 
-def _resume_problems(run_dir: Path | None) -> list[Problem]:
-    """The Problem of a directory that holds files and no checkpoint."""
-    if run_dir is None or not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+def _directory_problems(resolution: Resolution) -> list[Problem]:
+    """What stands in the way of the directory that the runs write to."""
+    directory = resolution.runs[0].output_dir if resolution.runs else None
+    resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
+    if resumes and resolution.multirun:
+        remedy = "Resume its runs one by one with run.dir=..."
+        rule, value = "must be never in a sweep, whose runs are new", min(resume.name for resume in resumes)
+        return [Problem(key="run.resume", rule=rule, value=value, remedy=remedy)]
+    if directory is None or not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return []
-    if run_dir.is_dir() and any((run_dir / CHECKPOINTS).glob("step_*")):
+    ours = directory.is_dir() and is_run(directory)
+    if resumes and ours:
         return []
-    return [
-        Problem(
-            key="run.resume",
-            rule="finds no checkpoint in run.dir, which is not empty",
-            value=str(run_dir),
-            remedy="Name the directory of the run with run.dir=...; checkpoints are saved with checkpoint.every.",
-        )
-    ]
+    if resumes:
+        remedy = "Name the directory of the run with run.dir=..."
+        rule = "finds no run of Parity in run.dir, which is not empty"
+        return [Problem(key="run.resume", rule=rule, value=str(directory), remedy=remedy)]
+    key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
+    remedy = f"Leave {key} out for a new directory named after the time, or name another."
+    if ours:
+        remedy = f"resume=auto goes on with the run in it, resume=clean moves it aside and begins. {remedy}"
+    return [Problem(key=key, rule="must be absent or empty", value=str(directory), remedy=remedy)]
 
 
 def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
@@ -224,6 +222,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         composition_problems=tuple(found),
         engine=None if root is None else keys.node_type(root, ["rollout"]),
         output_dir=output_dir,
+        named_after_time=root is not None and _has_default_dir(root),
     )
 
 
@@ -247,18 +246,22 @@ def _hydra_settings(recipe: Path, hydra_words: Sequence[str], *, loader: ConfigL
 
 def _directory_of_one_run(root: DictConfig) -> list[Problem]:
     """The Problem of a run.dir in a sweep, whose runs have a directory each."""
-    run = OmegaConf.to_container(root.run, resolve=False)
-    default = RunConfig.__dataclass_fields__["dir"].default
-    if not isinstance(run, dict) or run["dir"] == default:
+    if _has_default_dir(root):
         return []
     return [
         Problem(
             key="run.dir",
             rule="has no effect in a sweep: every run has its own directory",
-            value=run["dir"],
+            value=OmegaConf.to_container(root.run, resolve=False)["dir"],  # type: ignore[index, call-overload]
             remedy="Remove it; hydra.sweep.dir=... names the directory that holds them all.",
         )
     ]
+
+
+def _has_default_dir(root: DictConfig) -> bool:
+    """Whether nobody named run.dir."""
+    run = OmegaConf.to_container(root.run, resolve=False)
+    return isinstance(run, dict) and run["dir"] == RunConfig.__dataclass_fields__["dir"].default
 
 
 def _unchosen(group: str) -> Problem:

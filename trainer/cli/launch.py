@@ -21,7 +21,7 @@ from trainer.cli.commands import DONE, FAILED, report
 from trainer.cli.compose import build_config
 from trainer.cli.overrides import recipe_override
 from trainer.cli.session import VERSION_BASE, register
-from trainer.termination import EXIT_CODE, RunTerminated
+from trainer.termination import RunTerminated
 from trainer.tracking.redact import redact_text
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
@@ -77,9 +77,9 @@ def run_job(composed: DictConfig) -> int:
         sys.stderr.write(f"parity train: interrupted; what was written stays in {run_dir}\n")
         raise
     except RunTerminated as ended:
-        saved = f"go on with run.resume=auto run.dir={run_dir}" if config.checkpoint.every else "nothing was saved"
+        saved = f"go on with resume=auto run.dir={run_dir}" if config.checkpoint.every else "nothing was saved"
         sys.stderr.write(f"parity train: {ended}; {saved}\n")
-        return EXIT_CODE
+        return ended.exit_code
     except Exception as error:
         return _failed(error, run_dir)
     sys.stdout.write(f"{result.report_path}\n")

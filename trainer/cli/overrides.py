@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,11 +16,27 @@ from hydra.errors import HydraException
 
 from algorithms.config import Problem
 
+_SHORT, _LONG = "resume=", "run.resume="
+
+
+def long_form(words: Sequence[str]) -> tuple[str, ...]:
+    """Overrides, with the one short key of the command line written out."""
+    return tuple(_LONG + word.removeprefix(_SHORT) if word.startswith(_SHORT) else word for word in words)
+
 
 def recipe_override(name: str) -> str:
     """The override with which the command line records the recipe's name in the config."""
-    escaped = name.replace("\\", "\\\\").replace("'", "\\'")
-    return f"run.recipe='{escaped}'"
+    return f"run.recipe={_quoted(name)}"
+
+
+def directory_override(run_dir: Path) -> str:
+    """The override that names the directory of the run to go on with."""
+    return f"run.dir={_quoted(str(run_dir))}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:

@@ -110,7 +110,9 @@ def _checkpoints(config: TrainConfig) -> str:
     every = config.checkpoint.every
     if not every:
         return "none: a run that dies is lost (checkpoint.every saves)"
-    return f"every {_plural(every, 'step')} and after the last, the newest {config.checkpoint.keep} stay"
+    best = f" and the best by {config.checkpoint.best_metric}" if config.checkpoint.best_metric else ""
+    how = "written in the background" if config.checkpoint.asynchronous else "the step waits for the disk"
+    return f"every {_plural(every, 'step')} and after the last, the newest {config.checkpoint.keep}{best} stay; {how}"
 
 
 def _model(config: TrainConfig) -> str:

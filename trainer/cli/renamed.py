@@ -28,8 +28,8 @@ RENAMED: Final[dict[str, str]] = {
     "kl_ctrl": "reference.coef",
     "save_freq": "checkpoint.every",
     "max_ckpt_to_keep": "checkpoint.keep",
-    "resume_mode": "run.resume=auto with the run.dir of the earlier run",
-    "resume": "run.resume=auto with the run.dir of the earlier run",
+    "resume_mode": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
+    "resume": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
     # miles and slime
     "save_interval": "checkpoint.every",
     "use_tis": "correction=tis",
@@ -64,7 +64,7 @@ RENAMED: Final[dict[str, str]] = {
     "num_generations": "batch.group_size",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
-    "resume_from_checkpoint": "run.resume=auto with the run.dir of the earlier run",
+    "resume_from_checkpoint": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
     "beta": "reference.coef",
     "scale_rewards": "advantage.estimator=grpo (true) or dr_grpo (false)",
     # OpenRLHF, SkyRL, NeMo-RL, AReaL

@@ -14,7 +14,6 @@ an error there is one warning and a count. The directory of a run:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -29,20 +28,20 @@ from typing import TextIO
 
 from algorithms.histograms import HistogramArrays
 from rollout.types import FinishReason, SampleGroup
+from trainer.checkpoint import RunState
 from trainer.config import TrainConfig
+from trainer.termination import RunTerminated
 from trainer.tracking.console import Console
 from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
-from trainer.tracking.wandb_sink import WandbSink
+from trainer.tracking.run_dir import ENVIRONMENT_FILE, ROW_FILES, forget_after, release_directory, take_directory
+from trainer.tracking.run_dir import write_whole as _write
+from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
 
 logger = logging.getLogger(__name__)
 
 COMPLETED = "completed"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
-
-_LOCK_FILE = ".lock"
-_MADE_BY_OTHERS = frozenset({".hydra", _LOCK_FILE})
-"""What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,13 +105,13 @@ def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
 class Tracker:
     """Everything that a run writes down; a context manager that owns the run directory and the console.
 
-    Entering refuses a directory that is not empty or that another run holds (RuntimeError); a run that goes on after
-    step `resumed` takes its directory back and forgets the rows behind that step. Leaving records how the run ended:
-    completed, interrupted (KeyboardInterrupt) or failed.
+    Entering refuses a directory that another run holds, and one that is not empty unless run.resume allows it
+    (RuntimeError); a run that goes on from `resumed` takes its directory back, forgets the rows behind that step and
+    keeps its W&B run. Leaving records how the run ended: completed, interrupted (by a signal) or failed.
     """
 
     def __init__(
-        self, config: TrainConfig, *, run_dir: Path, resumed: int | None = None, console: Console | None = None
+        self, config: TrainConfig, *, run_dir: Path, resumed: RunState | None = None, console: Console | None = None
     ) -> None:
         self.console = console if console is not None else Console(config.run.num_steps)
         self.errors = 0
@@ -125,18 +124,20 @@ class Tracker:
         self._samples: TextIO | None = None
         self._histograms: TextIO | None = None
         self._wandb: WandbSink | None = None
-        self._last_step: int | None = None
+        self._last_step = None if resumed is None else resumed.step
         self._warned: set[str] = set()
 
     def __enter__(self) -> Tracker:
-        self._lock = _take_directory(self._run_dir, resumes=self._resumed is not None)
+        resume = self._config.run.resume
+        self._lock, aside = take_directory(self._run_dir, resume=resume, continues=self._resumed is not None)
         try:
             if self._resumed is not None:
-                for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl"):
-                    _forget_after(self._run_dir / name, self._resumed)
+                for name in ROW_FILES:
+                    forget_after(self._run_dir / name, self._resumed.step)
+                keep_run_id(self._run_dir, self._resumed.wandb_run_id)
             config, environment = config_document(self._config), environment_record(sys.argv)
             _write(self._run_dir / "config.yaml", config)
-            _write(self._run_dir / "environment.json", json.dumps(environment, indent=2) + "\n")
+            _write(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
             self._metrics = _open(self._run_dir / "metrics.jsonl")
             self._samples = _open(self._run_dir / "samples.jsonl")
             self._histograms = _open(self._run_dir / "histograms.jsonl")
@@ -145,6 +146,8 @@ class Tracker:
             raise
         self.console.__enter__()
         self.console.line(f"run directory: {self._run_dir}")
+        if aside is not None:
+            self.console.line(f"begins at step 0; the earlier run in this directory was moved to {aside}")
         record: dict[str, object] = dict(config_record(self._config))
         record["choices"] = group_choices(self._config)
         record["environment"] = environment
@@ -164,7 +167,12 @@ class Tracker:
         if error is None:
             self.close(COMPLETED)
         else:
-            self.close(INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+            self.close(INTERRUPTED if isinstance(error, (KeyboardInterrupt, RunTerminated)) else FAILED)
+
+    @property
+    def wandb_run_id(self) -> str | None:
+        """The id under which W&B keeps the run; None without W&B."""
+        return saved_run_id(self._run_dir)
 
     def log(self, step: int, metrics: Mapping[str, float | None], samples: Sequence[SampleRow] = ()) -> None:
         """Write down one step.
@@ -205,6 +213,18 @@ class Tracker:
         for axis in (row["by_probability"], row["by_position"]):
             axis["edges"] = [None if _is_nonfinite(edge) else edge for edge in axis["edges"]]
         self._guard("histograms.jsonl", lambda: self._write_histograms(row))
+
+    def flush(self) -> None:
+        """Bring every row so far to the disk: a checkpoint must not be newer than the rows before it.
+
+        Raises OSError if metrics.jsonl cannot be written; the failure of another file is a warning.
+        """
+        if self._metrics is not None:
+            os.fsync(self._metrics.fileno())
+        for file in (self._samples, self._histograms):
+            if file is not None:
+                descriptor = file.fileno()
+                self._guard(file.name, lambda descriptor=descriptor: os.fsync(descriptor))  # type: ignore[misc]
 
     def close(self, status: str) -> None:
         """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
@@ -263,58 +283,8 @@ class Tracker:
             if file is not None:
                 self._guard(file.name, file.close)
         if self._lock is not None:
-            self._guard(_LOCK_FILE, (self._run_dir / _LOCK_FILE).unlink)
-            self._lock.close()
-            self._lock = None
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and a last line that was never finished, from a file of rows."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] <= step:
-            kept.append(line)
-    shorter = path.with_suffix(".unfinished")
-    shorter.write_text("".join(kept), encoding="utf-8")
-    shorter.replace(path)
-
-
-def _take_directory(run_dir: Path, *, resumes: bool) -> TextIO:
-    """Make `run_dir`, lock it for this process and check that it is empty, unless an earlier run is resumed; the lock
-    ends with the returned file."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / _LOCK_FILE).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise RuntimeError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise RuntimeError(
-            f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
-        ) from error
-    found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
-    if found and not resumes:
-        (run_dir / _LOCK_FILE).unlink()
-        lock.close()
-        raise RuntimeError(
-            f"run.dir must be absent or empty, {run_dir} holds {', '.join(found[:5])}"
-            f"{' and more' if len(found) > 5 else ''}. Leave run.dir out, or use another one."
-        )
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
+            lock, self._lock = self._lock, None
+            self._guard("lock", lambda: release_directory(lock, self._run_dir))
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -347,7 +317,3 @@ def _is_nonfinite(value: object) -> bool:
 def _open(path: Path) -> TextIO:
     # A response may hold a lone surrogate, which UTF-8 cannot encode.
     return path.open("a", encoding="utf-8", errors="replace")
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

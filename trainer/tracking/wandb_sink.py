@@ -30,6 +30,7 @@ _FINISH_TIMEOUT_S = 60.0
 _GRACE_S = 30.0
 """What the process gets beyond its own deadlines: importing wandb, starting its service, falling back to offline."""
 _MAX_QUEUED_ROWS = 10_000
+RUN_ID_FILE = "wandb_run_id"
 
 
 class WandbSink:
@@ -208,12 +209,25 @@ class WandbSink:
 
 def run_id(run_dir: Path) -> str:
     """The W&B id of the run in `run_dir`: read from `wandb_run_id`, or made and written there."""
-    path = run_dir / "wandb_run_id"
-    if path.is_file():
-        return path.read_text(encoding="utf-8").strip()
+    kept = saved_run_id(run_dir)
+    if kept is not None:
+        return kept
     made = os.urandom(4).hex()
-    path.write_text(made + "\n", encoding="utf-8")
+    keep_run_id(run_dir, made)
     return made
+
+
+def saved_run_id(run_dir: Path) -> str | None:
+    """The W&B id in `run_dir`; None if W&B was never started there."""
+    path = run_dir / RUN_ID_FILE
+    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
+    return text or None
+
+
+def keep_run_id(run_dir: Path, wandb_run_id: str | None) -> None:
+    """Write the id that the W&B run of `run_dir` shall have; None leaves the file as it is."""
+    if wandb_run_id is not None:
+        (run_dir / RUN_ID_FILE).write_text(wandb_run_id + "\n", encoding="utf-8")
 
 
 def has_wandb_key() -> bool:

@@ -1,0 +1,261 @@
+"""What a run may go on from: the directory it takes, the config it may have, the run that the command line finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from policy_cases import make_config
+
+from rollout.data import StreamState
+from trainer.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.cli.commands import run as parity
+from trainer.components import HFModelConfig, Resume, TrackingConfig, WandbMode
+from trainer.config import TrainConfig
+from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.termination import RunTerminated, termination_requests
+from trainer.tracking.run_dir import has_checkpoint, is_run, release_directory, take_directory
+from trainer.tracking.tracker import Tracker
+
+OFF = TrackingConfig(wandb=WandbMode.disabled)
+
+
+def make(tmp_path: Path, **run: object) -> TrainConfig:
+    """A config whose model need not exist."""
+    config = make_config(tmp_path / "model")
+    return replace(config, tracking=OFF, run=replace(config.run, dir=str(tmp_path / "run"), **run))  # type: ignore[arg-type]
+
+
+def state_of(config: TrainConfig, step: int, *, wandb_run_id: str | None = None) -> RunState:
+    return RunState(
+        step=step,
+        policy_version=step,
+        stream=StreamState(seed=0, epoch=0, position=0, digest=""),
+        wandb_run_id=wandb_run_id,
+        config=json.loads(json.dumps(flat_config(config))),
+    )
+
+
+def save(config: TrainConfig, step: int) -> None:
+    commit_checkpoint(begin_checkpoint(Path(config.run.dir), step), state_of(config, step), retention=Retention(keep=2))
+
+
+def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    save(config, 4)
+    assert checkpoint_to_resume(config, tmp_path / "run") is None
+    found = checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "run")
+    assert found is not None and found.state.step == 4
+    assert checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "other") is None
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) -> None:
+    config = make(tmp_path, resume=Resume.auto)
+    save(config, 4)
+    other = replace(config, run=replace(config.run, seed=7), data=replace(config.data, num_heldout=55))  # type: ignore[call-arg]
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint_to_resume(other, tmp_path / "run")
+    assert "step_000004 belongs to another run: " in str(caught.value)
+    assert "run.seed 0 -> 7" in str(caught.value)
+    assert f"data.num_heldout {config.data.num_heldout} -> 55" in str(caught.value)  # type: ignore[attr-defined]
+    assert "run.dir" in str(caught.value).partition("Set them")[2]
+
+
+def test_what_may_change_is_listed(tmp_path: Path) -> None:
+    config = make(tmp_path, resume=Resume.auto)
+    save(config, 4)
+    moved = HFModelConfig(path=str(tmp_path / "elsewhere"))
+    other = replace(config, model=moved, optim=replace(config.optim, lr=0.5), run=replace(config.run, num_steps=99))
+    found = checkpoint_to_resume(other, tmp_path / "run")
+    assert found is not None
+    assert sorted(changed_keys(found.state.config, other)) == ["model.path", "optim.lr", "run.num_steps"]
+    assert changed_keys(found.state.config, other)["optim.lr"] == "optim.lr 0.01 -> 0.5"
+    assert not changed_keys(found.state.config, config)
+
+
+def rows(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    with Tracker(config, run_dir=tmp_path / "run") as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step})
+        tracker.flush()
+    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 2, wandb_run_id="abcd1234")) as tracker:
+        assert tracker.wandb_run_id == "abcd1234"
+        with pytest.raises(ValueError, match="step must grow"):
+            tracker.log(2, {})
+        tracker.log(3, {"reward/mean": 30})
+        tracker.log(4, {"reward/mean": 40})
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[2])["reward/mean"] == 30
+    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 4)):
+        pass  # nothing was left to do
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] == 4
+
+
+# ---------------------------------------------------------------------------------------------------- the directory
+
+
+def leave_run(directory: Path, *, steps: int = 1) -> None:
+    """What a run without a checkpoint leaves."""
+    config = make(directory.parent)
+    with Tracker(config, run_dir=directory) as tracker:
+        for step in range(1, steps + 1):
+            tracker.log(step, {})
+
+
+def test_an_earlier_run_is_refused_with_the_commands(tmp_path: Path) -> None:
+    leave_run(tmp_path / "run")
+    with pytest.raises(RuntimeError, match=r"must be absent or empty.*run\.resume=clean") as caught:
+        take_directory(tmp_path / "run", resume=Resume.never, continues=False)
+    assert "run.resume=auto" not in str(caught.value)
+    save(make(tmp_path), 1)
+    with pytest.raises(RuntimeError, match=r"Go on with it: run\.resume=auto\."):
+        take_directory(tmp_path / "run", resume=Resume.never, continues=False)
+
+
+@pytest.mark.parametrize("resume", [Resume.auto, Resume.clean])
+def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path, resume: Resume) -> None:
+    for count in (1, 2, 3):
+        leave_run(tmp_path / "run", steps=count)
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        lock, aside = take_directory(tmp_path / "run", resume=resume, continues=False)
+        assert aside is not None and aside.name.startswith("run.before-20")
+        assert rows(aside / "metrics.jsonl") == list(range(1, count + 1))
+        assert (aside / "notes.txt").read_text() == "mine"
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+        assert not (aside / ".lock").exists()
+        release_directory(lock, tmp_path / "run")
+    assert len(list(tmp_path.glob("run.before-*"))) == 3
+
+
+@pytest.mark.parametrize("resume", [Resume.auto, Resume.clean])
+def test_files_that_no_run_wrote_are_left_alone(tmp_path: Path, resume: Resume) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    (tmp_path / "run" / "environment.json").write_text('{"versions": {}}')
+    with pytest.raises(RuntimeError, match=r"no run of Parity wrote \(environment.json, thesis.tex\)"):
+        take_directory(tmp_path / "run", resume=resume, continues=False)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["environment.json", "thesis.tex"]
+
+
+def test_the_working_directory_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="cannot be moved aside"):
+        take_directory(tmp_path / "run", resume=Resume.clean, continues=False)
+
+
+def test_a_run_that_was_killed_at_once_is_known(tmp_path: Path) -> None:
+    assert not is_run(tmp_path) and not is_run(tmp_path / "absent")
+    (tmp_path / "config.yaml").write_text("")
+    assert not is_run(tmp_path)
+    (tmp_path / ".lock").write_text("1")
+    assert is_run(tmp_path) and not has_checkpoint(tmp_path)
+    (tmp_path / "thesis.tex").write_text("mine")
+    assert not is_run(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- the command
+
+
+TORCH = ("rollout=torch", "--dry-run")
+
+
+def test_resume_auto_finds_the_newest_run_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outputs = tmp_path / "outputs" / "arithmetic_grpo"
+    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
+    assert "outputs/arithmetic_grpo/20" in capsys.readouterr().out, "nothing to go on with: a new run"
+    for name in ("2026-01-02_03-04-05", "2026-01-03_03-04-05", "2026-01-01_03-04-05"):
+        leave_run(outputs / name)
+    (outputs / "2027-not-a-run").mkdir()
+    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
+    assert f"{outputs}/2026-01-03_03-04-05: metrics.jsonl" in capsys.readouterr().out
+    assert (
+        parity(["train", "arithmetic_grpo", "run.resume=auto", f"run.dir={outputs}/2026-01-01_03-04-05", *TORCH]) == 0
+    )
+    assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
+    assert parity(["train", "arithmetic_grpo", *TORCH]) == 0
+    assert "2026-01-03_03-04-05" not in capsys.readouterr().out
+
+
+def test_a_dirty_directory_shows_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave_run(tmp_path / "run")
+    assert parity(["train", "arithmetic_grpo", "run.dir=run", *TORCH]) == 2
+    assert "resume=auto goes on with the run in it, resume=clean moves it aside" in capsys.readouterr().err
+    assert parity(["train", "arithmetic_grpo", "run.dir=run", "resume=clean", *TORCH]) == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    for word in ("resume=auto", "resume=clean"):
+        assert parity(["train", "arithmetic_grpo", "run.dir=mine", word, *TORCH]) == 2
+        assert "run.resume finds no run of Parity in run.dir" in capsys.readouterr().err
+    assert parity(["train", "arithmetic_grpo", "resume=sometimes", *TORCH]) == 2
+    assert "run.resume" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """SIGTERM raises here, as Ray's handler ends the process; SIGINT as Python has it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(number)
+
+    before = signal.signal(signal.SIGTERM, end), signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before[0])
+    signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_and_the_second_ends(
+    handlers: None, first: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for second, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        with termination_requests() as termination:
+            assert termination.request is None
+            os.kill(os.getpid(), first)
+            assert termination.request is first
+            assert f"{first.name}: the running step is finished" in capfd.readouterr().err
+            with pytest.raises(error):
+                os.kill(os.getpid(), second)
+    ended = RunTerminated(first, step=3)
+    assert (ended.exit_code, str(ended)) == (code, f"asked to end ({first.name}), after step 3")
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_in_a_thread_hears_no_signals(handlers: None) -> None:
+    heard: list[object] = []
+
+    def run() -> None:
+        with termination_requests() as termination:
+            heard.append(termination.request)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert heard == [None]
+
+
+def test_a_run_that_was_asked_to_end_is_interrupted_not_failed(tmp_path: Path) -> None:
+    with pytest.raises(RunTerminated), Tracker(make(tmp_path), run_dir=tmp_path / "run"):
+        raise RunTerminated(signal.SIGTERM, step=1)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "interrupted"

@@ -1,0 +1,248 @@
+"""Saving while a run goes on: in the background, on a disk that is full, and what a rank gives back besides weights."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, make_samples, save_policy
+
+from rollout.data import StreamState
+from trainer.checkpoint import CheckpointError, RunState, newest_checkpoint
+from trainer.components import CheckpointConfig
+from trainer.packing import pack
+from trainer.policy_group import PolicyGroup
+from trainer.saving import MAX_CONSECUTIVE_FAILURES, Saver
+from trainer.shards import ShardReport
+from trainer.tracking.tracker import Tracker
+from trainer.worker import PolicyWorker
+
+
+@dataclass
+class Lines:
+    """A console that keeps its lines."""
+
+    lines: list[str]
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+@dataclass
+class Recorder:
+    """What a Saver asks of a Tracker."""
+
+    console: Lines
+
+    def flush(self) -> None:
+        self.console.lines.append("rows on the disk")
+
+
+@dataclass
+class LoneGroup:
+    """A real rank behind the methods of PolicyGroup that a Saver uses; `slow` saves take that many questions."""
+
+    worker: PolicyWorker
+    slow: int = 0
+    asked: list[bool] = field(default_factory=list)
+    """Whether each save was to be written in the background."""
+
+    def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
+        self.asked.append(asynchronous)
+        self.worker.save_checkpoint(path, asynchronous)
+
+    def saved_checkpoint(self, *, wait: bool) -> list[ShardReport] | None:
+        if self.slow and not wait:
+            self.slow -= 1
+            return None
+        report = self.worker.saved_checkpoint(wait or self.slow == 0)
+        return None if report is None else [report]
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[PolicyWorker]:
+    config = make_config(save_policy(tmp_path / "model"), num_workers=1)
+    with lone_worker(config, tmp_path / "model") as made:
+        batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+        made.train(batch.ranks[0], batch.samples, 1)
+        yield made
+
+
+def state(step: int) -> RunState:
+    return RunState(step=step, policy_version=step, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+
+
+def saver(tmp_path: Path, lines: list[str], *, asynchronous: bool = False, keep: int = 9) -> Saver:
+    config = CheckpointConfig(every=1, keep=keep, asynchronous=asynchronous)
+    return Saver(config, run_dir=tmp_path / "run", tracker=cast(Tracker, Recorder(console=Lines(lines))))
+
+
+def saved_steps(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+def as_group(group: LoneGroup) -> PolicyGroup:
+    return cast(PolicyGroup, group)
+
+
+def wait_for_metrics(saving: Saver) -> dict[str, float | None]:
+    """What a save has to say once it is over."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if metrics := saving.collect():
+            return metrics
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond `num_bytes`: the kernel refuses the write, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_save_in_the_background_counts_once_it_is_written(worker: PolicyWorker, tmp_path: Path) -> None:
+    lines: list[str] = []
+    group = LoneGroup(worker, slow=2)
+    with saver(tmp_path, lines, asynchronous=True) as saving:
+        saving.save(as_group(group), state(1), last=False)
+        assert saving.collect() == {}
+        assert saving.collect() == {}
+        assert newest_checkpoint(tmp_path / "run") is None
+        metrics = saving.collect()
+        assert set(metrics) == {"perf/checkpoint_exposed_s", "perf/checkpoint_write_s", "perf/checkpoint_mib"}
+        assert all(value is not None and value > 0 for value in metrics.values())
+        assert saving.collect() == {}, "metrics of a save are told once"
+        group.slow = 5
+        saving.save(as_group(group), state(2), last=False)
+        saving.save(as_group(group), state(3), last=False)  # waits for the one before
+        assert saved_steps(tmp_path) == [".step_000003.unfinished", "step_000001", "step_000002"]
+        saving.save(as_group(group), state(4), last=True)
+        assert saved_steps(tmp_path)[-1] == "step_000004"
+    assert group.asked == [True, True, True, False]
+    flushed, saved = "rows on the disk", [f"saved step {step}" for step in (1, 2, 3, 4)]
+    # The second save is told of when the third begins: only one is under way.
+    assert [line.split(":")[0] for line in lines] == [word for line in saved for word in (flushed, line)]
+
+
+def test_what_is_under_way_when_a_run_fails_is_kept(worker: PolicyWorker, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), saver(tmp_path, [], asynchronous=True) as saving:
+        saving.save(as_group(LoneGroup(worker, slow=9)), state(1), last=False)
+        raise ZeroDivisionError
+    found = newest_checkpoint(tmp_path / "run")
+    assert found is not None and found.state.step == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_leaves_no_trace_and_the_third_time_ends_the_run(
+    worker: PolicyWorker, tmp_path: Path, asynchronous: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines: list[str] = []
+    group = as_group(LoneGroup(worker))
+    with saver(tmp_path, lines, asynchronous=asynchronous) as saving:
+        saving.save(group, state(1), last=False)
+        wait_for_metrics(saving)
+        with full_disk(2**14):
+            saving.save(group, state(2), last=False)
+            assert wait_for_metrics(saving) == {"perf/checkpoint_failures": 1.0}
+        assert saved_steps(tmp_path) == ["step_000001"]
+        assert "the checkpoint of step 2 was not written: rank 0" in caplog.text and "File too large" in caplog.text
+        assert "2 more may fail" not in caplog.text and "1 more may fail" in caplog.text
+        saving.save(group, state(3), last=False)  # there is space again, so the count begins again
+        wait_for_metrics(saving)
+        with full_disk(2**14):
+            for step in range(4, 4 + MAX_CONSECUTIVE_FAILURES - 1):
+                saving.save(group, state(step), last=False)
+                wait_for_metrics(saving)
+            with pytest.raises(CheckpointError, match=r"step 6 was not written: .*GiB free.*resume=auto"):
+                saving.save(group, state(6), last=False)
+                wait_for_metrics(saving)
+    assert saved_steps(tmp_path) == ["step_000001", "step_000003"]
+
+
+def test_the_last_save_must_be_written(worker: PolicyWorker, tmp_path: Path) -> None:
+    with saver(tmp_path, []) as saving, full_disk(2**14), pytest.raises(CheckpointError, match="was not written"):
+        saving.save(as_group(LoneGroup(worker)), state(1), last=True)
+
+
+def test_a_directory_that_cannot_be_made_is_a_failed_save(worker: PolicyWorker, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("a file where the directory should be")
+    lines: list[str] = []
+    with saver(tmp_path, lines) as saving:
+        saving.save(as_group(LoneGroup(worker)), state(1), last=False)
+    assert "the checkpoint of step 1 was not written" in lines[1] and "checkpoints" in lines[1]
+
+
+def draws() -> list[float]:
+    """The next numbers of every generator; normal ones too, of which Python and numpy keep the second."""
+    return [random.random(), random.gauss(), float(np.random.normal()), float(np.random.rand()), float(torch.randn(()))]
+
+
+def test_a_rank_takes_back_its_random_numbers(worker: PolicyWorker, tmp_path: Path) -> None:
+    draws()
+    (tmp_path / "saved").mkdir()
+    worker.save_checkpoint(tmp_path / "saved", False)
+    expected = draws()
+    assert draws() != expected
+    assert worker.load_checkpoint(tmp_path / "saved", 1)
+    assert draws() == expected
+
+
+def test_ranks_of_another_number_get_new_random_numbers(worker: PolicyWorker, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    worker.save_checkpoint(tmp_path / "saved", False)
+    before = draws()
+    (tmp_path / "saved" / "rng_1.json").write_text("{}")  # as two ranks would have left it
+    assert not worker.load_checkpoint(tmp_path / "saved", 1)
+    first = draws()
+    assert not worker.load_checkpoint(tmp_path / "saved", 1)
+    assert draws() == first != before, "the same for the same seed, step and rank"
+    assert not worker.load_checkpoint(tmp_path / "saved", 2)
+    assert draws() != first
+
+
+def test_a_rank_takes_back_its_count_of_bad_steps(worker: PolicyWorker, tmp_path: Path) -> None:
+    worker._policy._bad_steps = 2
+    (tmp_path / "saved").mkdir()
+    worker.save_checkpoint(tmp_path / "saved", False)
+    worker._policy._bad_steps = 0
+    worker.load_checkpoint(tmp_path / "saved", 1)
+    with pytest.raises(RuntimeError, match="3 optimizer steps"):
+        worker._policy.update(float("nan"))
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path) -> None:
+    from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+
+    config = make_config(save_policy(tmp_path / "model"), num_workers=1)
+    (tmp_path / "saved").mkdir()
+    with lone_worker(config, tmp_path / "model") as worker:
+        worker.save_checkpoint(tmp_path / "saved", False)
+    wider = Qwen2Config(
+        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen2ForCausalLM(wider).save_pretrained(tmp_path / "wider")
+    config = make_config(tmp_path / "wider", num_workers=1)
+    with (
+        lone_worker(config, tmp_path / "wider") as worker,
+        pytest.raises(
+            CheckpointError, match=r"does not fit the model .*policy\.model\.\S+.*Set model, policy and optim"
+        ),
+    ):
+        worker.load_checkpoint(tmp_path / "saved", 1)

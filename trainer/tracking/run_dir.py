@@ -1,0 +1,154 @@
+"""The run directory: taken by one process at a time; an earlier run in it is refused or moved aside."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from trainer.components import CHECKPOINTS, Resume
+
+LOCK_FILE = ".lock"
+ENVIRONMENT_FILE = "environment.json"
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "histograms.jsonl")
+_MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
+"""What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
+_BEFORE_ENVIRONMENT = frozenset({"config.yaml", ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
+"""What a run has written when it is killed before its environment.json."""
+
+
+def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[TextIO, Path | None]:
+    """Make `run_dir` and lock it for this process.
+
+    It must be empty, unless the run `continues` from a checkpoint in it, or `resume` allows to set an earlier run
+    aside.
+
+    Returns:
+        The lock, which ends with this file, and where the earlier run was moved to; None if there was none.
+
+    Raises:
+        RuntimeError: the directory cannot be used; says why and what to do.
+    """
+    lock = _lock(run_dir)
+    found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
+    if not found or continues:
+        return lock, None
+    try:
+        _check_aside(run_dir, found, resume)
+        aside = _set_aside(run_dir)
+    except BaseException:
+        _unlock(lock, run_dir)
+        raise
+    _unlock(lock, aside)
+    return _lock(run_dir), aside
+
+
+def is_run(directory: Path) -> bool:
+    """Whether a run of Parity wrote `directory`, by the marks that it leaves first."""
+    try:
+        record = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+        return "parity-rl" in record["versions"]
+    except FileNotFoundError:
+        names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+        return LOCK_FILE in names and names <= _BEFORE_ENVIRONMENT
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a checkpoint, good or damaged, is in a run directory."""
+    return any((directory / CHECKPOINTS).glob("step_*"))
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Remove the rows of later steps, and a last line that was never finished, from a file of rows."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] <= step:
+            kept.append(line)
+    write_whole(path, "".join(kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a process that is killed meanwhile leaves the old one or the new one."""
+    unfinished = path.with_name(f".{path.stem}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+def release_directory(lock: TextIO, run_dir: Path) -> None:
+    """Let another process take `run_dir`."""
+    _unlock(lock, run_dir)
+
+
+def _lock(run_dir: Path) -> TextIO:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RuntimeError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise RuntimeError(
+            f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+    return lock
+
+
+def _unlock(lock: TextIO, run_dir: Path) -> None:
+    try:
+        (run_dir / LOCK_FILE).unlink(missing_ok=True)
+    finally:
+        lock.close()
+
+
+def _check_aside(run_dir: Path, found: list[str], resume: Resume) -> None:
+    """Raise RuntimeError unless what is in `run_dir` may be moved out of the way."""
+    if resume is Resume.never:
+        go_on = (
+            "Go on with it: run.resume=auto. " if has_checkpoint(run_dir) else ""
+        ) + "Begin again and keep it beside: run.resume=clean. "
+        raise RuntimeError(
+            f"run.dir must be absent or empty, {run_dir} holds {', '.join(found[:5])}"
+            f"{' and more' if len(found) > 5 else ''}. {go_on if is_run(run_dir) else ''}"
+            "Or leave run.dir out, or use another one."
+        )
+    if not is_run(run_dir):
+        raise RuntimeError(
+            f"run.resume={resume.name} finds files in run.dir {run_dir} that no run of Parity wrote "
+            f"({', '.join(found[:5])}), and leaves them alone. Use another run.dir."
+        )
+    if run_dir.is_symlink() or Path.cwd().is_relative_to(run_dir.resolve()):
+        raise RuntimeError(
+            f"run.dir {run_dir} holds a run and cannot be moved aside, because it is a link or the working directory. "
+            "Move it yourself, or use another run.dir."
+        )
+
+
+def _set_aside(run_dir: Path) -> Path:
+    """Rename a run directory to one with the present time in its name; nothing in it is touched."""
+    moment = datetime.now(UTC).strftime("%Y-%m-%d_%H-%M-%S")
+    candidates = [run_dir.with_name(f"{run_dir.name}.before-{moment}{suffix}") for suffix in ("", ".2", ".3")]
+    aside = next((path for path in candidates if not path.exists()), candidates[-1])
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        raise RuntimeError(f"run.dir {run_dir} cannot be moved to {aside}: {error}. Use another run.dir.") from error
+    return aside
