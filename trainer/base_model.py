@@ -29,6 +29,7 @@ import transformers
 from rollout.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from trainer.cache import default_cache_dir
 from trainer.components import ArithmeticModelConfig
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,6 @@ class Batch(NamedTuple):
 
     token_ids: torch.Tensor  # [B, T] int64: prompt, response, end-of-sequence, padding
     labels: torch.Tensor  # [B, T] int64: the token ids of the response and its end, IGNORED elsewhere
-
-
-def default_cache_dir() -> Path:
-    """Return $PARITY_CACHE, or ~/.cache/parity where it is not set."""
-    configured = os.environ.get("PARITY_CACHE")
-    return Path(configured) if configured else Path.home() / ".cache" / "parity"
 
 
 def build_base_model(

@@ -20,10 +20,10 @@ from trainer.base_model import (
     WEIGHTS,
     build_base_model,
     collate,
-    default_cache_dir,
     find_damage,
     response_loss,
 )
+from trainer.cache import default_cache_dir
 from trainer.components import ArithmeticModelConfig
 
 DATA = ArithmeticDataConfig(max_operand=19, num_heldout=10)

@@ -18,7 +18,7 @@ from algorithms.config import (
     RejectedDenominator,
 )
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
-from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
+from trainer.cli.estimate import batch_shape, engine_memory, model_shape, rank_memory
 from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.components import (
     ArithmeticModelConfig,
@@ -30,6 +30,7 @@ from trainer.components import (
     PolicyConfig,
 )
 from trainer.config import TrainConfig
+from trainer.model_shape import UnknownShapeError
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 

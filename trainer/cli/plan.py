@@ -16,9 +16,10 @@ import psutil
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.cli.compose import Resolution
-from trainer.cli.estimate import UnknownShapeError, batch_shape, engine_memory, model_shape, rank_memory
+from trainer.cli.estimate import batch_shape, engine_memory, model_shape, rank_memory
 from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
+from trainer.model_shape import UnknownShapeError
 
 LABEL_WIDTH = 11
 

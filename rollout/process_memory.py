@@ -1,0 +1,60 @@
+"""What a process holds in memory: its own pages, its peak, and what its machine has left.
+
+Private memory is what counts for a leak: pages that other processes share, such as Ray's object store, fill up once
+and are not the process's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryUse(NamedTuple):
+    """What one actor's processes hold, and what is left on their machine."""
+
+    private: int
+    """Resident bytes that no other process shares."""
+    available: int
+    """Bytes that the machine can still give."""
+
+
+def memory_use(pids: Sequence[int] = ()) -> MemoryUse:
+    """Of this process and those of `pids` that still run."""
+    private = _private(psutil.Process())
+    for pid in pids:
+        try:
+            private += _private(psutil.Process(pid))
+        except psutil.Error as error:
+            logger.debug("process %d is not counted: %s", pid, error)
+    return MemoryUse(private=private, available=psutil.virtual_memory().available)
+
+
+def _private(process: psutil.Process) -> int:
+    """Resident minus shared bytes; all resident ones where the system does not tell them apart."""
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
+def reset_peak() -> None:
+    """Begin a new peak of this process's resident memory; Linux only, elsewhere the peak is that of its life."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError as error:
+        logger.debug("the peak of resident memory cannot be set back: %s", error)
+
+
+def peak_bytes() -> int | None:
+    """Highest resident memory of this process since `reset_peak`; None where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+    return found[0] if found else None
