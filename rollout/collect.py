@@ -57,6 +57,14 @@ class CollectPlan:
     """Valid samples without which a group cannot be trained on: 2 where the group is the baseline."""
 
 
+class Served(NamedTuple):
+    """One round of generation: what was asked for and how long the answers were."""
+
+    requests: Sequence[GenerateRequest]
+    lengths: list[int]
+    """Response tokens of each request."""
+
+
 class SeedSource:
     """Sampling seeds of one step: hashes of (run seed, step, prompt id, sample index), none given twice.
 
@@ -112,6 +120,8 @@ class CollectStats:
     samples_correct: int = 0
     """Valid samples that passed the task's check, those of dropped groups included."""
     tokens_generated: int = 0
+    served: list[Served] = field(default_factory=list)
+    """Every round, dropped samples included."""
     kept: list[SampleGroup] = field(default_factory=list)
     generate_s: float = 0.0
     """Seconds in which the engines sampled."""
@@ -229,6 +239,7 @@ class Collector:
         if len(generations) != len(requests):
             raise RuntimeError(f"step {step}: {len(requests)} responses were asked for, {len(generations)} came back")
         stats.rounds += 1
+        stats.served.append(Served(requests, [len(generation.token_ids) for generation in generations]))
         stats.groups_generated += len(prompts)
         stats.samples_generated += len(requests)
         groups = [SampleGroup(prompt=prompt) for prompt in prompts]

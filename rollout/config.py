@@ -39,6 +39,11 @@ class EngineConfig(Checked):
     sync_timeout_s: float = 120.0
     """Deadline in seconds of one weight sync."""
 
+    @property
+    def max_running(self) -> int | None:
+        """Sequences that an engine decodes together at most; None where the engine decides."""
+        return None
+
     def problems(self) -> Iterator[Problem]:
         if self.num_engines < 1:
             yield Problem(key="num_engines", rule="must be >= 1", value=self.num_engines)
@@ -88,6 +93,11 @@ class SGLangConfig(EngineConfig):
     engine_args: dict[str, Any] = field(default_factory=dict)
     """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value."""
 
+    @property
+    def max_running(self) -> int | None:
+        limit = self.engine_args["max_running_requests"] if "max_running_requests" in self.engine_args else None
+        return limit if isinstance(limit, int) and limit > 0 else None
+
     def problems(self) -> Iterator[Problem]:
         yield from EngineConfig.problems(self)
         for key, value in self.engine_args.items():
@@ -116,6 +126,10 @@ class TorchEngineConfig(EngineConfig):
     kind: ClassVar[str] = "torch"
     max_batch_size: int = 256
     """Sequences decoded together."""
+
+    @property
+    def max_running(self) -> int | None:
+        return self.max_batch_size
 
     def problems(self) -> Iterator[Problem]:
         yield from EngineConfig.problems(self)

@@ -15,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rollout.engine import EngineError, EngineInfo, WeightReport
+from rollout.process_memory import MemoryUse
 from rollout.types import GenerateRequest, Generation
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,11 @@ class EngineGroup:
         """Version of the weights that each engine says it holds."""
         refs = [worker.policy_version.remote() for worker in self._workers]
         return self._gather(refs, phase="weight version", deadline_s=self._sync_timeout_s)
+
+    def memory(self) -> list[MemoryUse]:
+        """What each engine holds, its server's processes included."""
+        refs = [worker.memory.remote() for worker in self._workers]
+        return self._gather(refs, phase="engine memory", deadline_s=self._sync_timeout_s)
 
     def stop(self) -> None:
         """Stop every engine; an engine that does not answer is killed with its worker."""

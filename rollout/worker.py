@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
+from rollout.process_memory import MemoryUse, memory_use
 from rollout.types import GenerateRequest, Generation, WeightBucket
 
 
@@ -55,9 +56,12 @@ class RolloutWorker:
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
         self._engine = build_engine(setup)
+        self._pids: tuple[int, ...] = ()
 
     def start(self) -> EngineInfo:
-        return self._engine.start(self._setup.model_path)
+        info = self._engine.start(self._setup.model_path)
+        self._pids = info.pids
+        return info
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         return self._engine.generate(requests)
@@ -67,6 +71,10 @@ class RolloutWorker:
 
     def policy_version(self) -> int:
         return self._engine.policy_version
+
+    def memory(self) -> MemoryUse:
+        """Of this process and those of the engine."""
+        return memory_use(self._pids)
 
     def stop(self) -> None:
         self._engine.stop()

@@ -130,6 +130,8 @@ class PackingStats:
     attention_pad_frac: float
     """Share of the (query, key) cells of attention that are padding: 1 - sum of length^2 / sum of sequences x
     longest^2 over micro-batches."""
+    padding_efficiency: float
+    """Estimated FLOPs of all sequences by themselves / those of the micro-batches, attention as padded."""
 
     def metrics(self) -> dict[str, float | None]:
         return {
@@ -138,6 +140,7 @@ class PackingStats:
             "perf/fill_frac": self.fill_frac,
             "perf/dp_imbalance": self.imbalance,
             "perf/attention_pad_frac": self.attention_pad_frac,
+            "perf/padding_efficiency": self.padding_efficiency,
         }
 
 

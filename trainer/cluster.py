@@ -37,6 +37,16 @@ def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
     return [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in bundles]
 
 
+def policy_threads(config: TrainConfig) -> int:
+    """Compute threads of one FSDP rank on a CPU."""
+    return config.policy.threads_per_worker or max(1, (os.cpu_count() or 1) // config.policy.num_workers)
+
+
+def engine_threads(config: TrainConfig) -> int:
+    """Compute threads of one engine on a CPU."""
+    return max(1, (os.cpu_count() or 1) // config.rollout.num_engines)
+
+
 def total(bundles: list[dict[str, float]]) -> dict[str, float]:
     """Sum of bundles by resource."""
     names = sorted({name for bundle in bundles for name in bundle})
@@ -105,7 +115,7 @@ class Cluster:
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
-        threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
+        threads = policy_threads(self._config)
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
@@ -115,6 +125,7 @@ class Cluster:
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
                 num_threads=threads,
+                engine_threads=engine_threads(self._config),
             )
             actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
             workers.append(actor.remote(setup))
@@ -126,7 +137,7 @@ class Cluster:
     def spawn_engines(self, model_path: Path) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready."""
         config = self._config.rollout
-        threads = max(1, (os.cpu_count() or 1) // config.num_engines)
+        threads = engine_threads(self._config)
         workers: list[Any] = []
         for index in range(config.num_engines):
             setup = EngineSetup(

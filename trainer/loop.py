@@ -20,12 +20,14 @@ from rollout.collect import Collected, Collector, CollectPlan
 from rollout.data import PromptStream
 from rollout.engine_group import EngineGroup
 from rollout.evaluate import evaluate
+from trainer.accounting import StepAccounting, look_at_hardware
 from trainer.batch import TrainBatch
 from trainer.checkpoint import Checkpoint, RunState
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
+from trainer.planner import BinCost
 from trainer.policy_group import PolicyGroup
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
@@ -75,6 +77,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             collector = build_collector(config, task, engines, prompts)
             done, policy_version = restore(config, checkpoint, policy, prompts, tracker)
             tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
+            accounting = StepAccounting(config, look_at_hardware(task.model_path, policy))
+            tracker.log_assumptions(accounting.assumptions())
             timer = StepTimer()
             for step in range(done + 1, config.run.num_steps + 1):
                 # The first evaluation sees the untouched policy, the later ones what the step made of it.
@@ -83,7 +87,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                     collected = collector.collect(step, policy_version)
                 timer.move(collected.stats.reward_s, source="rollout", target="reward")
                 with timer.phase("pack"):
-                    batch = build_batch(config, collected, policy_version)
+                    batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
                 with timer.phase("train"):
                     report = policy.train(batch, step=step)
                 policy_version += report.num_optimizer_steps
@@ -96,6 +100,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
                 metrics |= evaluation | saved | timer.lap()
                 with timer.phase("log"):
+                    metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
+                    metrics |= accounting.memory(policy, engines)
                     tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
                     tracker.log_histograms(step, report.histograms)
                 request = termination.request  # read once: what ends the run must have been saved
@@ -182,7 +188,7 @@ def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, promp
     )
 
 
-def build_batch(config: TrainConfig, collected: Collected, policy_version: int) -> TrainBatch:
+def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: BinCost) -> TrainBatch:
     """Advantages, mini-batches (one per optimizer step) and packed micro-batches for every rank."""
     assign_advantages(collected.groups, config.advantage)
     return pack(
@@ -190,6 +196,7 @@ def build_batch(config: TrainConfig, collected: Collected, policy_version: int) 
         num_ranks=config.policy.num_workers,
         max_tokens=config.batch.max_tokens_per_microbatch,
         policy_version=policy_version,
+        cost=cost,
     )
 
 

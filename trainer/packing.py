@@ -103,6 +103,7 @@ def _packing_stats(
         fill_frac=num_tokens / (len(bins) * max_tokens),
         imbalance=max(costs) * len(costs) / sum(costs) - 1,
         attention_pad_frac=attention_pad_frac(bins, lengths),
+        padding_efficiency=sum(cost.of([i], lengths) for indices in bins for i in indices) / sum(costs),
     )
 
 

@@ -13,11 +13,16 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from rollout.engine_group import GRACE_S, gather, stop_workers
+from rollout.process_memory import MemoryUse
 from trainer.batch import MicroBatch, TrainBatch
+from trainer.ceilings import Ceilings
 from trainer.shards import ShardReport
 from trainer.worker import PolicyInfo, TrainReport
 
 logger = logging.getLogger(__name__)
+
+CEILINGS_TIMEOUT_S = 60.0
+"""Deadline in seconds of measuring what the hardware can do; it takes one or two."""
 
 
 class PolicyGroup:
@@ -57,6 +62,18 @@ class PolicyGroup:
         refs = [worker.logprobs.remote(list(micro_batches)) for worker in self._workers]
         answers: list[list[Tensor]] = self._gather(refs, phase="logprobs", deadline_s=self._step_timeout_s)
         return answers[0]
+
+    def ceilings(self) -> tuple[Ceilings | None, Ceilings | None]:
+        """What one rank and one engine can do at most, as rank 0 measures it while the others rest."""
+        refs = [self._workers[0].ceilings.remote()]
+        [found] = gather(refs, names=self._names[:1], phase="ceilings", deadline_s=CEILINGS_TIMEOUT_S)
+        of_rank, of_engine = found
+        return of_rank, of_engine
+
+    def memory(self) -> list[MemoryUse]:
+        """What each rank holds."""
+        refs = [worker.memory.remote() for worker in self._workers]
+        return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
 
     def weight_buckets(self, *, policy_version: int) -> ray.ObjectRef[Any]:
         """Reference to the list of WeightBucket with all weights, in the object store."""

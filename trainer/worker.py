@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
+from rollout.process_memory import MemoryUse, memory_use, peak_bytes, reset_peak
 from rollout.types import WeightBucket
 from rollout.weights import DTYPES, pack_buckets
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
+from trainer.ceilings import Ceilings, find_ceilings
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
@@ -52,6 +54,8 @@ class PolicySetup:
     """"cpu" or "cuda"."""
     num_threads: int
     """Torch threads on a CPU."""
+    engine_threads: int = 1
+    """Compute threads of a rollout engine on a CPU, for its ceilings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +135,7 @@ class PolicyWorker:
         `samples` are those of the whole step, all ranks.
         """
         started = time.perf_counter()
+        self._reset_peak()
         minis = [
             replace(mini, micro_batches=[micro.to(self._device) for micro in mini.micro_batches])
             for mini in mini_batches
@@ -152,7 +157,8 @@ class PolicyWorker:
         metrics["optim/lr"] = rate
         metrics["optim/skipped_steps"] = float(len(minis) - taken)
         metrics["perf/worker_train_s"] = time.perf_counter() - started
-        metrics["perf/policy_rss_gib"] = psutil.Process().memory_info().rss / 2**30
+        peak = self._peak_bytes()
+        metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
         return TrainReport(
             metrics=metrics,
             num_optimizer_steps=taken,
@@ -204,10 +210,37 @@ class PolicyWorker:
             step=step,
         )
 
+    def ceilings(self) -> tuple[Ceilings, Ceilings | None]:
+        """What a rank, and an engine, can do at most: measured once per hardware, then cached.
+
+        The engine's are unknown where it has a GPU and the ranks have none.
+        """
+        setup, rollout = self._setup, self._config.rollout
+        of_rank = find_ceilings(setup.device, num_threads=setup.num_threads)
+        if rollout.gpus_per_engine > 0:
+            return of_rank, of_rank if setup.device == "cuda" else None
+        return of_rank, find_ceilings("cpu", num_threads=setup.engine_threads)
+
+    def memory(self) -> MemoryUse:
+        """What this rank holds in the host's memory."""
+        return memory_use()
+
     def stop(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _reset_peak(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            reset_peak()
+
+    def _peak_bytes(self) -> int | None:
+        """Highest memory since `_reset_peak`: allocated on the GPU, resident on a CPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return peak_bytes()
 
     # ---------------------------------------------------------------- the training step
 

@@ -6,6 +6,7 @@ an error there is one warning and a count. The directory of a run:
     config.yaml        the resolved config, as a recipe (provenance.py)
     environment.json   versions, revision, machine, command line
     metrics.jsonl      one JSON object per step
+    accounting.json    what the fractions of the hardware's limits stand on
     samples.jsonl      some samples per step
     histograms.jsonl   where in probability and position the engines differ, one object per step
     wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
@@ -196,6 +197,13 @@ class Tracker:
         numbers = {key: value for key in metrics if (value := row[key]) is not None}
         self._guard("W&B", lambda: self._wandb_log(step, numbers))
         self._guard("console", lambda: self.console.step(step, metrics))
+
+    def log_assumptions(self, lines: Sequence[str]) -> None:
+        """Print what the fractions of the hardware's limits stand on, and keep it for the report."""
+        for line in lines:
+            self.console.line(line)
+        text = json.dumps({"assumptions": list(lines)}, indent=2) + "\n"
+        self._guard("accounting.json", lambda: _write(self._run_dir / "accounting.json", text))
 
     def log_histograms(self, step: int, histograms: HistogramArrays) -> None:
         """Write down where the engines differ at `step`; a failure is a warning.
