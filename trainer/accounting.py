@@ -148,9 +148,9 @@ class StepAccounting:
         if phase not in self._impossible:
             self._impossible.add(phase)
             logger.warning(
-                "%s took %.4g s, less than its floor of %.4g s: the ceilings were measured on a busy machine, or the "
-                "model stays in a cache; such fractions are left out (remove ceilings-*.json from $PARITY_CACHE, or "
-                "~/.cache/parity, to measure again)",
+                "%s took %.4g s, less than its floor of %.4g s: the limits were measured on a busy machine, or the "
+                "model stays in a cache. Such fractions are left out. Remove ceilings-*.json from $PARITY_CACHE, or "
+                "~/.cache/parity, to measure again.",
                 phase,
                 measured_s,
                 floor_s,

@@ -38,6 +38,9 @@ LONG_PRODUCT_S = 0.02
 """The size of a product is doubled until it takes this long."""
 PRODUCT_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 """Rows and columns: a type that a CPU computes slowly stays at the first, so that no probe takes long."""
+BUSY_PERCENT = 25.0
+"""Processor time that others may take, in percent of the machine, before a measurement is not kept."""
+BUSY_LOOK_S = 0.2
 SCHEMA = 1
 """Of the cached file; raised when the way of measuring changes."""
 
@@ -54,6 +57,8 @@ class Ceilings:
     """FLOPs per second of a product of square matrices, a multiplication and an addition counting 2."""
     bfloat16_flops: float
     float16_flops: float
+    was_busy: bool = False
+    """Whether other programs ran meanwhile: then the rates are too low, and are not kept."""
 
     def flops(self, dtype: DType) -> float:
         """FLOPs per second in this type."""
@@ -69,6 +74,7 @@ class Ceilings:
             f"{self.device}: copy {self.copy_bytes_per_s / 1e9:,.1f} GB/s; products in GFLOP/s: float32 "
             f"{self.float32_flops / 1e9:,.0f}, bfloat16 {self.bfloat16_flops / 1e9:,.0f}, "
             f"float16 {self.float16_flops / 1e9:,.0f}"
+            f"{' (other programs were running: too low)' if self.was_busy else ''}"
         )
 
 
@@ -99,13 +105,16 @@ def cache_path(device: str, num_threads: int, *, cache_dir: Path | None = None) 
 def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = None) -> Ceilings:
     """The ceilings of `device` ("cpu" or "cuda"), measured now if no good copy is cached.
 
-    A damaged copy is measured again; a cache that cannot be written costs a warning and the next run a measurement.
+    A damaged copy is measured again. What was measured on a busy machine is not kept: the next run tries again. So it
+    does, after a warning, where the cache cannot be written.
     """
     path = cache_path(device, num_threads, cache_dir=cache_dir)
     kept = _read(path)
     if kept is not None:
         return kept
     ceilings = measure(device, num_threads=num_threads)
+    if ceilings.was_busy:
+        return ceilings
     try:
         _write(path, ceilings)
     except OSError as error:
@@ -116,6 +125,7 @@ def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = Non
 def measure(device: str, *, num_threads: int) -> Ceilings:
     """Copy and multiply on `device` for one to two seconds; `num_threads` holds for the probe, on a CPU."""
     before = torch.get_num_threads()
+    was_busy = device == "cpu" and psutil.cpu_percent(interval=BUSY_LOOK_S) > BUSY_PERCENT
     try:
         if device == "cpu":
             torch.set_num_threads(num_threads)
@@ -132,6 +142,7 @@ def measure(device: str, *, num_threads: int) -> Ceilings:
         float32_flops=rates[DType.float32],
         bfloat16_flops=rates[DType.bfloat16],
         float16_flops=rates[DType.float16],
+        was_busy=was_busy,
     )
 
 

@@ -45,6 +45,11 @@ def test_step_line() -> None:
     )
 
 
+def test_the_share_of_the_limit_stands_beside_the_seconds() -> None:
+    shown = step_line(12, 40, {**METRICS, "perf/step_floor_frac": 0.04321})
+    assert shown == LINE.replace("2.1 s (", "2.1 s, 4.3 % of the limit (")
+
+
 def test_missing_and_null_values_are_dashes() -> None:
     assert step_line(1, 2, {"mismatch/k3": None}) == (
         "step 1/2 | reward - | K3 - (floor -) | kept -/- | entropy - | grad - | - s (rollout -, train -, sync -)"

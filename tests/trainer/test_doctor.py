@@ -26,9 +26,10 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     names = [line.split()[1] for line in outcome.out.splitlines()]
     assert names == [
         *("python", "torch", "ray", "transformers", "hydra-core", "safetensors", "xxhash", "loopback", "/dev/shm"),
-        *("sglang", "GPUs", "cores", "memory", "disk", "wandb", "engines"),
+        *("sglang", "GPUs", "cores", "memory", "disk", "limits", "wandb", "engines"),
     ]
     assert "key in $WANDB_API_KEY" in outcome.out
+    assert "copy " in outcome.out and "GFLOP/s: float32" in outcome.out
     assert KEY not in outcome.out + outcome.err
     assert "rollout=torch" in outcome.out.splitlines()[-1]
 

@@ -1,6 +1,7 @@
 """This machine -> findings, one per check, for `parity doctor`: what is there, what is missing, what to do about it.
 
-Nothing is started or downloaded and no network is contacted. Imports torch, which takes seconds; nothing else does.
+Nothing is started or downloaded and no network is contacted. Imports torch and measures what the hardware can do at
+most, which take seconds; nothing else does.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def examine() -> Findings:
     torch_found, gpus = _torch()
     sglang = _sglang(gpus=gpus)
     required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
-    resources = [_cores(), _memory(), _disk()]
+    resources = [_cores(), _memory(), _disk(), _ceilings(torch_found, gpus)]
     can_run_torch = all(finding.status is not Status.missing for finding in required)
     engines = []
     if can_run_torch:
@@ -167,8 +168,12 @@ def _sglang(*, gpus: list[str]) -> Finding:
     return Finding(name="sglang", status=Status.ok, found=f"{installed}, CPU platform {PLATFORM_NAME} registered")
 
 
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = _num_cores()
     few = cores < 2
     return Finding(
         name="cores",
@@ -186,6 +191,19 @@ def _memory() -> Finding:
 def _disk() -> Finding:
     usage = shutil.disk_usage(Path.cwd())
     return _amount("disk", free=usage.free, total=usage.total, floor=DISK_FLOOR, of="disk space in this directory")
+
+
+def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
+    """What copies and products reach on all cores, or on the first GPU; measured once, then read from the cache."""
+    if torch_found.status is Status.missing:
+        return Finding(name="limits", status=Status.note, found="unknown without torch")
+    from trainer.ceilings import find_ceilings
+
+    try:
+        ceilings = find_ceilings("cuda" if gpus else "cpu", num_threads=_num_cores())
+    except RuntimeError as error:
+        return Finding(name="limits", status=Status.note, found=f"could not be measured ({error})")
+    return Finding(name="limits", status=Status.ok, found=str(ceilings))
 
 
 def _amount(name: str, *, free: int, total: int, floor: int, of: str) -> Finding:

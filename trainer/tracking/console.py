@@ -38,6 +38,8 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         value = metrics.get(key)
         return MISSING if value is None else format(value, form)
 
+    share = metrics.get("perf/step_floor_frac")
+    limit = "" if share is None else f", {100 * share:.2g} % of the limit"
     parts = [
         f"step {step}/{num_steps}",
         f"reward {show('reward/mean', '.2f')}",
@@ -45,7 +47,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         f"kept {show('rollout/groups_kept', '.0f')}/{show('rollout/groups_generated', '.0f')}",
         f"entropy {show('policy/entropy', '.2f')}",
         f"grad {show('optim/grad_norm', '.2f')}",
-        f"{show('time/step_s', '.1f')} s (rollout {show('time/rollout_s', '.1f')}, "
+        f"{show('time/step_s', '.1f')} s{limit} (rollout {show('time/rollout_s', '.1f')}, "
         f"train {show('time/train_s', '.1f')}, sync {show('time/sync_s', '.1f')})",
     ]
     if show("eval/accuracy", ".3f") != MISSING:
