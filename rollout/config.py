@@ -95,7 +95,7 @@ class SGLangConfig(EngineConfig):
 
     @property
     def max_running(self) -> int | None:
-        limit = self.engine_args["max_running_requests"] if "max_running_requests" in self.engine_args else None
+        limit = self.engine_args.get("max_running_requests")
         return limit if isinstance(limit, int) and limit > 0 else None
 
     def problems(self) -> Iterator[Problem]:

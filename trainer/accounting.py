@@ -128,7 +128,9 @@ class StepAccounting:
             found["perf/step_floor_frac"] = self.fraction("step", sum(floors.values()), step_s - eval_s)
         rank = self._policy_rates()
         if self._hardware.shape is not None and rank is not None:
-            found["perf/mfu"] = self.fraction("MFU", training_flops(self._hardware.shape, trained) / rank.flops, train_s)
+            found["perf/mfu"] = self.fraction(
+                "MFU", training_flops(self._hardware.shape, trained) / rank.flops, train_s
+            )
         return found
 
     def memory(self, policy: PolicyGroup, engines: EngineGroup) -> dict[str, float | None]:

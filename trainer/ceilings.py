@@ -118,7 +118,9 @@ def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = Non
     try:
         _write(path, ceilings)
     except OSError as error:
-        logger.warning("the measured ceilings could not be kept in %s and are measured again next time: %s", path, error)
+        logger.warning(
+            "the measured ceilings could not be kept in %s and are measured again next time: %s", path, error
+        )
     return ceilings
 
 
@@ -174,7 +176,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(work: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
-    """Seconds of the fastest of at least two repeats, within about `budget_s`; one more goes first and is not counted."""
+    """Seconds of the fastest of at least two repeats, for about `budget_s`; one goes first and is not counted."""
     best = float("inf")
     deadline = time.perf_counter() + budget_s
     for repeat in range(1_000_000):

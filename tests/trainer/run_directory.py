@@ -64,6 +64,16 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         **{f"time/{name}_s": value for name, value in seconds.items()},
         "time/step_s": total,
         "perf/unattributed_frac": seconds["unattributed"] / total,
+        "perf/rollout_floor_frac": 0.1 / seconds["rollout"],
+        "perf/train_floor_frac": 0.2 / seconds["train"],
+        "perf/sync_floor_frac": 0.001 / seconds["sync"],
+        "perf/step_floor_frac": 0.301 / total,
+        "perf/mfu": 0.19 / seconds["train"],
+        "perf/train_tokens_per_s": 128 * 9.0 / seconds["train"],
+        "perf/train_peak_gib": 0.9,
+        "perf/memory_gib/driver": 0.31,
+        "perf/memory_gib/policy_0": 0.5 + 0.0001 * step,
+        "perf/memory_gib/engine_0": 0.4,
         **(
             {"eval/accuracy": accuracy, "eval/accuracy_sampled": accuracy - 0.06, "eval/policy_version": version}
             if evaluated
@@ -98,6 +108,7 @@ def write_run(run_dir: Path, *, num_steps: int = 40, extra_samples: tuple[Sample
         sampling=SamplingConfig(max_new_tokens=16), tracking=TrackingConfig(wandb=WandbMode.disabled),
     )  # fmt: skip
     with Tracker(config, run_dir=run_dir, console=Console(num_steps, stream=io.StringIO())) as tracker:
+        tracker.log_assumptions(["MFU: 6 x (198,000 body parameters x tokens) over train seconds x 96 GFLOP/s"])
         for step in range(1, num_steps + 1):
             samples = step_samples(step, num_steps, noise)
             if step == num_steps:

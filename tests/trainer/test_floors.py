@@ -126,7 +126,12 @@ def test_nothing_to_decode_takes_no_time() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "batch", "context", "tokens_per_s"),
-    [(QWEN_0_5B, 1, 1024, 4297), (QWEN_0_5B, 256, 8192, 41_100), (QWEN_7B, 32, 2048, 7200), (QWEN_7B, 128, 4096, 12_100)],
+    [
+        (QWEN_0_5B, 1, 1024, 4297),
+        (QWEN_0_5B, 256, 8192, 41_100),
+        (QWEN_7B, 32, 2048, 7200),
+        (QWEN_7B, 128, 4096, 12_100),
+    ],
 )
 def test_decode_speed_of_known_models_on_an_h200(
     shape: ModelShape, batch: int, context: int, tokens_per_s: float

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import shutil
+import statistics
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from run_directory import step_metrics, write_run
 
 from rollout.types import FinishReason
 from trainer.tracking.report import render, write_report
-from trainer.tracking.report_charts import SECTIONS, draw
+from trainer.tracking.report_charts import draw
 from trainer.tracking.report_data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
+from trainer.tracking.report_sections import SECTIONS
 from trainer.tracking.tracker import SampleRow
 
 CHROMIUM = browser.find_chromium()
@@ -46,7 +48,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
-    empty: dict[str, Any] = {"samples": [], "config": {}, "environment": {}, "status": {}, "remarks": []}
+    empty: dict[str, Any] = {
+        "samples": [],
+        "config": {},
+        "environment": {},
+        "status": {},
+        "accounting": {},
+        "remarks": [],
+    }
     return RunData(name="made", rows=rows, **(empty | other))
 
 
@@ -110,6 +119,17 @@ def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
         "eval/policy_version",
     }  # fmt: skip
     assert shown == logged - not_drawn
+
+
+def test_phases_stand_with_their_share_of_the_limit_and_with_what_it_assumes(run_dir: Path) -> None:
+    run = load_run(run_dir)
+    [tile] = [tile for tile in tiles(run) if tile.label == "Share of the hardware's limit"]
+    rollout_s = statistics.median(run.values("time/rollout_s"))
+    assert f"rollout {rollout_s:.3g} s at {100 * 0.1 / rollout_s:.1f} %" in tile.detail
+    assert "MFU" in tile.detail
+    assert "96 GFLOP/s" in render(run)
+    [shown] = [chart for section in draw(run).sections for chart in section.charts if chart.id == "memory"]
+    assert [series.label for series in shown.series[1:]] == ["driver", "engine 0", "policy 0"]
 
 
 def test_a_missing_metric_only_costs_its_chart() -> None:

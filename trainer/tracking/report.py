@@ -1,6 +1,7 @@
 """A run directory -> report.html: one file that opens offline, with charts, headline numbers and samples.
 
     report_data.py     files -> RunData, tiles, sample tables
+    report_sections.py what is shown
     report_charts.py   RunData -> Bokeh figures
     trainer/tracking/report_assets/     page.html (Jinja2, everything escaped), page.css, page.js
 

@@ -1,14 +1,15 @@
-"""RunData -> the charts of a report: a table of specifications, drawn with Bokeh.
+"""RunData -> the charts of a report, drawn with Bokeh.
 
-`SECTIONS` says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step axis and the crosshair.
-Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme of the page; the legend,
-the values under the cursor and the toggles are made by the page (trainer/tracking/report_assets/page.js).
+`SECTIONS` (`report_sections.py`) says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step axis
+and the crosshair. Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme of the
+page; the legend, the values under the cursor and the toggles are made by the page
+(trainer/tracking/report_assets/page.js).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from trainer.tracking.report_data import Row, RunData, evaluation_rows, is_number, thin
+from trainer.tracking.report_data import Row, RunData, at, evaluation_rows, is_number, thin
+from trainer.tracking.report_sections import SECTIONS, Chart, Section, Series
 
 MAX_POINTS = 2000
 """Steps drawn at most; a longer run is thinned to the steps with the largest K3."""
@@ -35,179 +37,6 @@ MAX_PLAIN_POINTS = 240
 _MAX_DOTTED_POINTS = 80
 """Up to this many points each one gets a dot."""
 _HEIGHT = 220
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
-    """One line, or one layer of a stack."""
-
-    key: str
-    """Metric."""
-    label: str
-    slot: int
-    """Colour 0..7 of the page."""
-    dashed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """One chart: what it shows and how."""
-
-    id: str
-    title: str
-    series: tuple[Series, ...]
-    unit: str = ""
-    form: str = "number"
-    """Of axis and values: number, percent or exponent."""
-    log: bool = False
-    from_zero: bool = False
-    """Whether the axis starts at 0."""
-    stacked: bool = False
-    source: str = "rows"
-    """"rows" (every step) or "evaluations"."""
-    wide: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """Charts under one heading."""
-
-    title: str
-    text: str
-    charts: tuple[Chart, ...] = field(default_factory=tuple)
-
-
-_DROPPED = "rollout/groups_dropped/"
-_PHASES = ("rollout", "reward", "pack", "train", "sync", "log", "unattributed", "eval")
-"""Layers of the time chart from the bottom up. Evaluation is on top: hiding it leaves no gap."""
-
-SECTIONS: tuple[Section, ...] = (
-    Section(
-        title="Learning",
-        text="Does the policy get better, on the prompts it trains on and on problems it never sees?",
-        charts=(
-            Chart(
-                id="heldout", title="Held-out accuracy", form="percent", source="evaluations", from_zero=True,
-                series=(
-                    Series(key="eval/accuracy", label="greedy", slot=0),
-                    Series(key="eval/accuracy_sampled", label="sampled", slot=1),
-                ),
-            ),
-            Chart(
-                id="reward", title="Reward of the training samples",
-                series=(
-                    Series(key="reward/mean", label="mean reward", slot=0),
-                    Series(key="reward/accuracy", label="share correct", slot=2),
-                ),
-            ),
-        ),
-    ),
-    Section(
-        title="Rollout-training mismatch",
-        text="How far the trainer's probabilities are from those of the engine that sampled the tokens. K3 estimates "
-        "KL(rollout\u00a0\u2016\u00a0trainer) per response token; the floor is what the rounding of the output head "
-        "alone gives.",
-        charts=(
-            Chart(
-                id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True,
-                series=(
-                    Series(key="mismatch/k3", label="K3", slot=0),
-                    Series(key="mismatch/k3_floor", label="floor", slot=6, dashed=True),
-                ),
-            ),
-            Chart(
-                id="worst", title="Worst token", form="exponent", log=True,
-                series=(
-                    Series(key="mismatch/k3_max", label="largest K3", slot=1),
-                    Series(key="mismatch/prob_diff_max", label="largest probability difference", slot=3),
-                ),
-            ),
-            Chart(
-                id="delta", title="Log-ratio per token", form="exponent", log=True, unit="nats",
-                series=(Series(key="mismatch/abs_logdiff_mean", label="mean |log-ratio|", slot=4),),
-            ),
-            Chart(
-                id="ess", title="Effective sample size", form="percent",
-                series=(
-                    Series(key="mismatch/ess/raw_token", label="raw weights", slot=0),
-                    Series(key="mismatch/ess/applied_token", label="applied weights", slot=2),
-                    Series(key="mismatch/kept_frac", label="tokens kept", slot=1),
-                ),
-            ),
-            Chart(
-                id="weights", title="Tokens whose weight was cut", form="percent", from_zero=True,
-                series=(Series(key="mismatch/is/clip_frac_hi", label="cut", slot=3),),
-            ),
-        ),
-    ),
-    Section(
-        title="Optimisation",
-        text="Entropy that falls to zero means the policy has stopped exploring; jumps of the gradient norm come "
-        "before most collapses.",
-        charts=(
-            Chart(
-                id="entropy", title="Policy entropy", unit="nats per token", from_zero=True,
-                series=(Series(key="policy/entropy", label="entropy", slot=2),),
-            ),
-            Chart(
-                id="grad", title="Gradient norm", from_zero=True,
-                series=(Series(key="optim/grad_norm", label="before clipping", slot=4),),
-            ),
-            Chart(
-                id="clip", title="Tokens at the PPO clip", form="percent", from_zero=True,
-                series=(
-                    Series(key="loss/clip_frac_high", label="above", slot=1),
-                    Series(key="loss/clip_frac_low", label="below", slot=0),
-                ),
-            ),
-            Chart(id="loss", title="Policy loss", series=(Series(key="loss/policy", label="loss", slot=5),)),
-            Chart(
-                id="lr", title="Learning rate", form="exponent", from_zero=True,
-                series=(Series(key="optim/lr", label="learning rate", slot=6),),
-            ),
-        ),
-    ),
-    Section(
-        title="Where the time goes",
-        text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
-        charts=(
-            Chart(
-                id="time", title="Seconds per step", unit="s", stacked=True, from_zero=True, wide=True,
-                series=tuple(
-                    Series(key=f"time/{name}_s", label=name, slot=slot)
-                    for name, slot in zip(_PHASES, (0, 3, 7, 1, 2, 5, 6, 4), strict=True)
-                ),
-            ),
-            Chart(
-                id="speed", title="Rollout speed", unit="tokens/s", from_zero=True,
-                series=(Series(key="rollout/tokens_per_s", label="tokens per second", slot=0),),
-            ),
-            Chart(
-                id="sync", title="Weight sync", unit="GB/s", from_zero=True,
-                series=(Series(key="sync/gb_per_s", label="GB/s", slot=2),),
-            ),
-        ),
-    ),
-    Section(
-        title="Rollouts",
-        text="What was sampled, and what of it was kept for training.",
-        charts=(
-            Chart(
-                id="length", title="Response length", unit="tokens", from_zero=True,
-                series=(Series(key="rollout/response_tokens_mean", label="mean", slot=0),),
-            ),
-            Chart(
-                id="truncated", title="Truncated responses", form="percent", from_zero=True,
-                series=(Series(key="rollout/truncated_frac", label="truncated", slot=3),),
-            ),
-            Chart(
-                id="groups", title="Groups sampled", stacked=True, from_zero=True, wide=True,
-                series=(Series(key="rollout/groups_kept", label="kept", slot=2),),
-            ),
-        ),
-    ),
-)  # fmt: skip
-"""Everything that a report can show; what the run has no numbers for is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,14 +71,16 @@ def draw(run: RunData) -> Drawing:
 def _present(section: Section, run: RunData) -> Section:
     charts = []
     for chart in section.charts:
-        wanted = (*chart.series, *_dropped(run)) if chart.id == "groups" else chart.series
+        wanted = (*chart.series, *_further(chart, run))
         if chart.id == "reward" and run.values("reward/mean") == run.values("reward/accuracy"):
             wanted = wanted[:1]  # rewards of 0 and 1: one line, not two on top of each other
         series = tuple(s for s in wanted if run.has(s.key))
         nothing_dropped = chart.id == "groups" and len(series) < 2
         if series and not nothing_dropped:
             charts.append(replace(chart, series=series))
-    return replace(section, charts=tuple(_paired(charts)))
+    assumptions = at(run.accounting, "assumptions") if any(chart.id == "limits" for chart in charts) else None
+    text = " ".join([section.text, *(f"{line}." for line in assumptions or ())])
+    return replace(section, text=text, charts=tuple(_paired(charts)))
 
 
 def _paired(charts: Sequence[Chart]) -> list[Chart]:
@@ -264,13 +95,19 @@ def _paired(charts: Sequence[Chart]) -> list[Chart]:
     return placed
 
 
-def _dropped(run: RunData) -> list[Series]:
-    """One layer per reason for which any group was dropped."""
-    reasons = sorted({key for row in run.rows for key in row if key.startswith(_DROPPED) and row[key]})
-    slots = (1, 3, 7, 4, 5, 6)
+def _further(chart: Chart, run: RunData) -> list[Series]:
+    """One line or layer per metric that begins with `chart.each` and is not always 0."""
+    if not chart.each:
+        return []
+    keys = sorted({key for row in run.rows for key in row if key.startswith(chart.each) and row[key]})
+    slots = (1, 3, 7, 4, 5, 6, 0, 2)
     return [
-        Series(key=key, label=f"dropped: {key.removeprefix(_DROPPED).replace('_', ' ')}", slot=slots[i % len(slots)])
-        for i, key in enumerate(reasons)
+        Series(
+            key=key,
+            label=chart.each_label + key.removeprefix(chart.each).replace("_", " "),
+            slot=slots[i % len(slots)],
+        )
+        for i, key in enumerate(keys)
     ]
 
 

@@ -32,6 +32,8 @@ class RunData:
     """config.yaml; `defaults` holds the choice of each group."""
     environment: Row
     status: Row
+    accounting: Row
+    """What the fractions of the hardware's limits stand on."""
     remarks: list[str]
     """What could not be read."""
 
@@ -87,6 +89,7 @@ def load_run(run_dir: Path) -> RunData:
         config=_read_mapping(run_dir / "config.yaml", remarks),
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / "status.json", []),
+        accounting=_read_mapping(run_dir / "accounting.json", []),
         remarks=remarks,
     )
 
@@ -124,6 +127,7 @@ def tiles(run: RunData) -> list[Tile]:
         _before_after(run, "reward/mean", "Reward", percent=False),
         _mismatch(run),
         _step_time(run),
+        _limits(run),
         _sync(run),
     ]
     return [tile for tile in found if tile is not None]
@@ -190,6 +194,22 @@ def _step_time(run: RunData) -> Tile | None:
               if run.has(f"time/{name}_s")]  # fmt: skip
     detail = ", ".join(["median", *shares])
     return Tile(label="Time per step", value=f"{show(statistics.median(steps), 'number')} s", detail=detail)
+
+
+def _limits(run: RunData) -> Tile | None:
+    """How near the step came to what the hardware allows; each phase with its median seconds."""
+    shares = run.values("perf/step_floor_frac")
+    if not shares:
+        return None
+    phases = [
+        f"{name} {show(statistics.median(run.values(f'time/{name}_s')), 'number')} s at "
+        f"{show(statistics.median(run.values(f'perf/{name}_floor_frac')), 'percent')}"
+        for name in ("rollout", "train", "sync")
+        if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
+    ]
+    mfu = [f"MFU {show(statistics.median(run.values('perf/mfu')), 'percent')}"] if run.has("perf/mfu") else []
+    detail = ", ".join(["median", *phases, *mfu])
+    return Tile(label="Share of the hardware's limit", value=show(statistics.median(shares), "percent"), detail=detail)
 
 
 def _sync(run: RunData) -> Tile | None:

@@ -1,0 +1,82 @@
+"""Whether memory stays flat: a real run of the torch engine and a small model, memory of every process at every step.
+
+    python benchmarks/memory_slope.py [--steps 200] [--keep DIRECTORY]
+
+Ray, two FSDP2 ranks, one engine, GRPO on arithmetic, a checkpoint every 50 steps, as `parity train` runs them; the base
+model is built in a hurry (once, then cached), because what it knows does not matter here. The slope is that of Theil
+and Sen over the later half of the steps, with the lower end of its interval; private memory, without pages that
+processes share. Exit status 1 if the alarm of `trainer/memory.py` was raised. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from trainer.cli.compose import resolve
+from trainer.loop import train
+from trainer.memory import MIB, theil_sen
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
+PREFIX = "perf/memory_gib/"
+MIB_PER_GIB = 1024
+
+
+class Warnings(logging.Handler):
+    """The messages of the memory alarm."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def main() -> int:
+    """Run, and print a row per process."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--keep", type=Path, help="directory of the run; a temporary one otherwise")
+    arguments = parser.parse_args()
+    alarm = Warnings()
+    logging.getLogger("trainer.memory").addHandler(alarm)
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = arguments.keep or Path(scratch) / "run"
+        words = [
+            "rollout=torch", "model.num_steps=120", "tracking.wandb=disabled", "eval.every=50", "checkpoint.every=50",
+            "batch.mini_batch_prompts=8", f"run.num_steps={arguments.steps}", f"run.dir={run_dir}",
+        ]  # fmt: skip
+        resolution = resolve(RECIPE, words, own_dir=None, multirun=False)
+        [run] = resolution.runs
+        if run.config is None:
+            sys.exit("\n".join(str(problem) for problem in resolution.problems))
+        started = time.perf_counter()
+        train(run.config)
+        seconds = time.perf_counter() - started
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        f"{len(rows)} steps in {seconds:.0f} s; MiB of private memory",
+        "",
+        "| process | step 1 | step 10 | middle | last | slope, MiB per step | at least |",
+        "|---|" + "--:|" * 6,
+    ]
+    for key in sorted(key for key in rows[0] if key.startswith(PREFIX)):
+        series = [row[key] * MIB_PER_GIB for row in rows]
+        slope = theil_sen([value * MIB for value in series[len(series) // 2 :]])
+        shown = [series[0], series[min(9, len(series) - 1)], series[len(series) // 2], series[-1]]
+        lines.append(
+            f"| {key.removeprefix(PREFIX).replace('_', ' ')} | {' | '.join(f'{value:.1f}' for value in shown)} | "
+            f"{slope.median / MIB:.3f} | {slope.low / MIB:.3f} |"
+        )
+    sys.stdout.write("\n".join([*lines, "", *(alarm.messages or ["The alarm was not raised."])]) + "\n")
+    return 1 if alarm.messages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
