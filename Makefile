@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint setup clean
+.PHONY: help demo test lint setup bench clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -37,6 +37,7 @@ help: ## list the targets (default)
 	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
 	  '                       and test leaves the SGLang tests out' \
 	  'ARGS="key=value ..."   more words for the command line of demo, for example ARGS="run.num_steps=5"' \
+	  'BENCH="name ..."       only these benchmarks, for example BENCH="planner mode_cost"' \
 	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
 	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
 
@@ -57,6 +58,10 @@ lint: ## ruff and mypy only
 setup: ## make .venv with everything that demo and test need
 	@$(install) core $(engine_layer) dev
 
+bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
+	@VENV=.venv-bench $(install) core $(engine_layer) bench
+	exec .venv-bench/bin/python benchmarks $(BENCH)
+
 clean: ## remove .venv and caches; outputs/ stays
-	@rm -rf .venv .cache/setup.lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
+	@rm -rf .venv .venv-bench .cache/setup.lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
 	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

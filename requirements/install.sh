@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # Puts the pinned environment into .venv, layer by layer; the Makefile calls it before everything it runs.
 #
-#   requirements/install.sh core [sglang] [dev]
+#   requirements/install.sh core [sglang] [dev] [bench]
 #
 # An installed layer leaves a stamp that is named after the content of its list: a second call does nothing, a changed
 # list is installed again. A call that was stopped half-way leaves .venv/.parity/unfinished, and the next one starts
-# with an empty environment. PYTHON names the interpreter to use (3.11 or later).
+# with an empty environment. PYTHON names the interpreter to use (3.11 or later), VENV another directory than .venv: the
+# peers of the benchmarks get one of their own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly venv=.venv
+readonly venv=${VENV:-.venv}
 readonly state=$venv/.parity
 readonly log=$state/pip.log
 readonly unfinished=$state/unfinished
@@ -27,7 +28,8 @@ list_of() {
         core) echo requirements/cpu.txt ;;
         sglang) echo requirements/sglang-cpu.txt ;;
         dev) echo requirements/dev.txt ;;
-        *) fail "no layer '$1'; layers: core sglang dev" ;;
+        bench) echo requirements/bench.txt ;;
+        *) fail "no layer '$1'; layers: core sglang dev bench" ;;
     esac
 }
 
@@ -137,7 +139,7 @@ install_project() {
 
 main() {
     local layer
-    [ $# -gt 0 ] || fail "usage: requirements/install.sh core [sglang] [dev]"
+    [ $# -gt 0 ] || fail "usage: requirements/install.sh core [sglang] [dev] [bench]"
     for layer in "$@"; do list_of "$layer" >/dev/null; done
     case " $* $(uname -s) $(uname -m)" in
         *" sglang "*"Linux x86_64") ;;

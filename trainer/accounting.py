@@ -141,7 +141,7 @@ class StepAccounting:
         return self._memory.metrics(uses)
 
     def fraction(self, phase: str, floor_s: float, measured_s: float) -> float | None:
-        """floor / measured; None, and one warning per phase, where it exceeds 1: then a formula or a ceiling is wrong."""
+        """floor / measured; None, and one warning per phase, above 1: then a formula or a ceiling is wrong."""
         if measured_s <= 0:
             return None
         found = floor_s / measured_s
