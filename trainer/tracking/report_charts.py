@@ -1,8 +1,8 @@
 """RunData -> the charts of a report, drawn with Bokeh.
 
 `SECTIONS` (`report_sections.py`) says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step
-axis and the crosshair. Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme of the
-page; the legend, the values under the cursor and the toggles are made by the page
+axis and the crosshair. Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme
+of the page; the legend, the values under the cursor and the toggles are made by the page
 (trainer/tracking/report_assets/page.js).
 """
 
