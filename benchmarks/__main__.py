@@ -1,8 +1,8 @@
 """Run every benchmark with its default arguments: `make bench`, or `python benchmarks [NAME ...]`.
 
-Each script of this directory writes its table to outputs/bench/<script>.md, headed by date, machine and revision. What a
-script says meanwhile is in outputs/bench/<script>.log. After one that fails the others still run, and the exit status is
-1. Repeating replaces the tables. Names run only those scripts.
+Each script of this directory writes its table to outputs/bench/<script>.md, headed by date, machine and revision.
+What a script says meanwhile is in outputs/bench/<script>.log. After one that fails the others still run, and the exit
+status is 1. Repeating replaces the tables. Names run only those scripts.
 """
 
 from __future__ import annotations

@@ -94,6 +94,21 @@ def test_the_watch_names_metrics_and_logs_the_warning(caplog: pytest.LogCaptureF
     assert [record.message.startswith("the memory of policy 0 grows") for record in caplog.records] == [True]
 
 
+def test_a_real_leak_is_told_and_real_work_without_one_is_not() -> None:
+    leaking, steady, kept = SlopeAlarm("leaking"), SlopeAlarm("steady"), []
+    told = []
+    for _ in range(WARM_UP_STEPS + WINDOW_STEPS):
+        kept.append(np.ones(MIB, dtype=np.uint8))
+        told.append(leaking.add(memory_use()))
+    for _ in range(WARM_UP_STEPS + WINDOW_STEPS):
+        np.ones(MIB, dtype=np.uint8).sum()
+        told.append(steady.add(memory_use()))
+    [warning] = [warning for warning in told if warning is not None]
+    assert "leaking grows by 1.0" in warning
+    assert steady.slope is not None and abs(steady.slope) < 0.1 * MIB
+    assert len(kept) == WARM_UP_STEPS + WINDOW_STEPS
+
+
 def test_a_real_process_sees_what_it_holds_and_its_peak() -> None:
     before = memory_use()
     reset_peak()
