@@ -62,7 +62,7 @@ class Counter:
         self.forwards: list[int] = []
         self.backwards: list[int] = []
         assert self._reference is not None
-        for model in (worker._model, self._reference):
+        for model in (worker._policy.model, self._reference):
             model.register_forward_hook(self._count)
 
     def _count(self, module: ScoringModel, args: tuple[MicroBatch], scores: TokenScores) -> None:
