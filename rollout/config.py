@@ -80,7 +80,7 @@ REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})
 """SGLang options that run code found in a request."""
 
 UNSUPPORTED_SGLANG_ARGS = frozenset(
-    {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm", "tp_size"}
+    {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm"}
 )
 """SGLang options under which the weights that an engine holds cannot be verified tensor by tensor yet."""
 
@@ -91,7 +91,8 @@ class SGLangConfig(EngineConfig):
 
     kind: ClassVar[str] = "sglang"
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value."""
+    """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value.
+    tp_size is the number of GPUs of one engine (tensor parallelism)."""
 
     @property
     def max_running(self) -> int | None:
@@ -100,6 +101,15 @@ class SGLangConfig(EngineConfig):
 
     def problems(self) -> Iterator[Problem]:
         yield from EngineConfig.problems(self)
+        tp_size = self.engine_args.get("tp_size", 1)
+        if not isinstance(tp_size, int) or tp_size < 1:
+            yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
+        elif self.gpus_per_engine > 0 and tp_size != max(1.0, self.gpus_per_engine):
+            yield Problem(
+                key="engine_args.tp_size",
+                rule=f"must be rollout.gpus_per_engine ({self.gpus_per_engine:g}), or 1 for a part of a GPU",
+                value=tp_size,
+            )
         for key, value in self.engine_args.items():
             if key in OWNED_SGLANG_ARGS:
                 yield Problem(key=f"engine_args.{key}", rule="is set by Parity", value=value, remedy="Remove it.")

@@ -39,6 +39,8 @@ class WeightReport:
     """Seconds in which the engine took the weights over."""
     verify_s: float
     """Seconds in which digests were computed and compared."""
+    in_place: bool = False
+    """Whether the engine goes on using the memory of the buckets; until the next sync it must not change."""
 
 
 class EngineError(RuntimeError):

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rollout.engine import EngineError, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse
-from rollout.types import GenerateRequest, Generation
+from rollout.types import GenerateRequest, Generation, SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +108,14 @@ class EngineGroup:
         self,
         workers: Sequence[ActorHandle[Any]],
         *,
+        nodes: Sequence[str],
         start_timeout_s: float,
         generate_timeout_s: float,
         sync_timeout_s: float,
     ) -> None:
+        """`nodes` are the Ray node ids of the workers."""
         self._workers = list(workers)
+        self._nodes = list(nodes)
         self._names = [f"engine {index}" for index in range(len(self._workers))]
         self._starting = [worker.start.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
@@ -142,9 +145,21 @@ class EngineGroup:
             generations.update(zip(part, answer, strict=True))
         return [generations[index] for index in range(len(requests))]
 
-    def load_weights(self, buckets: ray.ObjectRef[Any]) -> list[WeightReport]:
-        """Give every engine the buckets behind one object reference; each verifies what it then holds."""
-        refs = [worker.load_weights.remote(buckets) for worker in self._workers]
+    def num_on(self, node: str) -> int:
+        """Engines on a Ray node."""
+        return self._nodes.count(node)
+
+    def load_weights(
+        self, shared: SharedWeights, *, node: str, copies: ray.ObjectRef[Any] | None
+    ) -> list[WeightReport]:
+        """Give every engine the weights; each verifies what it then holds.
+
+        Engines on `node` map `shared`; the others are sent `copies`, a reference to a list of WeightBucket.
+        """
+        refs = [
+            worker.load_weights.remote(shared if place == node else copies)
+            for worker, place in zip(self._workers, self._nodes, strict=True)
+        ]
         return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
 
     def policy_versions(self) -> list[int]:

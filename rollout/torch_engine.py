@@ -101,10 +101,12 @@ class TorchEngine:
         return generations
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
-        """Replace all parameters, read them back and compare digests; the version is set only if all agree.
+        """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
 
-        Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. Raises
-        WeightSyncError; if the read-back disagrees, generate() refuses until a later sync has succeeded.
+        Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
+        in shared memory become the parameters as they lie: what was digested is what is held. Others are copied, read
+        back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a later sync
+        has succeeded.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()
@@ -113,23 +115,18 @@ class TorchEngine:
         self._check_names(buckets, parameters, version=version)
         checked = time.monotonic()
         self._broken = f"the sync of policy version {version} did not complete"
-        digests: dict[str, str] = {}
+        in_place = self._device.type == "cpu" and all(bucket.region is not None for bucket in buckets)
         with torch.no_grad():
             for bucket in buckets:
                 for spec, tensor in unpack(bucket):
-                    self._check_sync_deadline(begin, version=version)
-                    parameters[spec.name].copy_(tensor)
-                    digests[spec.name] = spec.digest
+                    if in_place:
+                        parameters[spec.name].data = tensor
+                    else:
+                        self._check_sync_deadline(begin, version=version)
+                        parameters[spec.name].copy_(tensor)
         loaded = time.monotonic()
-        for name, parameter in parameters.items():
-            self._check_sync_deadline(begin, version=version)
-            held = tensor_digest(parameter)
-            if held != digests[name]:
-                self._broken = f"tensor {name} is not what was sent with policy version {version}"
-                raise WeightSyncError(
-                    f"{self._name} load_weights: tensor {name} was sent with digest {digests[name]} "
-                    f"(policy version {version}) but the engine holds {held} (last good version {self._version})"
-                )
+        if not in_place:
+            self._read_back(buckets, parameters, begin=begin, version=version)
         self._version = version
         self._broken = ""
         return WeightReport(
@@ -138,6 +135,7 @@ class TorchEngine:
             num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
             load_s=loaded - checked,
             verify_s=(checked - begin) + (time.monotonic() - loaded),
+            in_place=in_place,
         )
 
     @property
@@ -209,6 +207,24 @@ class TorchEngine:
                 raise WeightSyncError(
                     f"{where}: tensor {name} was sent as {spec.dtype} {spec.shape}, the engine holds "
                     f"{dtype_name(parameter.dtype)} {tuple(parameter.shape)} (rollout.dtype decides the type)"
+                )
+
+    def _read_back(
+        self,
+        buckets: Sequence[WeightBucket],
+        parameters: dict[str, torch.nn.Parameter],
+        *,
+        begin: float,
+        version: int,
+    ) -> None:
+        for spec in (spec for bucket in buckets for spec in bucket.tensors):
+            self._check_sync_deadline(begin, version=version)
+            held = tensor_digest(parameters[spec.name])
+            if held != spec.digest:
+                self._broken = f"tensor {spec.name} is not what was sent with policy version {version}"
+                raise WeightSyncError(
+                    f"{self._name} load_weights: tensor {spec.name} was sent with digest {spec.digest} "
+                    f"(policy version {version}) but the engine holds {held} (last good version {self._version})"
                 )
 
     def _check_sync_deadline(self, begin: float, *, version: int) -> None:

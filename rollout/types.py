@@ -159,6 +159,37 @@ class TensorSpec:
 
 
 @dataclass(kw_only=True, slots=True)
+class BucketSpec:
+    """Some of the policy's tensors, and where they lie one after the other."""
+
+    start: int
+    """First byte within the region."""
+    num_bytes: int
+    tensors: list[TensorSpec]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionAddress:
+    """Memory of another process of this machine that holds weights; see rollout/shared_weights.py."""
+
+    path: str
+    """Opened while the process that wrote it lives."""
+    region_id: str
+    """Random: tells the region from whatever else may come to lie under `path`."""
+    num_bytes: int
+    """Of the weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SharedWeights:
+    """What engines of the trainer's machine are sent instead of the weights."""
+
+    address: RegionAddress
+    policy_version: int
+    buckets: list[BucketSpec]
+
+
+@dataclass(kw_only=True, slots=True)
 class WeightBucket:
     """Some of the policy's tensors, flattened into one buffer."""
 
@@ -169,3 +200,7 @@ class WeightBucket:
     tensors: list[TensorSpec]
     data: np.ndarray
     """[num_bytes] uint8; read-only on the receiving side."""
+    region: RegionAddress | None = None
+    """Where other processes of this machine can map `data`; None if it is memory of this process alone."""
+    start: int = 0
+    """First byte of `data` within `region`."""

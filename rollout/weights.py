@@ -1,14 +1,17 @@
 """Named tensors <-> WeightBucket: the flat, digested form in which the policy's weights travel to the engines.
 
-`trainer/worker.py` packs; `rollout/torch_engine.py` and the SGLang engine check and unpack. A bucket holds its
-tensors one after the other, each on a 64-byte boundary, with zeros between them.
+`rollout/shared_weights.py` plans and writes; `rollout/torch_engine.py` and the SGLang engine check and unpack. A bucket
+holds its tensors one after the other, each on a 64-byte boundary, with zeros between them.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +20,14 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from rollout.engine import WeightSyncError
-from rollout.types import TensorSpec, WeightBucket
+from rollout.types import BucketSpec, TensorSpec, WeightBucket
 
+COPY_THREADS = 2
+"""Tensors that are copied at the same time. Two fill the memory bus of most machines."""
+MAX_WAITING = 8
+"""Tensors that are held at a time, being copied or waiting for it: with fewer, the copies wait for each other."""
+PIECE_BYTES = 1 << 19
+"""Copied and digested at a time."""
 ALIGNMENT = 64
 """Bytes; every tensor of a bucket starts at a multiple of this, so that it can be viewed as any dtype."""
 
@@ -51,51 +60,99 @@ def tensor_digest(tensor: Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(_raw_bytes(tensor).data)
 
 
-def pack_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int, dtype: torch.dtype
-) -> list[WeightBucket]:
-    """Flatten tensors, in their order, into buckets of at most `bucket_bytes` bytes.
+class TensorShape(NamedTuple):
+    """What is known of a tensor before it is gathered."""
 
-    Floating-point tensors are cast to `dtype`, others keep theirs. A tensor larger than `bucket_bytes` gets a
-    bucket of its own. At most one bucket's worth of tensors is held besides the result, so `named_tensors` may
-    gather them one by one. Raises ValueError for no tensors, a name given twice, or a dtype that cannot travel.
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> list[BucketSpec]:
+    """Places for the tensors, in their order, in buckets of at most `bucket_bytes` bytes; digests are still empty.
+
+    Floating-point tensors will be cast to `dtype`, others keep theirs. A tensor larger than `bucket_bytes` gets a
+    bucket of its own. Raises ValueError for no tensors, a name given twice, or a dtype that cannot travel.
     """
     if not dtype.is_floating_point or dtype_name(dtype) not in DTYPES:
         raise ValueError(f"weights must be packed in a floating-point type of {sorted(DTYPES)}, got {dtype}")
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
-    buckets: list[WeightBucket] = []
-    pending: list[tuple[TensorSpec, np.ndarray]] = []
+    buckets: list[BucketSpec] = []
     names: set[str] = set()
-    end = 0
-    for name, tensor in named_tensors:
+    for name, given, shape in shapes:
         if name in names:
             raise ValueError(f"tensor {name} was given twice")
-        if dtype_name(tensor.dtype) not in DTYPES:
-            raise ValueError(f"tensor {name} has dtype {tensor.dtype}; a bucket carries {sorted(DTYPES)}")
+        if dtype_name(given) not in DTYPES:
+            raise ValueError(f"tensor {name} has dtype {given}; a bucket carries {sorted(DTYPES)}")
         names.add(name)
-        travelling = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        raw = _raw_bytes(travelling)
-        offset = _align(end)
-        if pending and offset + raw.nbytes > bucket_bytes:
-            buckets.append(_flatten(pending, policy_version=policy_version, index=len(buckets)))
-            pending, offset = [], 0
-        spec = TensorSpec(
-            name=name,
-            dtype=dtype_name(travelling.dtype),
-            shape=tuple(travelling.shape),
-            offset=offset,
-            num_bytes=raw.nbytes,
-            digest=xxhash.xxh3_64_hexdigest(raw.data),
+        travelling = dtype if given.is_floating_point else given
+        num_bytes = math.prod(shape) * travelling.itemsize
+        if not buckets or _align(buckets[-1].num_bytes) + num_bytes > bucket_bytes:
+            buckets.append(BucketSpec(start=_align(num_bytes_of(buckets)), num_bytes=0, tensors=[]))
+        bucket = buckets[-1]
+        offset = _align(bucket.num_bytes)
+        bucket.tensors.append(
+            TensorSpec(
+                name=name, dtype=dtype_name(travelling), shape=shape, offset=offset, num_bytes=num_bytes, digest=""
+            )
         )
-        pending.append((spec, raw))
-        end = offset + raw.nbytes
-    if not pending:
+        bucket.num_bytes = offset + num_bytes
+    if not buckets:
         raise ValueError("no tensors to pack")
-    buckets.append(_flatten(pending, policy_version=policy_version, index=len(buckets)))
-    for bucket in buckets:
-        bucket.num_buckets = len(buckets)
     return buckets
+
+
+def num_bytes_of(buckets: Sequence[BucketSpec]) -> int:
+    """Bytes that the buckets take together."""
+    return buckets[-1].start + buckets[-1].num_bytes if buckets else 0
+
+
+def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[BucketSpec], data: np.ndarray) -> None:
+    """Cast every tensor to its place in `data` [num_bytes_of(buckets)] uint8, and fill in the digests.
+
+    The tensors come in the planned order and may be gathered one by one: while one is gathered, the ones before it are
+    copied; at most `MAX_WAITING` are held besides the next. Raises ValueError if one is not what was planned.
+    """
+    places = [(bucket.start, spec) for bucket in buckets for spec in bucket.tensors]
+    slots = threading.Semaphore(MAX_WAITING)
+
+    def write(tensor: Tensor, spec: TensorSpec, start: int) -> None:
+        try:
+            _write(tensor, spec, data[start : start + spec.num_bytes])
+        finally:
+            slots.release()
+
+    with ThreadPoolExecutor(COPY_THREADS) as pool:
+        copies = []
+        for (name, tensor), (start, spec) in zip(named_tensors, places, strict=True):
+            if name != spec.name or tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came where {spec} was planned")
+            slots.acquire()
+            copies.append(pool.submit(write, tensor.detach(), spec, start + spec.offset))
+    for copy in copies:
+        copy.result()
+
+
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int, dtype: torch.dtype
+) -> list[WeightBucket]:
+    """`plan_buckets` and `write_tensors` for tensors that are all there, into memory of this process."""
+    named = list(named_tensors)
+    shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
+    data = np.zeros(num_bytes_of(plan), dtype=np.uint8)
+    write_tensors(named, plan, data)
+    return [
+        WeightBucket(
+            policy_version=policy_version,
+            index=index,
+            num_buckets=len(plan),
+            tensors=bucket.tensors,
+            data=data[bucket.start : bucket.start + bucket.num_bytes],
+        )
+        for index, bucket in enumerate(plan)
+    ]
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
@@ -181,15 +238,26 @@ def _raw_bytes(tensor: Tensor) -> np.ndarray:
     return flat
 
 
-def _flatten(pending: list[tuple[TensorSpec, np.ndarray]], *, policy_version: int, index: int) -> WeightBucket:
-    """Copy the pending tensors into one buffer; num_buckets is filled in once it is known."""
-    last = pending[-1][0]
-    data = np.zeros(last.offset + last.num_bytes, dtype=np.uint8)
-    for spec, raw in pending:
-        data[spec.offset : spec.offset + spec.num_bytes] = raw
-    return WeightBucket(
-        policy_version=policy_version, index=index, num_buckets=0, tensors=[spec for spec, _ in pending], data=data
-    )
+def _write(tensor: Tensor, spec: TensorSpec, place: np.ndarray) -> None:
+    """Cast `tensor` into `place` [spec.num_bytes] uint8 and set the digest of what is there then."""
+    digest = xxhash.xxh3_64()
+    if spec.num_bytes:
+        dtype = DTYPES[spec.dtype]
+        # A transfer from an accelerator is better not cut up.
+        step = PIECE_BYTES if tensor.device.type == "cpu" else spec.num_bytes
+        source = tensor.to(dtype) if tensor.device.type != "cpu" else tensor
+        source = source.reshape(-1)
+        target = torch.from_numpy(place).view(dtype)
+        raw = _raw_bytes(source) if source.dtype == dtype and source.device.type == "cpu" else None
+        for start in range(0, spec.num_bytes, step):
+            piece = place[start : start + step]
+            if raw is None:
+                first, last = start // dtype.itemsize, (start + step) // dtype.itemsize
+                target[first:last].copy_(source[first:last])
+            else:
+                piece[:] = raw[start : start + step]  # numpy's plain copy needs less of Python than torch's
+            digest.update(piece.data)  # while it is still in the cache of the core that copied it
+    spec.digest = digest.hexdigest()
 
 
 def _as_tensor(data: np.ndarray) -> Tensor:

@@ -9,7 +9,8 @@ from pathlib import Path
 from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse, memory_use
-from rollout.types import GenerateRequest, Generation, WeightBucket
+from rollout.shared_weights import WeightReader
+from rollout.types import GenerateRequest, Generation, SharedWeights, WeightBucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,7 @@ class RolloutWorker:
         self._setup = setup
         self._engine = build_engine(setup)
         self._pids: tuple[int, ...] = ()
+        self._shared = WeightReader()
 
     def start(self) -> EngineInfo:
         info = self._engine.start(self._setup.model_path)
@@ -66,8 +68,16 @@ class RolloutWorker:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         return self._engine.generate(requests)
 
-    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
-        return self._engine.load_weights(buckets)
+    def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
+        """From the memory of this machine, or as they came from another one."""
+        if isinstance(weights, SharedWeights):
+            with self._shared.opened(weights) as buckets:
+                report = self._engine.load_weights(buckets)
+        else:
+            report = self._engine.load_weights(weights)
+        if not report.in_place:
+            self._shared.release()
+        return report
 
     def policy_version(self) -> int:
         return self._engine.policy_version
@@ -78,3 +88,4 @@ class RolloutWorker:
 
     def stop(self) -> None:
         self._engine.stop()
+        self._shared.close()

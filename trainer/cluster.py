@@ -130,7 +130,10 @@ class Cluster:
             actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
             workers.append(actor.remote(setup))
         self._policy = PolicyGroup(
-            workers, start_timeout_s=config.start_timeout_s, step_timeout_s=config.step_timeout_s
+            workers,
+            node=self._nodes()[0],
+            start_timeout_s=config.start_timeout_s,
+            step_timeout_s=config.step_timeout_s,
         )
         return self._policy
 
@@ -153,6 +156,7 @@ class Cluster:
             workers.append(ray.remote(RolloutWorker).options(**options).remote(setup))
         self._engines = EngineGroup(
             workers,
+            nodes=self._nodes()[self._config.policy.num_workers :],
             start_timeout_s=config.start_timeout_s,
             generate_timeout_s=config.generate_timeout_s,
             sync_timeout_s=config.sync_timeout_s,
@@ -165,12 +169,16 @@ class Cluster:
         The store behind a port listens on every interface and knows no password; a file cannot be reached.
         """
         if self._config.cluster.address is not None:
-            node_id = placement_group_table(self._placement)["bundles_to_node_id"][0]
-            [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id]
+            [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]
             return f"tcp://{address}:{secrets.choice(RENDEZVOUS_PORTS)}"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._meeting_file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
         return f"file://{self._meeting_file}"
+
+    def _nodes(self) -> list[str]:
+        """Ray node id of every worker: the FSDP ranks first, then the engines."""
+        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        return [nodes[bundle] for bundle in range(len(nodes))]
 
     def _options(self, bundle: int, threads: int) -> dict[str, object]:
         if self._placement is None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
 from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from rollout.weights import DTYPES
+from rollout.weights import DTYPES, TensorShape
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
 
@@ -72,6 +72,12 @@ def gradient_sync(model: nn.Module, enabled: bool) -> None:
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded yet")
     model.set_requires_gradient_sync(enabled)
+
+
+def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
+    """What `full_tensors` will yield, in its order."""
+    named = model.causal_lm.named_parameters()
+    return [TensorShape(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in named]
 
 
 def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout.engine_group import GRACE_S, gather, stop_workers
 from rollout.process_memory import MemoryUse
+from rollout.types import SharedWeights
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.shards import ShardReport
@@ -28,8 +29,12 @@ CEILINGS_TIMEOUT_S = 60.0
 class PolicyGroup:
     """All FSDP ranks as one. Collectives inside the verbs need every rank: each call goes to all of them."""
 
-    def __init__(self, workers: Sequence[ActorHandle[Any]], *, start_timeout_s: float, step_timeout_s: float) -> None:
+    def __init__(
+        self, workers: Sequence[ActorHandle[Any]], *, node: str, start_timeout_s: float, step_timeout_s: float
+    ) -> None:
+        """`node` is the Ray node id of rank 0, from which the weights go out."""
         self._workers = list(workers)
+        self.node = node
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
         self._starting = [worker.setup.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
@@ -75,11 +80,16 @@ class PolicyGroup:
         refs = [worker.memory.remote() for worker in self._workers]
         return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
 
-    def weight_buckets(self, *, policy_version: int) -> ray.ObjectRef[Any]:
-        """Reference to the list of WeightBucket with all weights, in the object store."""
-        refs = [worker.weight_buckets.remote(policy_version) for worker in self._workers]
-        self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
-        return refs[0]
+    def publish_weights(self, *, policy_version: int) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map."""
+        refs = [worker.publish_weights.remote(policy_version) for worker in self._workers]
+        answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
+        return answers[0]
+
+    def copy_weights(self) -> ray.ObjectRef[Any]:
+        """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
+        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote()
+        return ref
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
         """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""

@@ -1,7 +1,8 @@
 """Policy -> engines: all weights after every step, verified. The receipt is printed and logged.
 
-Rank 0 flattens the gathered weights into buckets with a digest per tensor; every engine loads them, then proves
-that what it holds is bitwise what was sent. A wrong byte, name or version ends the run with the tensor's name.
+Rank 0 casts the gathered weights into shared memory, with a digest per tensor; engines on its machine read them there,
+engines on other machines are sent copies through Ray's object store. Every engine proves that what it holds is bitwise
+what was published. A wrong byte, name or version ends the run with the tensor's name.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ class SyncReport:
     num_bytes: int
     """Bytes of one copy of the weights."""
     num_engines: int
+    num_mapped: int
+    """Engines that read the weights in shared memory; the others were sent copies."""
     seconds: float
     """From the first gather to the last verified engine."""
     gather_s: float
-    """Seconds in which the ranks gathered and flattened."""
+    """Seconds in which the ranks gathered, and rank 0 cast, digested and, for other machines, copied."""
     load_s: float
     """Seconds of the slowest engine's load."""
     verify_s: float
@@ -47,20 +50,29 @@ class SyncReport:
             "sync/verify_s": self.verify_s,
         }
 
+    @property
+    def transport(self) -> str:
+        """How the weights reached the engines."""
+        sent = self.num_engines - self.num_mapped
+        ways = [f"shared memory ({self.num_mapped})"] * bool(self.num_mapped) + [f"Ray objects ({sent})"] * bool(sent)
+        return " and ".join(ways)
+
     def __str__(self) -> str:
         return (
             f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
-            f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) in {self.seconds:.2f} s "
-            f"({self.gb_per_s:.3f} GB/s), digests equal"
+            f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) through {self.transport} "
+            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal"
         )
 
 
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
-    buckets = policy.weight_buckets(policy_version=policy_version)
+    shared = policy.publish_weights(policy_version=policy_version)
+    num_mapped = engines.num_on(policy.node)
+    copies = policy.copy_weights() if num_mapped < len(engines) else None
     gathered = time.perf_counter()
-    reports = engines.load_weights(buckets)
+    reports = engines.load_weights(shared, node=policy.node, copies=copies)
     for index, report in enumerate(reports):
         if report.policy_version != policy_version or report.num_tensors != reports[0].num_tensors:
             raise WeightSyncError(
@@ -72,6 +84,7 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         num_tensors=reports[0].num_tensors,
         num_bytes=reports[0].num_bytes,
         num_engines=len(engines),
+        num_mapped=num_mapped,
         seconds=time.perf_counter() - started,
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),

@@ -1,8 +1,8 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, train, logprobs, weight_buckets, save_checkpoint, saved_checkpoint, load_checkpoint, stop. All ranks must
-be called together: each verb but `stop` contains collectives. Inside `train`: forward -> pi_old -> correction ->
-loss -> backward -> optimizer step.
+Verbs: setup, train, logprobs, publish_weights, copy_weights, save_checkpoint, saved_checkpoint, load_checkpoint,
+ceilings, memory, stop. All ranks must be called together where a verb contains collectives: all but copy_weights,
+ceilings, memory and stop. Inside `train`: forward -> pi_old -> correction -> loss -> backward -> optimizer step.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
 from rollout.process_memory import MemoryUse, memory_use, peak_bytes, reset_peak
-from rollout.types import WeightBucket
-from rollout.weights import DTYPES, pack_buckets
+from rollout.shared_weights import WeightPublisher
+from rollout.types import SharedWeights, WeightBucket
+from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
-from trainer.model import full_tensors, load_causal_lm, shard
+from trainer.model import full_tensors, load_causal_lm, shard, tensor_shapes
 from trainer.optim import learning_rate
 from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.step_totals import StepTotals
@@ -111,6 +112,11 @@ class PolicyWorker:
         # The policy as the run starts with it.
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
+        self._publisher = WeightPublisher(
+            tensor_shapes(model),
+            bucket_bytes=config.policy.sync_bucket_mib * 2**20,
+            dtype=DTYPES[config.rollout.dtype.name],
+        )
         return PolicyInfo(
             rank=setup.rank,
             pid=os.getpid(),
@@ -171,19 +177,18 @@ class PolicyWorker:
         with torch.no_grad():
             return [self._score(micro.to(self._device)).logprobs.cpu() for micro in micro_batches]
 
-    def weight_buckets(self, policy_version: int) -> list[WeightBucket]:
-        """All weights in the engine's dtype, flattened; rank 0 returns them, the others an empty list."""
+    def publish_weights(self, policy_version: int) -> SharedWeights | None:
+        """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None."""
         tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
-            return []
-        return pack_buckets(
-            ((name, tensor.cpu()) for name, tensor in tensors),
-            policy_version=policy_version,
-            bucket_bytes=self._config.policy.sync_bucket_mib * 2**20,
-            dtype=DTYPES[self._config.rollout.dtype.name],
-        )
+            return None
+        return self._publisher.publish(tensors, policy_version=policy_version)
+
+    def copy_weights(self) -> list[WeightBucket]:
+        """What rank 0 published last, for engines on other machines. Only this verb is for rank 0 alone."""
+        return self._publisher.copies()
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

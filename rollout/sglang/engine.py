@@ -268,11 +268,13 @@ class SGLangEngine:
     def _check_model(self, model_path: Path) -> None:
         """After the start: read the context length, and see that the checkpoint's names make up the parameters."""
         client = self._running("start").client()
+        hf_config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         try:
             self._weights = WeightUpdate(
                 client,
                 device=self._device,
                 dtype=DTYPES[self._config.dtype.value],
+                num_kv_heads=hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
                 timeout_s=self._config.sync_timeout_s,
             )
             info = client.call("/server_info", timeout_s=INFO_TIMEOUT_S)
@@ -287,7 +289,7 @@ class SGLangEngine:
             plan_fusion(self._weights.parameter_names, sent=_checkpoint_names(model_path))
         except (FusionError, OSError, SafetensorError) as error:
             raise EngineError(f"{self._name} start: {model_path}: {error}") from error
-        self._vocab_size = json.loads((model_path / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        self._vocab_size = hf_config["vocab_size"]
         self._context_length = info["max_req_input_len"] + CONTEXT_MARGIN
 
     def _check_request(self, request: GenerateRequest) -> None:

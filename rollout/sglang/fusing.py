@@ -22,6 +22,12 @@ VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the rows of these parameters with zeros to a multiple of this."""
 
+ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Modules whose rows (and biases) tensor parallelism divides among ranks."""
+KV_MODULES = ("k_proj", "v_proj")
+COLUMN_SPLIT = ("o_proj", "down_proj")
+"""Modules whose columns it divides; their biases, like the norms, are whole on every rank."""
+
 TIED_NAME = "lm_head.weight"
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
@@ -77,7 +83,7 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
     if unexplained:
         problems.append(
             f"engine parameters that no rule makes up from HF tensors: {_listed(unexplained)} (known: dense models "
-            f"that stack {', '.join(STACKED)}, on one GPU or CPU; weight syncs of this model cannot be verified)"
+            f"that stack {', '.join(STACKED)}; weight syncs of this model cannot be verified)"
         )
     if missing:
         problems.append(f"missing tensors: {_listed(missing)}")
@@ -88,20 +94,44 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
     return Fusion(sources=sources, tied=tied)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Which part of every parameter one rank of a tensor-parallel engine holds."""
+
+    rank: int = 0
+    size: int = 1
+    num_kv_heads: int = 1
+    """With fewer heads than ranks, several ranks hold the same head."""
+
+    def of(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's part of the HF tensor `source`; the vocabulary is padded before it is divided."""
+        module, _, kind = source.rpartition(".")
+        layer = module.rpartition(".")[2]
+        if source.endswith(VOCABULARY_PARAMETERS):
+            return _padded_vocabulary(tensor, self.size).chunk(self.size)[self.rank]
+        if layer in ROW_SPLIT:
+            ranks_per_part = max(1, self.size // self.num_kv_heads) if layer in KV_MODULES else 1
+            return tensor.chunk(self.size // ranks_per_part)[self.rank // ranks_per_part]
+        if layer in COLUMN_SPLIT and kind == "weight":
+            return tensor.chunk(self.size, dim=1)[self.rank]
+        return tensor
+
+
 def expected_digests(
-    fusion: Fusion, *, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str
+    fusion: Fusion, *, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str, share: Share
 ) -> dict[str, str]:
-    """Digest that SGLang's `/weights_checker` must report for every engine parameter, 16 hex digits.
+    """Digest that SGLang's `/weights_checker` must report for every parameter of one rank, 16 hex digits.
 
     Args:
         fusion: from `plan_fusion`.
         tensors: HF name -> tensor on the CPU, any float dtype.
         dtype: type of the engine's parameters; tensors are cast as the engine's copy casts them.
         device: "cpu" or "cuda": SGLang digests with different functions.
+        share: what the rank holds; `Share()` for an engine on one GPU or CPU.
     """
     digest = DIGESTS[device]
     return {
-        name: digest(_engine_bytes(name, [tensors[source] for source in sources], dtype))
+        name: digest([_raw(share.of(source, tensors[source]), dtype) for source in sources])
         for name, sources in fusion.sources.items()
     }
 
@@ -166,13 +196,19 @@ def _fmix32(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def _engine_bytes(name: str, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[np.ndarray]:
-    """Bytes of one engine parameter as pieces of [n] uint8, its padding rows included."""
-    pieces = [tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
-    if name.endswith(VOCABULARY_PARAMETERS):
-        num_rows = tensors[0].shape[0]
-        pieces.append(np.zeros(-num_rows % VOCABULARY_MULTIPLE * (pieces[0].size // num_rows), dtype=np.uint8))
-    return pieces
+def _raw(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    """[num_bytes] uint8 of the tensor in the engine's type."""
+    flat: np.ndarray = tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _padded_vocabulary(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """With rows of zeros up to a multiple of 64, and of 64 * `num_ranks` if the ranks could not share that evenly."""
+    multiple = VOCABULARY_MULTIPLE
+    if (tensor.shape[0] + -tensor.shape[0] % multiple) % num_ranks:
+        multiple *= num_ranks
+    missing = -tensor.shape[0] % multiple
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def _unstack(name: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Runs inside the SGLang server: takes one bucket of weights out of shared memory into the model.
 
 SGLang calls `load_bucket` for the requests of `rollout/sglang/weight_update.py`, because `rollout/sglang/engine.py`
-names it as `custom_weight_loader`. The model's own `load_weights` does the fusing, as for a checkpoint.
+names it as `custom_weight_loader`. With tensor parallelism every rank calls it and maps the same memory. The model's
+own `load_weights` does the fusing and takes the rank's share, as for a checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rollout.sglang.shared_buffer import map_shared
+from rollout.shared_weights import MappedRegion
+from rollout.types import RegionAddress
 from rollout.weights import DTYPES
 
 LOADER = "rollout.sglang.loader.load_bucket"
@@ -21,14 +24,22 @@ LOADER = "rollout.sglang.loader.load_bucket"
 
 
 def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the bucket that the one tensor describes: [n] uint8, a JSON text with path, num_bytes and tensors.
+    """Load the bucket that the one tensor describes: [n] uint8, a JSON text with region, version, start and tensors.
 
-    An error here ends the server, with the traceback in its log: a half-loaded model must not serve.
+    The engine that sent the request holds the region's lock. An error here ends the server, with the traceback in its
+    log: a half-loaded model must not serve.
     """
     ((_, description),) = named_tensors
     request = json.loads(bytes(description.cpu().numpy()))
-    flat = torch.frombuffer(map_shared(request["path"], num_bytes=request["num_bytes"]), dtype=torch.uint8)
-    model.load_weights(_views(flat, request["tensors"]))
+    region = _mapped(RegionAddress(**request["region"]))
+    region.expect(request["policy_version"])
+    model.load_weights(_views(torch.from_numpy(region.data)[request["start"] :], request["tensors"]))
+
+
+@functools.lru_cache(maxsize=2)
+def _mapped(address: RegionAddress) -> MappedRegion:
+    """Mapping costs more than reading; the trainer and the engine use the same regions again and again."""
+    return MappedRegion(address)
 
 
 def _views(flat: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,15 +13,24 @@ import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from rollout.engine import WeightReport, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
-from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError, expected_digests, plan_fusion
+from rollout.sglang.fusing import (
+    EMBEDDING_NAME,
+    TIED_NAME,
+    Fusion,
+    FusionError,
+    Share,
+    expected_digests,
+    plan_fusion,
+)
 from rollout.sglang.loader import LOADER
-from rollout.sglang.shared_buffer import SharedBuffer
+from rollout.shared_weights import WeightRegion
 from rollout.types import WeightBucket
 from rollout.weights import unpack
 
@@ -33,10 +42,12 @@ LISTED_MISMATCHES = 5
 class WeightUpdate:
     """Loads weights into one server and proves that they arrived. Knows nothing of processes and logs."""
 
-    def __init__(self, client: SGLangClient, *, device: str, dtype: torch.dtype, timeout_s: float) -> None:
+    def __init__(
+        self, client: SGLangClient, *, device: str, dtype: torch.dtype, num_kv_heads: int, timeout_s: float
+    ) -> None:
         """`device` ("cpu" or "cuda") and `dtype` are those of the engine; `timeout_s` bounds a whole sync.
 
-        Asks the server for its routes and parameters. Raises ClientError; WeightSyncError if the engine is sharded.
+        Asks the server for its routes and parameters. Raises ClientError.
         """
         self._client = client
         self._device = device
@@ -44,10 +55,13 @@ class WeightUpdate:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._routes = client.routes(timeout_s=timeout_s)
-        self.parameter_names = tuple(self._held_digests())
-        """Names of the engine's parameters."""
+        held = self._held_digests()
+        self.parameter_names = tuple(held[0])
+        """Names of the engine's parameters, the same on every tensor-parallel rank."""
+        self._shares = [Share(rank=rank, size=len(held), num_kv_heads=num_kv_heads) for rank in range(len(held))]
+        self._staging: WeightRegion | None = None
         self._fusion = Fusion(sources={}, tied=False)
-        self._expected: dict[str, str] = {}
+        self._expected: list[dict[str, str]] = []
 
     def prepare(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
         """Match the tensors with the engine's parameters and work out the digests to expect; sends no weights.
@@ -65,7 +79,10 @@ class WeightUpdate:
                 f"policy version {policy_version}: {TIED_NAME} differs from {EMBEDDING_NAME}, but the engine ties them"
             )
         self._fusion = fusion
-        self._expected = expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device)
+        self._expected = [
+            expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
+            for share in self._shares
+        ]
 
     def load(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> WeightReport:
         """Replace all weights with those that were prepared, verify, set the version; the receipt.
@@ -95,18 +112,22 @@ class WeightUpdate:
         self._compare(policy_version=policy_version)
 
     def _compare(self, *, policy_version: int) -> None:
-        held = self._held_digests()
-        wrong = [name for name, digest in self._expected.items() if held.get(name) != digest]
-        if not wrong and self._expected:
+        ranks = self._held_digests()
+        wrong = [
+            f"{name}{f' of rank {rank}' if len(ranks) > 1 else ''}, made of {', '.join(self._fusion.sources[name])}: "
+            f"sent {digest}, held {held.get(name, 'nothing')}"
+            for rank, (held, expected) in enumerate(zip(ranks, self._expected, strict=False))
+            for name, digest in expected.items()
+            if held.get(name) != digest
+        ]
+        if not wrong and len(ranks) == len(self._expected):
             return
         reported = self._client.call("/model_info", timeout_s=self._deadline - time.monotonic())["weight_version"]
         if not self._expected:
             raise WeightSyncError(f"no weights have been sent yet; the engine reports version {reported!r}")
-        shown = "; ".join(
-            f"{name}, made of {', '.join(self._fusion.sources[name])}: "
-            f"sent {self._expected[name]}, held {held.get(name, 'nothing')}"
-            for name in wrong[:LISTED_MISMATCHES]
-        )
+        if len(ranks) != len(self._expected):
+            raise WeightSyncError(f"{len(ranks)} ranks reported digests, {len(self._expected)} hold weights")
+        shown = "; ".join(wrong[:LISTED_MISMATCHES])
         more = f" and {len(wrong) - LISTED_MISMATCHES} more" if len(wrong) > LISTED_MISMATCHES else ""
         raise WeightSyncError(
             f"the engine does not hold the weights of policy version {policy_version} that it was sent (it reports "
@@ -116,19 +137,32 @@ class WeightUpdate:
     def _send(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
         # "abort" ends running requests, so that no response mixes versions; the caller has none running.
         self._post("/pause_generation", {"mode": "abort"})
-        with self._session(), SharedBuffer(max(bucket.data.nbytes for bucket in buckets)) as shared:
+        with self._session():
             for bucket in buckets:
-                shared.write(bucket.data)
                 self._post(
                     "/update_weights_from_tensor",
                     {
-                        "serialized_named_tensors": [describe_bucket(bucket, path=shared.path)],
+                        # One entry per tensor-parallel rank: each maps the bucket and takes its share.
+                        "serialized_named_tensors": [describe_bucket(self._shared(bucket))] * len(self._shares),
                         "load_format": LOADER,
                         "flush_cache": False,
                         "weight_version": f"unverified-{policy_version}",
                     },
                 )
         self._post("/flush_cache", {})
+
+    def _shared(self, bucket: WeightBucket) -> WeightBucket:
+        """The bucket in memory that the server can map: as it came, or staged if it is memory of this process alone."""
+        if bucket.region is not None:
+            return bucket
+        if self._staging is None or self._staging.data.nbytes < bucket.data.nbytes:
+            self._staging = WeightRegion(bucket.data.nbytes)
+        if not self._staging.try_lock():
+            raise WeightSyncError("the memory in which weights are staged is in use")
+        # The server answers a request when it has read the bucket before, so the next may take its place.
+        with self._staging.writing(bucket.policy_version) as data:
+            data[: bucket.data.nbytes] = bucket.data
+        return replace(bucket, region=self._staging.address, start=0)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -147,25 +181,25 @@ class WeightUpdate:
             raise
         self._post("/end_weight_update", {})
 
-    def _held_digests(self) -> dict[str, str]:
-        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
-        if len(ranks) != 1:
-            raise WeightSyncError(f"weight syncs are verified on one GPU or CPU per engine, this one has {len(ranks)}")
-        digests: dict[str, str] = ranks[0]["checksums"]
-        return digests
+    def _held_digests(self) -> list[dict[str, str]]:
+        """What each tensor-parallel rank holds, by parameter."""
+        return [rank["checksums"] for rank in self._post("/weights_checker", {"action": "checksum"})["ranks"]]
 
     def _post(self, route: str, body: Mapping[str, object]) -> Any:
         return self._client.call(route, body=body, timeout_s=self._deadline - time.monotonic())
 
 
-def describe_bucket(bucket: WeightBucket, *, path: str) -> str:
+def describe_bucket(bucket: WeightBucket) -> str:
     """What crosses HTTP instead of the weights: where they lie and what they are, in the form that SGLang unpacks.
 
     SGLang accepts pickled tensors only, from an exact list of types; this is one [n] uint8 tensor holding JSON.
     """
+    if bucket.region is None:
+        raise ValueError(f"weight bucket {bucket.index} is not in shared memory")
     request = {
-        "path": path,
-        "num_bytes": bucket.data.nbytes,
+        "region": asdict(bucket.region),
+        "policy_version": bucket.policy_version,
+        "start": bucket.start,
         "tensors": [
             {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, "offset": spec.offset}
             for spec in bucket.tensors

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -26,10 +25,10 @@ from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.loader import LOADER
 from rollout.sglang.scratch import Scratch
-from rollout.sglang.shared_buffer import SharedBuffer
-from rollout.sglang.weight_update import describe_bucket
+from rollout.sglang.weight_update import WeightUpdate, describe_bucket
+from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightBucket
-from rollout.weights import pack_buckets
+from rollout.weights import TensorShape, pack_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,6 +66,11 @@ class Served:
         self.engine.load_weights(self.buckets(model))
         self.version += 1
         self.model = model
+
+
+def publisher_of(named: list[tuple[str, torch.Tensor]]) -> WeightPublisher:
+    shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+    return WeightPublisher(shapes, bucket_bytes=100_000, dtype=torch.float32)
 
 
 def start(directory: Path, *, model_type: str, tied: bool, dtype: DType) -> Served:
@@ -365,6 +369,29 @@ def test_weights_are_replaced_verified_and_used(served: Served, tmp_path: Path) 
     served.engine.verify_weights()
 
 
+def test_the_server_reads_what_the_trainer_published_without_a_copy_in_between(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = write_tiny_model(tmp_path / "new", seed=5)
+    named = list(new.named_parameters())
+    publisher, reader = publisher_of(named), WeightReader()
+
+    def staged(*_: object) -> None:
+        raise AssertionError("the buckets are in shared memory already")
+
+    monkeypatch.setattr("rollout.sglang.weight_update.WeightRegion", staged)
+    for _ in range(3):
+        with reader.opened(publisher.publish(named, policy_version=served.version + 1)) as buckets:
+            assert len(buckets) > 1
+            report = served.engine.load_weights(buckets)
+        reader.release()
+        served.version, served.model = served.version + 1, new
+        assert not report.in_place and served.engine.policy_version == served.version
+    assert len(publisher._regions) == 1
+    requests = make_requests(PROMPTS)
+    assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-4
+
+
 def test_a_tied_lm_head_may_be_sent_if_it_is_the_embedding(served: Served) -> None:
     named = [*served.model.named_parameters(), ("lm_head.weight", served.model.get_output_embeddings().weight)]
     buckets = pack_buckets(named, policy_version=served.version + 1, bucket_bytes=1 << 20, dtype=torch.float32)
@@ -413,18 +440,17 @@ def test_a_bit_lost_inside_the_engine_is_caught_and_stops_generation(
     name = "model.layers.0.self_attn.v_proj.weight"
     new = write_tiny_model(tmp_path / "new", seed=2)
     buckets = served.buckets(new)
-    copy = SharedBuffer.write
+    share = WeightUpdate._shared
 
-    def lossy(self: SharedBuffer, data: np.ndarray) -> None:
-        bucket = next(bucket for bucket in buckets if bucket.data is data)
-        data = data.copy()
+    def lossy(self: WeightUpdate, bucket: WeightBucket) -> WeightBucket:
+        data = bucket.data.copy()
         for spec in bucket.tensors:
             if spec.name == name:
                 data[spec.offset] ^= 1
-        copy(self, data)
+        return share(self, replace(bucket, data=data))
 
     with monkeypatch.context() as patched:
-        patched.setattr(SharedBuffer, "write", lossy)
+        patched.setattr(WeightUpdate, "_shared", lossy)
         with pytest.raises(WeightSyncError) as caught:
             served.engine.load_weights(buckets)
     text = str(caught.value)
@@ -445,13 +471,11 @@ def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     changed = served.model.get_parameter(name).detach().clone()
     changed[3, 4] += 1e-3
-    (bucket,) = pack_buckets([(name, changed)], policy_version=99, bucket_bytes=1 << 20, dtype=torch.float32)
     served.engine.verify_weights()
     served.client.call("/begin_weight_update", body={}, timeout_s=30)
-    with SharedBuffer(bucket.data.nbytes) as shared:
-        shared.write(bucket.data)
-        description = describe_bucket(bucket, path=shared.path)
-        body = {"serialized_named_tensors": [description], "load_format": LOADER}
+    publisher = publisher_of([(name, changed)])
+    with WeightReader().opened(publisher.publish([(name, changed)], policy_version=99)) as (bucket,):
+        body = {"serialized_named_tensors": [describe_bucket(bucket)], "load_format": LOADER}
         served.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
     served.client.call("/end_weight_update", body={}, timeout_s=30)
     with pytest.raises(WeightSyncError, match=rf"engine 0 .*verify_weights: .*{name}, made of {name}: sent .*, held "):
@@ -463,11 +487,11 @@ def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
 
 
 def test_a_sync_that_breaks_in_the_middle_can_be_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: SharedBuffer, data: np.ndarray) -> None:
+    def fail(self: WeightUpdate, bucket: WeightBucket) -> WeightBucket:
         raise ClientError("POST /update_weights_from_tensor: HTTP 500: planted", status=500)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SharedBuffer, "write", fail)
+        patched.setattr(WeightUpdate, "_shared", fail)
         with pytest.raises(
             WeightSyncError, match=r"engine 0 .* load_weights: the new weights were not loaded: .*planted"
         ):

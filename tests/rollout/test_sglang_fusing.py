@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout.sglang.fusing import FusionError, expected_digests, plan_fusion, tile_digest
+from rollout.sglang.fusing import FusionError, Share, expected_digests, plan_fusion, tile_digest
 
 LAYER = "model.layers.0."
 HF_NAMES = [
@@ -95,7 +95,7 @@ def test_digest_of_a_stacked_parameter_is_that_of_the_stacked_bytes() -> None:
     }
     fusion = plan_fusion(["a.qkv_proj.weight"], sent=parts)
     stacked = np.array([[1, 1], [1, 1], [2, 2], [3, 3]], dtype=np.float32)
-    digests = expected_digests(fusion, tensors=parts, dtype=torch.float32, device="cpu")
+    digests = expected_digests(fusion, tensors=parts, dtype=torch.float32, device="cpu", share=Share())
     assert digests == {"a.qkv_proj.weight": sha(stacked.tobytes())}
 
 
@@ -103,19 +103,23 @@ def test_digest_is_taken_after_the_cast_to_the_engines_type() -> None:
     # bfloat16 keeps the upper half of a float32; 1.00390625 lies between 1.0 and 1.0078125 and rounds to even.
     tensors = {"model.norm.weight": torch.tensor([1.0, -2.0, 1.00390625])}
     fusion = plan_fusion(tensors, sent=tensors)
-    digests = expected_digests(fusion, tensors=tensors, dtype=torch.bfloat16, device="cpu")
+    digests = expected_digests(fusion, tensors=tensors, dtype=torch.bfloat16, device="cpu", share=Share())
     assert digests["model.norm.weight"] == sha(bytes([0x80, 0x3F, 0x00, 0xC0, 0x80, 0x3F]))
 
 
 def test_vocabulary_is_padded_with_zero_rows_to_a_multiple_of_64() -> None:
     rows = torch.arange(67 * 2, dtype=torch.float32).view(67, 2)
     tensors = {"model.embed_tokens.weight": rows, "model.norm.weight": rows}
-    digests = expected_digests(plan_fusion(tensors, sent=tensors), tensors=tensors, dtype=torch.float32, device="cpu")
+    digests = expected_digests(
+        plan_fusion(tensors, sent=tensors), tensors=tensors, dtype=torch.float32, device="cpu", share=Share()
+    )
     raw = rows.numpy().tobytes()
     assert digests["model.embed_tokens.weight"] == sha(raw, bytes(4 * 2 * (128 - 67)))
     assert digests["model.norm.weight"] == sha(raw)
     full = {"model.embed_tokens.weight": rows[:64].contiguous()}
-    digests = expected_digests(plan_fusion(full, sent=full), tensors=full, dtype=torch.float32, device="cpu")
+    digests = expected_digests(
+        plan_fusion(full, sent=full), tensors=full, dtype=torch.float32, device="cpu", share=Share()
+    )
     assert digests["model.embed_tokens.weight"] == sha(raw[: 64 * 2 * 4])
 
 

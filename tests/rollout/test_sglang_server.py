@@ -194,8 +194,10 @@ def test_ports_lie_below_those_of_outgoing_connections_and_are_free() -> None:
 
 
 def test_engine_args_that_break_the_weight_sync_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine_args\.tp_size is not supported: .* could not be verified, got 2"):
-        make_engine(tmp_path, tp_size=2)
+    with pytest.raises(ConfigError, match=r"engine_args\.dp_size is not supported: .* could not be verified, got 2"):
+        make_engine(tmp_path, dp_size=2)
+    with pytest.raises(ConfigError, match=r"engine_args\.tp_size must be an integer >= 1, got 0"):
+        make_engine(tmp_path, tp_size=0)
     with pytest.raises(ConfigError, match=r"engine_args\.weight_version is set by Parity, got '9'"):
         make_engine(tmp_path, weight_version="9")
     with pytest.raises(EngineError, match="device must be cpu or cuda, got 'tpu'"):

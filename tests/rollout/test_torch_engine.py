@@ -13,9 +13,11 @@ from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightSyncError
+from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rollout.weights import pack_buckets
+from rollout.weights import TensorShape, pack_buckets
+from rollout.worker import EngineSetup, RolloutWorker
 
 TOLERANCE = 1e-5
 """Nats; float32 engine against a float32 forward over the whole sequence."""
@@ -97,6 +99,21 @@ def worst_difference(model, requests, generations, *, temperature):
 
 def weights_of(model, *, version, dtype=torch.float32, bucket_bytes=20_000):
     return pack_buckets(model.named_parameters(), policy_version=version, bucket_bytes=bucket_bytes, dtype=dtype)
+
+
+def publisher_of(model, *, dtype=torch.float32):
+    shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
+    return WeightPublisher(shapes, bucket_bytes=20_000, dtype=dtype)
+
+
+def shared_weights_of(model, *, version, dtype=torch.float32):
+    """As `weights_of`, in memory of "another process"; it stays until the last tensor is gone."""
+    publisher = publisher_of(model, dtype=dtype)
+    with WeightReader().opened(publisher.publish(model.named_parameters(), policy_version=version)) as buckets:
+        return buckets
+
+
+SOURCES = pytest.mark.parametrize("source", [weights_of, shared_weights_of])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -238,17 +255,19 @@ def test_the_deadline_is_kept_and_named(model_path):
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_sync_replaces_every_weight_and_sets_the_version(tmp_path, dtype, tied):
+@SOURCES
+def test_a_sync_replaces_every_weight_and_sets_the_version(tmp_path, dtype, tied, source):
     write_tiny_model(tmp_path / "old", tied=tied)
     new = write_tiny_model(tmp_path / "new", seed=9, tied=tied)
     engine, requests = start(tmp_path / "old", dtype=dtype), make_requests()
     before = engine.generate(requests)
     torch_dtype = getattr(torch, dtype.name)
-    buckets = weights_of(new, version=7, dtype=torch_dtype)
+    buckets = source(new, version=7, dtype=torch_dtype)
     assert len(buckets) > 3
     assert ("lm_head.weight" in {spec.name for bucket in buckets for spec in bucket.tensors}) is not tied
     report = engine.load_weights(buckets)
     assert engine.policy_version == report.policy_version == 7
+    assert report.in_place is (source is shared_weights_of)
     assert report.num_tensors == len(list(new.named_parameters()))
     assert report.num_bytes == sum(p.numel() for p in new.parameters()) * torch_dtype.itemsize
     after = engine.generate(requests)
@@ -298,17 +317,48 @@ def grow_old(buckets):
         (grow_old, r"version 1 were sent to an engine that already holds version 2"),
     ],
 )
-def test_a_damaged_sync_is_named_and_changes_nothing(tmp_path, damage, message):
+@SOURCES
+def test_a_damaged_sync_is_named_and_changes_nothing(tmp_path, damage, message, source):
     model = write_tiny_model(tmp_path / "old")
     engine, requests = start(tmp_path / "old"), make_requests(8)
-    engine.load_weights(weights_of(model, version=2))
+    engine.load_weights(source(model, version=2))
     before = engine.generate(requests)
-    buckets = weights_of(write_tiny_model(tmp_path / "new", seed=9), version=3)
+    buckets = source(write_tiny_model(tmp_path / "new", seed=9), version=3)
     damage(buckets)
     with pytest.raises(WeightSyncError, match=message):
         engine.load_weights(buckets)
     assert engine.policy_version == 2
     assert engine.generate(requests) == before
+
+
+def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path):
+    old, new = write_tiny_model(tmp_path / "old"), write_tiny_model(tmp_path / "new", seed=9)
+    setup = EngineSetup(
+        config=TorchEngineConfig(dtype=DType.float32),
+        index=0,
+        seed=0,
+        device="cpu",
+        num_threads=1,
+        log_dir=tmp_path,
+        model_path=tmp_path / "old",
+    )
+    worker, publisher, requests = RolloutWorker(setup), publisher_of(old), make_requests(8)
+    worker.start()
+    outcomes = []
+    for version, model in enumerate([old, new, old, new, old], start=1):
+        shared = publisher.publish(model.named_parameters(), policy_version=version)
+        if outcomes:
+            generations = worker.generate(requests)
+            assert [generation.logprobs for generation in generations] == outcomes[-1]
+        assert worker.load_weights(shared).in_place
+        outcomes.append([generation.logprobs for generation in worker.generate(requests)])
+    assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]
+    assert len(publisher._regions) == 2
+    # From another machine: the engine's own memory again, and the shared memory is free.
+    assert not worker.load_weights(weights_of(new, version=6)).in_place
+    assert [generation.logprobs for generation in worker.generate(requests)] == outcomes[1]
+    assert all(region.try_lock() for region in publisher._regions)
+    worker.stop()
 
 
 def test_weights_of_another_dtype_are_refused(engine, tmp_path):

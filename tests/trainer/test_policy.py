@@ -5,6 +5,7 @@ Everything here runs on one Ray cluster; models are tiny and random.
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from rollout.collect import sampling_params
 from rollout.config import DType, EngineConfig, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
+from rollout.shared_weights import DATA_START
 from rollout.types import GenerateRequest, Sample
 from rollout.weights import unpack
 from trainer.batch import MicroBatch
@@ -49,7 +51,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(policy: PolicyGroup) -> torch.Tensor:
-    buckets = ray.get(policy.weight_buckets(policy_version=1))
+    policy.publish_weights(policy_version=1)
+    buckets = ray.get(policy.copy_weights())
     return torch.cat([tensor.flatten().clone() for bucket in buckets for _, tensor in unpack(bucket)])
 
 
@@ -122,24 +125,53 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         engines.wait_ready()
         policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
         report = sync_weights(policy, engines, policy_version=1)
-        assert report.num_engines == 2
+        assert (report.num_engines, report.num_mapped) == (2, 2)
+        assert "to 2 engine(s) through shared memory (2) in" in str(report)
         assert engines.policy_versions() == [1, 1]
-        buckets = ray.get(policy.weight_buckets(policy_version=2))
+        shared = policy.publish_weights(policy_version=2)
+        spec = shared.buckets[0].tensors[3]
+        with open(shared.address.path, "r+b") as region:
+            region.seek(DATA_START + shared.buckets[0].start + spec.offset + 1)
+            byte = region.read(1)[0]
+            region.seek(-1, os.SEEK_CUR)
+            region.write(bytes([byte ^ 4]))
+        with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
+            engines.load_weights(shared, node=policy.node, copies=None)
+        assert engines.policy_versions() == [1, 1]
+        shared = policy.publish_weights(policy_version=3)
+        shared.buckets[0].tensors[3].name = "missing_tensor"
+        with pytest.raises(WeightSyncError, match=r"missing_tensor"):
+            engines.load_weights(shared, node=policy.node, copies=None)
+        shared.policy_version = 2
+        with pytest.raises(WeightSyncError, match=r"hold policy version 3, policy version 2 was announced"):
+            engines.load_weights(shared, node=policy.node, copies=None)
+        assert sync_weights(policy, engines, policy_version=4).policy_version == 4
+
+
+@pytest.mark.slow
+def test_an_engine_on_another_machine_gets_the_same_weights_as_ray_objects(model_path: Path) -> None:
+    config = make_config(model_path, num_engines=2)
+    with Cluster(config, log_dir=model_path) as cluster:
+        policy = cluster.spawn_policy(model_path)
+        engines = cluster.spawn_engines(model_path)
+        policy.wait_ready()
+        engines.wait_ready()
+        engines._nodes[1] = "another node"
+        for version in (1, 2):
+            policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
+            report = sync_weights(policy, engines, policy_version=version)
+            assert "through shared memory (1) and Ray objects (1) in" in str(report)
+            assert engines.policy_versions() == [version, version]
+        samples = rollouts(engines, config.sampling)  # both engines sample
+        [logprobs] = policy.logprobs([micro_batch(samples)])
+        assert worst(micro_batch(samples), logprobs) < TOLERANCE
+        buckets = ray.get(policy.copy_weights())
         spec = buckets[0].tensors[3]
         data = np.array(buckets[0].data)
         data[spec.offset + 1] ^= 4
-        tampered = [replace(buckets[0], data=data), *buckets[1:]]
+        tampered = ray.put([replace(buckets[0], data=data), *buckets[1:]])
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights(ray.put(tampered))
-        with pytest.raises(WeightSyncError, match=r"missing_tensor"):
-            engines.load_weights(
-                ray.put(
-                    [
-                        replace(b, tensors=[replace(t, name=t.name + ".missing_tensor") for t in b.tensors])
-                        for b in buckets
-                    ]
-                )
-            )
+            engines.load_weights(policy.publish_weights(policy_version=3), node=policy.node, copies=tampered)
 
 
 ENGINES = [TorchEngineConfig(dtype=DType.float32), SGLangConfig(dtype=DType.float32)]
