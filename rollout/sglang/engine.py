@@ -243,6 +243,11 @@ class SGLangEngine:
             # Threads that spin while they wait take the cores from the trainer: on a busy machine decoding with two
             # threads was six times slower that way.
             environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+            num_ranks = self._config.engine_args.get("tp_size", 1)
+            if num_ranks > 1:
+                # SGLang wants a NUMA node for every rank, or to be told which cores; ours may use all that we may.
+                cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
         if self._num_threads is not None:
             environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(self._num_threads))
         return environment

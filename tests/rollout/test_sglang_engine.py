@@ -73,9 +73,9 @@ def publisher_of(named: list[tuple[str, torch.Tensor]]) -> WeightPublisher:
     return WeightPublisher(shapes, bucket_bytes=100_000, dtype=torch.float32)
 
 
-def start(directory: Path, *, model_type: str, tied: bool, dtype: DType) -> Served:
+def start(directory: Path, *, model_type: str, tied: bool, dtype: DType, tp_size: int = 1) -> Served:
     model = write_tiny_model(directory / "model", seed=0, model_type=model_type, tied=tied)
-    config = SGLangConfig(dtype=dtype, generate_timeout_s=120, sync_timeout_s=120)
+    config = SGLangConfig(dtype=dtype, generate_timeout_s=120, sync_timeout_s=120, engine_args={"tp_size": tp_size})
     engine = SGLangEngine(config, index=0, seed=0, device="cpu", log_dir=directory / "logs", num_threads=1)
     info = engine.start(directory / "model")
     return Served(engine=engine, info=info, model=model, log=directory / "logs" / "engine-0.log")
@@ -570,3 +570,37 @@ def test_stop_leaves_no_process_no_segment_no_file(untied: Served) -> None:
     untied.engine.stop()
     with pytest.raises(EngineError, match=r"call start\(\) first"):
         untied.engine.generate(make_requests(PROMPTS))
+
+
+# ------------------------------------------------------------------------------------------------- tensor parallel
+
+
+def test_every_rank_of_a_tensor_parallel_engine_takes_its_share_and_proves_it(tmp_path: Path) -> None:
+    served = start(tmp_path, model_type="qwen2", tied=True, dtype=DType.float32, tp_size=2)
+    try:
+        new = write_tiny_model(tmp_path / "new", seed=1)
+        named = list(new.named_parameters())
+        publisher, reader = publisher_of(named), WeightReader()
+        with reader.opened(publisher.publish(named, policy_version=1)) as buckets:
+            report = served.engine.load_weights(buckets)
+        assert report.num_tensors == len(named) and served.engine.policy_version == 1
+        requests = make_requests(PROMPTS)
+        assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-4
+        served.version = 1
+        # A byte in the second half of the columns belongs to rank 1 alone.
+        name = "model.layers.0.mlp.down_proj.weight"
+        changed = dict(named)[name].detach().clone()
+        changed[0, -1] += 1
+        served.client.call("/begin_weight_update", body={}, timeout_s=30)
+        other = publisher_of([(name, changed)])
+        with WeightReader().opened(other.publish([(name, changed)], policy_version=9)) as (bucket,):
+            body = {"serialized_named_tensors": [describe_bucket(bucket)] * 2, "load_format": LOADER}
+            served.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
+        served.client.call("/end_weight_update", body={}, timeout_s=30)
+        with pytest.raises(WeightSyncError, match=rf"disagree for {name} of rank 1, made of {name}: [^;]*$"):
+            served.engine.verify_weights()
+        served.load(new)
+        served.engine.verify_weights()
+    finally:
+        served.engine.stop()
+    assert alive(served.info.pids) == []

@@ -173,3 +173,31 @@ def test_gpu_digest_of_more_than_one_chunk_depends_on_every_position() -> None:
         changed[at] = 1
         digests.add(tile_digest([changed]))
     assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "num_kv_heads", "expected"),
+    [
+        ("a.q_proj.weight", 2, 1, [slice(0, 4), slice(4, 8)]),
+        ("a.k_proj.bias", 4, 2, [slice(0, 4), slice(0, 4), slice(4, 8), slice(4, 8)]),
+        ("a.v_proj.weight", 2, 4, [slice(0, 4), slice(4, 8)]),
+        ("a.gate_proj.weight", 4, 2, [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]),
+        ("a.norm.weight", 2, 1, [slice(0, 8), slice(0, 8)]),
+        ("a.o_proj.bias", 2, 1, [slice(0, 8), slice(0, 8)]),
+    ],
+)
+def test_ranks_divide_rows_and_share_heads_that_are_too_few(
+    name: str, size: int, num_kv_heads: int, expected: list[slice]
+) -> None:
+    tensor = torch.arange(16.0).view(8, 2)
+    for rank, rows in enumerate(expected):
+        assert torch.equal(Share(rank=rank, size=size, num_kv_heads=num_kv_heads).of(name, tensor), tensor[rows])
+
+
+def test_ranks_divide_columns_and_the_padded_vocabulary() -> None:
+    tensor = torch.arange(67 * 6.0).view(67, 6)
+    assert torch.equal(Share(rank=1, size=3).of("a.o_proj.weight", tensor), tensor[:, 2:4])
+    # 67 rows are padded to 128 for two ranks; three ranks cannot share 128, so it is 192 for them.
+    second = Share(rank=1, size=2).of("lm_head.weight", tensor)
+    assert torch.equal(second[:3], tensor[64:]) and not second[3:].any() and len(second) == 64
+    assert [len(Share(rank=rank, size=3).of("model.embed_tokens.weight", tensor)) for rank in range(3)] == [64] * 3
