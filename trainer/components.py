@@ -199,7 +199,7 @@ class PolicyConfig(Checked):
     step_timeout_s: float = 1800.0
     """Deadline in seconds of one training call, collectives included."""
     sync_bucket_mib: int = 256
-    """Largest weight bucket, MiB; a larger single tensor gets a bucket of its own."""
+    """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
 
     def problems(self) -> Iterator[Problem]:
         for key in ("num_workers", "logprob_chunk_tokens", "sync_bucket_mib"):

@@ -217,7 +217,7 @@ def _amount(name: str, *, free: int, total: int, floor: int, of: str) -> Finding
 
 
 def _shared_memory() -> Finding:
-    """Shared memory holds Ray's object store and the weights on their way to an engine."""
+    """Shared memory holds Ray's object store, through which weights travel to engines on other machines."""
     path = Path(SHARED_MEMORY)
     if not path.is_dir():
         return Finding(
