@@ -151,6 +151,7 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
 @pytest.mark.slow
 def test_an_engine_on_another_machine_gets_the_same_weights_as_ray_objects(model_path: Path) -> None:
     config = make_config(model_path, num_engines=2)
+    config.sampling = SamplingConfig(max_new_tokens=12)
     with Cluster(config, log_dir=model_path) as cluster:
         policy = cluster.spawn_policy(model_path)
         engines = cluster.spawn_engines(model_path)
