@@ -5,7 +5,8 @@
 The tensors are those of a Qwen2 model of 0.5B parameters (hidden size 896, 24 layers, vocabulary 151,936, tied), 290 of
 them, 942 MiB in bfloat16, random. The sender has them in its memory; there is no gathering and no cast. The clock runs
 from the call in the sender to the moment at which the receiver, another process, holds all of them as tensors and has
-said so. Rounds alternate over all ways, in turn; the first rounds warm up and are not counted. --slow-repeats 0 leaves out all but memcpy and ours.
+said so. Rounds alternate over all ways, in turn; the first rounds warm up and are not counted.
+--slow-repeats 0 leaves out all but memcpy and ours.
 
 memcpy                 every tensor copied once into memory that is there, in the sender: the floor of the round
 ours                   publish: copy into shared memory with a digest per tensor; receiver: every digest made again and
