@@ -183,7 +183,7 @@ class PolicyConfig(Checked):
     num_workers: int = 2
     """Data-parallel FSDP2 ranks, one Ray actor each."""
     dtype: DType = DType.float32
-    """Type of forward and backward; master weights, gradients and optimizer are float32."""
+    """Type of forward and backward; master weights, gradients and optimizer are float32. float16 scales the loss."""
     logprob_chunk_tokens: int = 512
     """Tokens whose full-vocabulary logits exist at one time."""
     fp32_head: bool = False
@@ -213,13 +213,6 @@ class PolicyConfig(Checked):
         for key in ("start_timeout_s", "step_timeout_s"):
             if not getattr(self, key) > 0:
                 yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
-        if self.dtype is DType.float16:
-            yield Problem(
-                key="dtype",
-                rule="must be float32 or bfloat16: float16 needs a gradient scaler",
-                value=self.dtype,
-                remedy="Use policy.dtype=bfloat16.",
-            )
 
 
 @dataclass(kw_only=True, slots=True)

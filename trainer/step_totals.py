@@ -25,6 +25,8 @@ class StepTotals:
         self._mismatch: MismatchStats | None = None
         self._factors: list[StepFactor] = []
         self._grad_norms: list[float] = []
+        self.overflow_steps = 0
+        """Optimizer steps whose gradient left the range of float16; their norm says nothing and is left out."""
         self._histograms: MismatchHistograms | None = None
         self._reference: ReferenceKLStats | None = None
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
@@ -34,7 +36,7 @@ class StepTotals:
         """Add the loss of a micro-batch of the running optimizer step."""
         self._step_loss = stats if self._step_loss is None else self._step_loss.merge(stats)
 
-    def end_step(self, factor: StepFactor, *, grad_norm: float) -> None:
+    def end_step(self, factor: StepFactor, *, grad_norm: float, overflowed: bool = False) -> None:
         """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient."""
         if self._step_loss is None:
             raise RuntimeError("no micro-batch was trained on")
@@ -42,7 +44,10 @@ class StepTotals:
         self._loss = scaled if self._loss is None else self._loss.merge(scaled)
         self._step_loss = None
         self._factors.append(factor)
-        self._grad_norms.append(grad_norm)
+        if overflowed:
+            self.overflow_steps += 1
+        else:
+            self._grad_norms.append(grad_norm)
 
     def add_mismatch(
         self,
@@ -112,7 +117,7 @@ class StepTotals:
             dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
         dist.all_reduce(self._floor, op=dist.ReduceOp.SUM)
         floor_sum, floor_count = self._floor.tolist()
-        num_steps = len(self._grad_norms)
+        num_steps = len(self._factors)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         num_tokens = sum(factor.num_tokens for factor in self._factors)
         return {
@@ -124,7 +129,7 @@ class StepTotals:
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
             **self._loss.metrics(optimizer_steps=num_steps),
-            "optim/grad_norm": sum(self._grad_norms) / num_steps,
+            "optim/grad_norm": sum(self._grad_norms) / len(self._grad_norms) if self._grad_norms else None,
         }
 
     def _reference_metrics(self) -> dict[str, float | None]:

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from rollout.config import DType
 from trainer.components import OptimConfig
+from trainer.loss_scale import NO_SCALE, LossScale
 from trainer.model import gradient_sync
 from trainer.optim import build_optimizer, clip_gradients, scale_gradients
 
@@ -33,13 +35,20 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class Trainable(Generic[ModelT]):
     """Master weights, optimizer state and what an optimizer step does to them."""
 
-    def __init__(self, model: ModelT, config: OptimConfig, *, name: str) -> None:
-        """`model` is sharded already; `name` appears in messages."""
+    def __init__(self, model: ModelT, config: OptimConfig, *, name: str, dtype: DType = DType.float32) -> None:
+        """`model` is sharded already; `name` appears in messages; `dtype` is that of forward and backward."""
         self.model = model
         self._config = config
         self._name = name
         self._optimizer = build_optimizer(model, config)
         self._bad_steps = 0
+        # float16 holds no gradient below 6e-8: without a scale most of them would be zero.
+        self._scale = LossScale() if dtype is DType.float16 else None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied by before its backward pass; None where the dtype needs no scale."""
+        return None if self._scale is None else self._scale.value
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self._optimizer.param_groups:
@@ -48,8 +57,8 @@ class Trainable(Generic[ModelT]):
     @property
     def loss_factor(self) -> float:
         """What `backward` multiplies a loss with: FSDP averages gradients over ranks, but the denominators are global,
-        so the sum is wanted."""
-        return float(dist.get_world_size())
+        so the sum is wanted. In float16 the loss scale comes on top."""
+        return dist.get_world_size() * (self.loss_scale or 1.0)
 
     def zero_grad(self) -> None:
         """Begin an optimizer step."""
@@ -65,15 +74,26 @@ class Trainable(Generic[ModelT]):
 
     def gradient_norm(self, factor: float) -> float:
         """Multiply the gradients by `factor`, clip them; their global L2 norm before clipping."""
-        scale_gradients(self.model, factor)
+        scale_gradients(self.model, factor / (self.loss_scale or 1.0))
         return clip_gradients(self.model, self._config.max_grad_norm)
+
+    def overflowed(self, norm: float) -> bool:
+        """Whether a gradient `norm` that is not finite is for the loss scale to correct."""
+        return self._scale is not None and not self._scale.at_floor and not math.isfinite(norm)
 
     def update(self, norm: float) -> bool:
         """Take the optimizer step unless the gradient `norm` is not finite; whether it was taken.
 
+        In float16 an overflow halves the loss scale. It counts as a bad step only once the scale is at its floor.
+
         Raises:
             RuntimeError: MAX_CONSECUTIVE_BAD_STEPS steps in a row had a norm that is not finite.
         """
+        if self._scale is not None and self.overflowed(norm):
+            self._scale.after_overflow()
+            text = "float16 overflow in the %s: optimizer step skipped on every rank, loss scale now %g"
+            logger.info(text, self._name, self._scale.value)
+            return False
         if not math.isfinite(norm):
             self._bad_steps += 1
             logger.warning("gradient norm of the %s is %s: optimizer step skipped on every rank", self._name, norm)
@@ -84,18 +104,26 @@ class Trainable(Generic[ModelT]):
                 )
             return False
         self._bad_steps = 0
+        if self._scale is not None:
+            self._scale.after_good_step()
         self._optimizer.step()
         return True
 
     def state_dict(self) -> StateDict:
-        """Weights, optimizer and counters, sharded: what a checkpoint holds. Tensors are not copied."""
+        """Weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not copied."""
         model, optimizer = get_state_dict(self.model, self._optimizer)
-        return {"model": model, "optimizer": optimizer, "bad_steps": torch.tensor(self._bad_steps)}
+        scale = NO_SCALE.clone() if self._scale is None else self._scale.state()
+        bad_steps = torch.tensor(self._bad_steps)
+        return {"model": model, "optimizer": optimizer, "bad_steps": bad_steps, "loss_scale": scale}
 
     def load_state_dict(self, state: StateDict) -> None:
         """Take what `state_dict` returned, filled by torch.distributed.checkpoint."""
-        model, optimizer, bad_steps = state["model"], state["optimizer"], state["bad_steps"]
-        if not isinstance(model, dict) or not isinstance(optimizer, dict) or not isinstance(bad_steps, Tensor):
-            raise TypeError("a state has a model, an optimizer and a count of bad steps")
+        model, optimizer, bad_steps, scale = (state[key] for key in ("model", "optimizer", "bad_steps", "loss_scale"))
+        if not isinstance(model, dict) or not isinstance(optimizer, dict):
+            raise TypeError("a state has a model and an optimizer")
+        if not isinstance(bad_steps, Tensor) or not isinstance(scale, Tensor):
+            raise TypeError("a state has a count of bad steps and a loss scale")
         self._bad_steps = int(bad_steps)
+        if self._scale is not None:
+            self._scale.load(scale)
         set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)

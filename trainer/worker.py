@@ -108,7 +108,7 @@ class PolicyWorker:
         )
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
         model, num_parameters = self._load_model(mesh, trained=True)
-        self._policy = Trainable(model, config.optim, name="policy")
+        self._policy = Trainable(model, config.optim, name="policy", dtype=config.policy.dtype)
         # The policy as the run starts with it.
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
@@ -162,6 +162,9 @@ class PolicyWorker:
         metrics = totals.metrics()
         metrics["optim/lr"] = rate
         metrics["optim/skipped_steps"] = float(len(minis) - taken)
+        if self._policy.loss_scale is not None:
+            metrics["optim/loss_scale"] = self._policy.loss_scale
+            metrics["optim/overflow_steps"] = float(totals.overflow_steps)
         metrics["perf/worker_train_s"] = time.perf_counter() - started
         peak = self._peak_bytes()
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
@@ -295,7 +298,7 @@ class PolicyWorker:
         dist.all_reduce(counts)
         factor = step_factor(self._config, counts, mini)
         norm = self._policy.gradient_norm(factor.gradient)
-        totals.end_step(factor, grad_norm=norm)
+        totals.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
         if factor.kept_tokens == 0 and math.isfinite(norm):
             logger.warning("every token was rejected: optimizer step skipped on every rank")
             return False
