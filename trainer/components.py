@@ -188,6 +188,8 @@ class PolicyConfig(Checked):
     """Tokens whose full-vocabulary logits exist at one time."""
     fp32_head: bool = False
     """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
+    activation_checkpoint_every: int = 0
+    """Every this many-th decoder layer keeps only its input and is computed again for its backward; 1: all, 0: none."""
     cpus_per_worker: float = 0.5
     """Ray CPUs (logical cores) reserved for a worker."""
     gpus_per_worker: float = 0.0
@@ -201,7 +203,23 @@ class PolicyConfig(Checked):
     sync_bucket_mib: int = 256
     """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
 
+    @property
+    def train_flop_factor(self) -> float:
+        """Floating-point operations of forward and backward over those without activation checkpointing.
+
+        A backward costs two forwards, and a layer that is computed again costs one more.
+        """
+        recomputed = 1 / self.activation_checkpoint_every if self.activation_checkpoint_every else 0.0
+        return (3 + recomputed) / 3
+
     def problems(self) -> Iterator[Problem]:
+        if self.activation_checkpoint_every < 0:
+            yield Problem(
+                key="activation_checkpoint_every",
+                rule="must be >= 0",
+                value=self.activation_checkpoint_every,
+                remedy="0: none, 1: every layer, k: every k-th layer.",
+            )
         for key in ("num_workers", "logprob_chunk_tokens", "sync_bucket_mib"):
             if getattr(self, key) < 1:
                 yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -54,6 +55,17 @@ def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
     if not lists:
         raise ValueError(f"{type(causal_lm).__name__} has no list of decoder layers to shard")
     return max(lists, key=len)
+
+
+def checkpoint_activations(causal_lm: PreTrainedModel, *, every: int) -> None:
+    """Have every `every`-th decoder layer keep only its input for the backward pass; 0 does nothing.
+
+    In place and before `shard`: then FSDP gathers a layer before it is computed again. Parameter names stay. That
+    of transformers is not used because it is off in eval mode, in which the policy is trained.
+    """
+    if every:
+        for layer in decoder_layers(causal_lm)[::every]:
+            checkpoint(layer, preserve_rng_state=False)  # nothing in eval mode draws random numbers
 
 
 def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:

@@ -32,7 +32,7 @@ from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
-from trainer.model import full_tensors, load_causal_lm, shard, tensor_shapes
+from trainer.model import checkpoint_activations, full_tensors, load_causal_lm, shard, tensor_shapes
 from trainer.optim import learning_rate
 from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.step_totals import StepTotals
@@ -132,6 +132,8 @@ class PolicyWorker:
         model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
         model.to(self._device).requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
+        if trained:
+            checkpoint_activations(causal_lm, every=policy.activation_checkpoint_every)
         shard(model, mesh, policy.dtype)
         return model, num_parameters
 

@@ -1,0 +1,103 @@
+"""What saves memory changes no bit: activation checkpointing, offload to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, make_samples, save_policy
+from torch.distributed.tensor import DTensor
+
+from rollout.config import DType
+from trainer.components import PolicyConfig
+from trainer.config import TrainConfig
+from trainer.packing import pack
+from trainer.worker import PolicyWorker
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("model"))
+
+
+def with_policy(model_path: Path, **changes: object) -> TrainConfig:
+    config = make_config(model_path, num_workers=1)
+    return replace(config, policy=replace(config.policy, **changes))
+
+
+def train(worker: PolicyWorker, number: int) -> None:
+    batch = pack([make_samples()], num_ranks=1, max_tokens=80, policy_version=0)
+    worker.train(batch.ranks[0], batch.samples, number)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def outcome(config: TrainConfig, model_path: Path) -> list[torch.Tensor]:
+    """Gradients, weights and both moments of Adam after two steps."""
+    with lone_worker(config, model_path) as worker:
+        train(worker, 1)
+        train(worker, 2)
+        model, optimizer = worker._policy.model, worker._policy._optimizer
+        parameters = list(model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+        return [whole(tensor) for tensor in [*gradients, *parameters, *moments] if tensor is not None]
+
+
+def assert_same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected) == 26 * 4
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Bytes that autograd keeps for the backward pass, one number per tensor."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def pack_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_tensor, lambda tensor: tensor):
+        yield sizes
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointed_activations_give_the_same_bits(model_path: Path, every: int) -> None:
+    checkpointed = outcome(with_policy(model_path, activation_checkpoint_every=every), model_path)
+    assert_same_bits(checkpointed, outcome(with_policy(model_path), model_path))
+
+
+def test_checkpointed_layers_keep_little_for_the_backward_pass(model_path: Path) -> None:
+    def kept(every: int) -> int:
+        with lone_worker(with_policy(model_path, activation_checkpoint_every=every), model_path) as worker:
+            batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+            [micro] = batch.ranks[0][0].micro_batches
+            with saved_bytes() as sizes:
+                worker._score(micro)
+            return sum(sizes)
+
+    none, half, full = kept(0), kept(2), kept(1)
+    assert full < half < none
+    assert none - full > 1.9 * (none - half)  # two layers instead of one
+    assert full < 0.4 * none
+
+
+def test_checkpointing_costs_a_forward_of_its_layers() -> None:
+    factors = [PolicyConfig(activation_checkpoint_every=every).train_flop_factor for every in (0, 1, 4)]
+    assert factors == pytest.approx([1.0, 4 / 3, 13 / 12])
+
+
+def test_checkpointing_works_in_half_precision(model_path: Path) -> None:
+    config = with_policy(model_path, activation_checkpoint_every=1, dtype=DType.bfloat16)
+    assert_same_bits(outcome(config, model_path), outcome(with_policy(model_path, dtype=DType.bfloat16), model_path))
