@@ -1,4 +1,4 @@
-"""Model directory -> ScoringModel sharded with FSDP2.
+"""ScoringModel -> the same sharded with FSDP2; its gradients and its whole tensors.
 
 Called by every rank of `trainer/worker.py`. Weights are float32 masters; forward and backward run in
 `policy.dtype`; gradients are reduced in float32.
@@ -17,28 +17,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.weights import DTYPES, TensorShape
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
-
-ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are not head(hidden): scoring them with the plain head would be wrong."""
+from trainer.model_load import check_logits
 
 
 def load_causal_lm(path: Path) -> PreTrainedModel:
-    """A float32 causal language model from safetensors, without remote code.
+    """A whole float32 causal language model from safetensors, without remote code.
 
-    Raises ValueError for models whose logits are more than head(hidden states).
+    A rank does not need it: see `trainer/model_load.py`. Raises ValueError like `check_logits`.
     """
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for name in ALTERED_LOGITS:
-        value = getattr(hf_config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(f"model.path={path}: {name}={value} is not supported by the packed scorer")
+    check_logits(path)
     model = AutoModelForCausalLM.from_pretrained(
         path,
-        config=hf_config,
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,

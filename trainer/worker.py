@@ -32,7 +32,8 @@ from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
-from trainer.model import checkpoint_activations, full_tensors, load_causal_lm, shard, tensor_shapes
+from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
+from trainer.model_load import empty_causal_lm, load_rows
 from trainer.optim import learning_rate
 from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.step_totals import StepTotals
@@ -127,14 +128,15 @@ class PolicyWorker:
     def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
         """The model of the run, sharded, and its number of parameters; frozen if it is not `trained`."""
         policy = self._config.policy
-        causal_lm = load_causal_lm(self._setup.model_path)
+        causal_lm = empty_causal_lm(self._setup.model_path)
         num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
         model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
-        model.to(self._device).requires_grad_(trained)
+        model.requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm, every=policy.activation_checkpoint_every)
         shard(model, mesh, policy.dtype)
+        load_rows(causal_lm, self._setup.model_path, device=self._device)
         return model, num_parameters
 
     def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from test_packing import make_sample
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
@@ -33,6 +34,25 @@ def save_policy(path: Path) -> Path:
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def save_untied(path: Path) -> Path:
+    """Three Qwen3 layers in bfloat16, in several files; 50 rows of vocabulary."""
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="20KB")
+    assert (path / "model.safetensors.index.json").is_file()
     return path
 
 

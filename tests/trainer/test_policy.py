@@ -16,7 +16,8 @@ import psutil
 import pytest
 import ray
 import torch
-from policy_cases import by_aggregation, make_config, make_samples, save_policy
+from policy_cases import by_aggregation, make_config, make_samples, save_policy, save_untied
+from safetensors.torch import load_file
 
 from algorithms.config import (
     Aggregation,
@@ -65,6 +66,19 @@ def update(config: TrainConfig, model_path: Path, *, max_tokens: int, reverse: b
         before = weights_of(policy)
         policy.train(pack([samples], num_ranks=len(policy), max_tokens=max_tokens, policy_version=0), step=1)
         return weights_of(policy) - before
+
+
+@pytest.mark.slow
+def test_two_ranks_load_the_bits_of_the_files(tmp_path: Path) -> None:
+    path = save_untied(tmp_path)
+    with Cluster(make_config(path, num_workers=2), log_dir=path) as cluster:
+        policy = cluster.spawn_policy(path)
+        policy.wait_ready()
+        buckets = ray.get(policy.weight_buckets(policy_version=1))
+    sent = {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
+    stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""Peak memory of two ranks while they load a model: each its own rows, against the whole model before sharding.
+
+    python benchmarks/load_memory.py [--hidden 1024] [--layers 16]
+
+Makes a random Qwen2 of that size in bfloat16 in a temporary directory. Every variant runs in fresh processes; the
+peak is the largest resident memory during the load minus that before it, file pages included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from rollout.config import DType
+from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from trainer.forward import ScoringModel
+from trainer.model import load_causal_lm, shard
+from trainer.model_load import empty_causal_lm, load_rows
+
+RANKS = 2
+VARIANTS = ("whole model, then sharded", "own rows only")
+
+
+def save_model(path: Path, *, hidden: int, layers: int) -> int:
+    """Write a random model; its number of parameters."""
+    config = Qwen2Config(
+        vocab_size=32768,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 64,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def memory_kib(field: str) -> int:
+    """VmRSS or VmHWM (the largest VmRSS so far) of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+def rank_main(rank: int, variant: str, path: Path, results: Path) -> None:
+    """Load in one rank and write down the peak above the start, in MiB."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{results}/meet", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    empty_causal_lm(path)  # imports what both variants need
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forgets the largest resident memory so far
+    before = memory_kib("VmRSS")
+    own_rows = variant == VARIANTS[1]
+    causal_lm = empty_causal_lm(path) if own_rows else load_causal_lm(path)
+    model = ScoringModel(causal_lm, chunk_tokens=512)
+    shard(model, mesh, DType.bfloat16)
+    if own_rows:
+        load_rows(causal_lm, path, device=torch.device("cpu"))
+    dist.barrier()
+    peak, held = memory_kib("VmHWM") - before, memory_kib("VmRSS") - before
+    (results / str(rank)).write_text(f"{peak / 1024:.0f} {held / 1024:.0f}", encoding="ascii")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model"
+        count = save_model(path, hidden=args.hidden, layers=args.layers)
+        sys.stdout.write(f"{count:,} parameters: {count * 4 / 2**20:.0f} MiB in float32, {RANKS} ranks\n")
+        for variant in VARIANTS:
+            with tempfile.TemporaryDirectory() as results:
+                mp.spawn(rank_main, args=(variant, path, Path(results)), nprocs=RANKS)
+                found = [(Path(results) / str(rank)).read_text(encoding="ascii").split() for rank in range(RANKS)]
+            for rank, (peak, held) in enumerate(found):
+                sys.stdout.write(f"{variant}, rank {rank}: peak {peak} MiB, held afterwards {held} MiB\n")
+
+
+if __name__ == "__main__":
+    main()

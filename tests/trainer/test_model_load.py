@@ -1,0 +1,93 @@
+"""A rank's own rows from the files: the same bits as the whole model, tied weights, computed buffers, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
+from safetensors.torch import load_file, save_file
+
+from trainer.model import full_tensors, load_causal_lm
+from trainer.model_load import empty_causal_lm, weight_files
+from trainer.packing import micro_batch
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_have_the_bits_of_the_whole_model(tmp_path: Path, tied: bool) -> None:
+    path = save_policy(tmp_path) if tied else save_untied(tmp_path)
+    whole = load_causal_lm(path)
+    samples = make_samples()[:4]
+    for sample in samples:
+        sample.token_ids = [token % 50 for token in sample.token_ids]
+    with lone_worker(make_config(path, num_workers=1), path) as worker:
+        model = worker._policy.model
+        loaded = dict(full_tensors(model))
+        expected = dict(whole.named_parameters())
+        assert loaded.keys() == expected.keys()
+        assert all(loaded[name].dtype == torch.float32 for name in loaded)
+        assert all(torch.equal(loaded[name], expected[name]) for name in loaded)
+        buffers, expected_buffers = dict(model.causal_lm.named_buffers()), dict(whole.named_buffers())
+        assert buffers.keys() == expected_buffers.keys()
+        assert all(torch.equal(buffers[name], expected_buffers[name]) for name in buffers)
+        head, embedding = model.causal_lm.get_output_embeddings(), model.causal_lm.get_input_embeddings()
+        assert (head.weight is embedding.weight) is tied
+        [logprobs] = worker.logprobs([micro_batch(samples)])
+        assert (head.weight is embedding.weight) is tied
+        micro = micro_batch(samples)
+        tokens = micro.token_ids[: int(micro.cu_seqlens[1])]
+        with torch.no_grad():
+            logits = whole(
+                tokens[None],
+                cu_seqlens=torch.tensor([0, len(tokens)]),
+                max_seqlen=len(tokens),
+                position_ids=torch.arange(len(tokens))[None],
+                use_cache=False,
+            ).logits[0]
+        scored = torch.log_softmax(logits[:-1], -1).gather(-1, tokens[1:, None])[:, 0]
+        mask = micro.response_mask[1 : len(tokens)]
+        assert mask.any()
+        assert torch.allclose(logprobs[1 : len(tokens)][mask], scored[mask], atol=1e-5)
+
+
+def test_the_empty_model_holds_no_memory(tmp_path: Path) -> None:
+    model = empty_causal_lm(save_policy(tmp_path))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_a_missing_tensor_and_a_wrong_shape_are_named(tmp_path: Path) -> None:
+    path = save_policy(tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: t for name, t in tensors.items() if "0.mlp.up" not in name}, file, metadata={"format": "pt"})
+    with (
+        pytest.raises(ValueError, match=r"lack parameters of the model: model\.layers\.0\.mlp\.up_proj\.weight"),
+        lone_worker(make_config(path, num_workers=1), path),
+    ):
+        pass
+    torch.distributed.destroy_process_group()
+    tensors["model.norm.weight"] = torch.ones(31)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with (
+        pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[31\], the model wants \[32\]"),
+        lone_worker(make_config(path, num_workers=1), path),
+    ):
+        pass
+    torch.distributed.destroy_process_group()
+
+
+def test_a_tensor_without_a_parameter_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_policy(tmp_path)
+    file = path / "model.safetensors"
+    save_file(load_file(file) | {"model.extra": torch.ones(2)}, file, metadata={"format": "pt"})
+    with lone_worker(make_config(path, num_workers=1), path):
+        assert "no parameter for: model.extra" in caplog.text
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(OSError, match=r"neither model\.safetensors nor"):
+        weight_files(tmp_path)
