@@ -176,6 +176,16 @@ class OptimConfig(Checked):
                 yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
 
 
+class Offload(Enum):
+    """What lies on the host instead of the training device between uses."""
+
+    none = "none"
+    optimizer = "optimizer"
+    """Optimizer states; they come to the device for each update."""
+    parameters = "parameters"
+    """Weights, gradients and optimizer states; the update runs on the host."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig(Checked):
     """The FSDP2 training workers."""
@@ -190,6 +200,8 @@ class PolicyConfig(Checked):
     """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
     activation_checkpoint_every: int = 0
     """Every this many-th decoder layer keeps only its input and is computed again for its backward; 1: all, 0: none."""
+    offload: Offload = Offload.none
+    """What lies on the host; slower, the same numbers."""
     cpus_per_worker: float = 0.5
     """Ray CPUs (logical cores) reserved for a worker."""
     gpus_per_worker: float = 0.0

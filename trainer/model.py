@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
@@ -61,15 +61,18 @@ def checkpoint_activations(causal_lm: PreTrainedModel, *, every: int) -> None:
             checkpoint(layer, preserve_rng_state=False)  # nothing in eval mode draws random numbers
 
 
-def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType) -> None:
+def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType, *, on_host: bool = False) -> None:
     """Apply FSDP2 in place: one unit per decoder layer, the rest (embedding, final norm, head) in the root.
 
     Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
+    `on_host`: shards and their gradients lie on the host, and a unit is on the device only while it computes.
     """
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
+    # Memory can be pinned only where there is a CUDA device to copy to.
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
     for layer in decoder_layers(model.causal_lm):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -96,4 +99,5 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
         tensor = parameter.detach()
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
-        yield name, tensor.full_tensor()
+        # Shards that lie on the host are gathered on the mesh's device.
+        yield name, tensor.to(tensor.device_mesh.device_type).full_tensor()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -21,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.attention import PACKED_ATTENTION
+from trainer.host_copy import with_local_part
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ def parameters_without_memory() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    # What a hook returns takes the parameter's place; the annotation of torch 2.13 leaves that out.
+    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
     try:
         yield
     finally:
@@ -126,7 +129,7 @@ def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.
         if stop > start:
             rows: Tensor = view[start:stop]
             local.copy_(rows)
-    return DTensor.from_local(local, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return with_local_part(whole, local)
 
 
 def weight_files(path: Path) -> dict[str, Path]:

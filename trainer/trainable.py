@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map_only
 
 from rollout.config import DType
-from trainer.components import OptimConfig
+from trainer.components import Offload, OptimConfig
+from trainer.host_copy import HostCopy
 from trainer.loss_scale import NO_SCALE, LossScale
 from trainer.model import gradient_sync
 from trainer.optim import build_optimizer, clip_gradients, scale_gradients
@@ -35,13 +37,27 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 class Trainable(Generic[ModelT]):
     """Master weights, optimizer state and what an optimizer step does to them."""
 
-    def __init__(self, model: ModelT, config: OptimConfig, *, name: str, dtype: DType = DType.float32) -> None:
-        """`model` is sharded already; `name` appears in messages; `dtype` is that of forward and backward."""
+    def __init__(
+        self,
+        model: ModelT,
+        config: OptimConfig,
+        *,
+        name: str,
+        dtype: DType = DType.float32,
+        offload: Offload = Offload.none,
+    ) -> None:
+        """`model` is sharded already; `name` appears in messages; `dtype` is that of forward and backward.
+
+        `offload` is what lies on the host; with `parameters` the model was sharded that way.
+        """
         self.model = model
         self._config = config
         self._name = name
         self._optimizer = build_optimizer(model, config)
         self._bad_steps = 0
+        self._device = torch.device(next(model.parameters()).device)
+        self._offload = offload
+        self._weights_on_host, self._optimizer_on_host = HostCopy(), HostCopy()
         # float16 holds no gradient below 6e-8: without a scale most of them would be zero.
         self._scale = LossScale() if dtype is DType.float16 else None
 
@@ -106,12 +122,16 @@ class Trainable(Generic[ModelT]):
         self._bad_steps = 0
         if self._scale is not None:
             self._scale.after_good_step()
+        self._optimizer_on_host.give_back(device=self._device)
         self._optimizer.step()
+        if self._offload is Offload.optimizer:
+            self._move_optimizer_out()
         return True
 
     def state_dict(self) -> StateDict:
         """Weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not copied."""
         model, optimizer = get_state_dict(self.model, self._optimizer)
+        model, optimizer = (tree_map_only(Tensor, self._readable, part) for part in (model, optimizer))
         scale = NO_SCALE.clone() if self._scale is None else self._scale.state()
         bad_steps = torch.tensor(self._bad_steps)
         return {"model": model, "optimizer": optimizer, "bad_steps": bad_steps, "loss_scale": scale}
@@ -126,4 +146,16 @@ class Trainable(Generic[ModelT]):
         self._bad_steps = int(bad_steps)
         if self._scale is not None:
             self._scale.load(scale)
+        self._weights_on_host.give_back(device=self._device)
+        self._optimizer_on_host.give_back(device=self._device)
         set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        if self._offload is Offload.optimizer:
+            self._move_optimizer_out()
+
+    def _move_optimizer_out(self) -> None:
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        self._optimizer_on_host.take([v for v in states if isinstance(v, Tensor)], device=self._device)
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or its copy on the host while that is where its bytes are."""
+        return self._optimizer_on_host.on_host(self._weights_on_host.on_host(tensor))

@@ -28,6 +28,7 @@ from rollout.types import SharedWeights, WeightBucket
 from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
+from trainer.components import Offload
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
@@ -101,7 +102,8 @@ class PolicyWorker:
             torch.set_num_threads(setup.num_threads)
         self._device = torch.device(setup.device)
         dist.init_process_group(
-            "nccl" if setup.device == "cuda" else "gloo",
+            # Norms of gradients that lie on the host are summed there.
+            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
             init_method=setup.init_method,
             rank=setup.rank,
             world_size=config.policy.num_workers,
@@ -109,7 +111,9 @@ class PolicyWorker:
         )
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
         model, num_parameters = self._load_model(mesh, trained=True)
-        self._policy = Trainable(model, config.optim, name="policy", dtype=config.policy.dtype)
+        self._policy = Trainable(
+            model, config.optim, name="policy", dtype=config.policy.dtype, offload=config.policy.offload
+        )
         # The policy as the run starts with it.
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
@@ -135,8 +139,9 @@ class PolicyWorker:
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm, every=policy.activation_checkpoint_every)
-        shard(model, mesh, policy.dtype)
-        load_rows(causal_lm, self._setup.model_path, device=self._device)
+        on_host = policy.offload is Offload.parameters
+        shard(model, mesh, policy.dtype, on_host=on_host)
+        load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
         return model, num_parameters
 
     def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:

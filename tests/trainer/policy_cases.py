@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from test_packing import make_sample
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.hf import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
 from trainer.components import BatchConfig, HFModelConfig, OptimConfig, PolicyConfig
 from trainer.config import TrainConfig
@@ -40,7 +39,8 @@ def save_policy(path: Path) -> Path:
 def save_untied(path: Path) -> Path:
     """Three Qwen3 layers in bfloat16, in several files; 50 rows of vocabulary."""
     torch.manual_seed(1)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        "qwen3",
         vocab_size=50,
         hidden_size=32,
         intermediate_size=48,
@@ -51,7 +51,7 @@ def save_untied(path: Path) -> Path:
         max_position_embeddings=128,
         tie_word_embeddings=False,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="20KB")
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(path, max_shard_size="20KB")
     assert (path / "model.safetensors.index.json").is_file()
     return path
 

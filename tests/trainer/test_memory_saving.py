@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,9 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from trainer.components import PolicyConfig
+from trainer.components import Offload, PolicyConfig
 from trainer.config import TrainConfig
+from trainer.host_copy import HostCopy, local_part
 from trainer.packing import pack
 from trainer.worker import PolicyWorker
 
@@ -46,7 +47,8 @@ def outcome(config: TrainConfig, model_path: Path) -> list[torch.Tensor]:
         model, optimizer = worker._policy.model, worker._policy._optimizer
         parameters = list(model.parameters())
         gradients = [parameter.grad for parameter in parameters]
-        moments = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+        states = [optimizer.state[p][name] for p in parameters for name in ("exp_avg", "exp_avg_sq")]
+        moments = [worker._policy._readable(state) for state in states]
         return [whole(tensor) for tensor in [*gradients, *parameters, *moments] if tensor is not None]
 
 
@@ -101,3 +103,58 @@ def test_checkpointing_costs_a_forward_of_its_layers() -> None:
 def test_checkpointing_works_in_half_precision(model_path: Path) -> None:
     config = with_policy(model_path, activation_checkpoint_every=1, dtype=DType.bfloat16)
     assert_same_bits(outcome(config, model_path), outcome(with_policy(model_path, dtype=DType.bfloat16), model_path))
+
+
+@pytest.mark.parametrize("offload", [Offload.optimizer, Offload.parameters])
+def test_offload_gives_the_same_bits(model_path: Path, offload: Offload) -> None:
+    expected = outcome(with_policy(model_path), model_path)
+    assert_same_bits(outcome(with_policy(model_path, offload=offload), model_path), expected)
+
+
+def moments_of(worker: PolicyWorker) -> list[torch.Tensor]:
+    states = worker._policy._optimizer.state.values()
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def held(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of memory behind the tensors."""
+    return sum(local_part(tensor).untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_optimizer_states_hold_no_device_memory_between_updates(model_path: Path, tmp_path: Path) -> None:
+    with lone_worker(with_policy(model_path, offload=Offload.optimizer), model_path) as worker:
+        train(worker, 1)
+        assert len(moments_of(worker)) == 2 * 26
+        assert held(moments_of(worker)) == 0
+        worker.save_checkpoint(tmp_path / "offloaded")
+        train(worker, 2)
+        expected = [whole(parameter) for parameter in worker._policy.model.parameters()]
+    # What was on the host is in the checkpoint, and a run without offload goes on from it with the same bits.
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.load_checkpoint(tmp_path / "offloaded")
+        train(worker, 2)
+        found = [whole(parameter) for parameter in worker._policy.model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with lone_worker(with_policy(model_path, offload=Offload.optimizer), model_path) as worker:
+        worker.load_checkpoint(tmp_path / "offloaded")
+        assert held(moments_of(worker)) == 0
+        train(worker, 2)
+        found = [whole(parameter) for parameter in worker._policy.model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_host_copy_keeps_views_and_refuses_to_take_twice() -> None:
+    device = torch.device("cpu")
+    base = torch.arange(12.0)
+    view, expected = base[4:].view(2, 4), base.clone()
+    copy = HostCopy()
+    assert copy.take([base, view], device=device) == 48  # one storage
+    assert held([base]) == 0
+    assert torch.equal(copy.on_host(view), expected[4:].view(2, 4))
+    with pytest.raises(RuntimeError, match="on the host already"):
+        copy.take([base], device=device)
+    assert copy.give_back(device=device) == 48
+    assert torch.equal(base, expected) and torch.equal(view, expected[4:].view(2, 4))
+    view[0, 0] = -1.0
+    assert base[4] == -1.0
+    assert copy.give_back(device=device) == 0 and copy.on_host(base) is base
