@@ -245,6 +245,15 @@ class PolicyConfig(Checked):
                 yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
 
 
+class Residency(Enum):
+    """Whether policy and engines take turns on the GPUs that they share."""
+
+    auto = "auto"
+    """Only if the memory plan says that both do not fit."""
+    always = "always"
+    never = "never"
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig(Checked):
     """Ray: a local cluster on loopback, or the address of a running one."""
@@ -253,6 +262,8 @@ class ClusterConfig(Checked):
     """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
     placement_timeout_s: float = 60.0
     """Deadline in seconds for the resources of all workers to be granted together."""
+    residency: Residency = Residency.auto
+    """Whether policy and engines take turns on GPUs that they share; sleeping and waking cost time in every step."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.placement_timeout_s > 0:

@@ -65,6 +65,7 @@ from trainer.components import (
     ModelConfig,
     OptimConfig,
     PolicyConfig,
+    Residency,
     RunConfig,
     TrackingConfig,
 )
@@ -128,6 +129,11 @@ class TrainConfig(Checked):
         return self.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether rank i and engine i are on one GPU, because each has a part of one."""
+        return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpus_per_engine < 1
+
+    @property
     def forwards_per_token(self) -> int:
         """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1."""
         return 3 + self.needs_old_logprobs_pass + self.has_reference
@@ -168,6 +174,7 @@ class TrainConfig(Checked):
                 rule=f"must be <= samples per step ({self.batch.samples_per_step})",
                 value=self.policy.num_workers,
             )
+        yield from self._sharing_problems()
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
             self.sampling.max_new_tokens
         ):
@@ -194,6 +201,26 @@ class TrainConfig(Checked):
                 f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
                 value=self.checkpoint.best_metric,
                 remedy=f"Set eval.every={every}, or a divisor of it.",
+            )
+
+    def _sharing_problems(self) -> Iterator[Problem]:
+        """Rules between the parts of a GPU that a rank and an engine have."""
+        rank, engine = self.policy.gpus_per_worker, self.rollout.gpus_per_engine
+        if self.shares_gpus and abs(rank + engine - 1) > 1e-6:
+            yield Problem(
+                key="policy.gpus_per_worker",
+                rule=f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one "
+                "engine, and two ranks cannot share one",
+                value=rank,
+                remedy=f"Set policy.gpus_per_worker={1 - engine:g}.",
+            )
+        is_shared = self.shares_gpus or (rank == 0 and engine == 0)
+        if self.cluster.residency is Residency.always and not is_shared:
+            yield Problem(
+                key="cluster.residency",
+                rule="must be auto or never: no rank shares a GPU with an engine",
+                value=self.cluster.residency,
+                remedy="GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
             )
 
     def _advantage_problems(self) -> Iterator[Problem]:

@@ -23,8 +23,10 @@ from rollout.evaluate import evaluate
 from trainer.accounting import StepAccounting, look_at_hardware
 from trainer.batch import TrainBatch
 from trainer.checkpoint import Checkpoint, RunState
+from trainer.cli.estimate import dry_run_lengths
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
+from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.planner import BinCost
@@ -64,6 +66,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
     checkpoint = checkpoint_to_resume(config, run_dir)
     with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
+        for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
+            tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")
         saver = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker)
         # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
@@ -76,6 +80,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             prompts = PromptStream(task.dataset.train, seed=config.run.seed)
             collector = build_collector(config, task, engines, prompts)
             done, policy_version = restore(config, checkpoint, policy, prompts, tracker)
+            check_memory(config, policy, tracker)
             tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
             accounting = StepAccounting(config, look_at_hardware(task.model_path, policy))
             tracker.log_assumptions(accounting.assumptions())
@@ -156,6 +161,12 @@ def run_state(
         evaluation=evaluation if is_evaluated(config, step) else {},
         config=flat_config(config),
     )
+
+
+def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> None:
+    """Train on nothing at the token cap: what does not fit shows in the first minute."""
+    report = policy.dry_run(dry_run_lengths(config))
+    tracker.console.line(str(report))
 
 
 def save(saver: Saver, policy: PolicyGroup, state: RunState, timer: StepTimer, *, last: bool) -> None:

@@ -97,7 +97,8 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
     for name, parameter in model.causal_lm.named_parameters():
         tensor = parameter.detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to(tensor.device_mesh.device_type)  # shards on the host are gathered on the mesh's device
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
-        # Shards that lie on the host are gathered on the mesh's device.
-        yield name, tensor.to(tensor.device_mesh.device_type).full_tensor()
+        yield name, tensor.full_tensor()

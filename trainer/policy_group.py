@@ -17,6 +17,7 @@ from rollout.process_memory import MemoryUse
 from rollout.types import SharedWeights
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
+from trainer.dry_run import DryRunReport
 from trainer.shards import ShardReport
 from trainer.worker import PolicyInfo, TrainReport
 
@@ -61,6 +62,12 @@ class PolicyGroup:
             text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
             logger.warning(text, step, skipped, norm, kept)
         return replace(reports[0], sample_k3=sample_k3)
+
+    def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
+        """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""
+        refs = [worker.dry_run.remote(list(lengths)) for worker in self._workers]
+        reports: list[DryRunReport] = self._gather(refs, phase="dry run", deadline_s=self._step_timeout_s)
+        return max(reports, key=lambda report: report.peak_bytes)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Trainer log-probs [T] of each micro-batch under the current weights."""

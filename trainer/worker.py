@@ -30,6 +30,7 @@ from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
 from trainer.components import Offload
 from trainer.config import TrainConfig
+from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
@@ -70,6 +71,8 @@ class PolicyInfo:
     num_parameters: int
     """Of the whole model."""
     rss_bytes: int
+    device_bytes: int | None
+    """Memory of the rank's GPU; None on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +130,7 @@ class PolicyWorker:
             pid=os.getpid(),
             num_parameters=num_parameters,
             rss_bytes=psutil.Process().memory_info().rss,
+            device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
         )
 
     def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
@@ -183,6 +187,13 @@ class PolicyWorker:
             sample_k3=totals.sample_k3(),
             histograms=totals.histograms(),
         )
+
+    def dry_run(self, lengths: list[int]) -> DryRunReport:
+        """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.
+
+        Raises RuntimeError if the memory does not suffice.
+        """
+        return dry_run(self._policy, self._config, lengths, device=self._device)
 
     def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
         """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient."""

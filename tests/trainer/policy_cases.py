@@ -104,9 +104,11 @@ def lone_worker(config: TrainConfig, model_path: Path) -> Iterator[PolicyWorker]
             num_threads=2,
         )
     )
-    worker.setup()
-    yield worker
-    worker.stop()
+    try:
+        worker.setup()
+        yield worker
+    finally:
+        worker.stop()
 
 
 def count_forwards(worker: PolicyWorker) -> list[int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
+from trainer.cli.estimate import dry_run_lengths
 from trainer.components import Offload, PolicyConfig
 from trainer.config import TrainConfig
 from trainer.host_copy import HostCopy, local_part
@@ -158,3 +161,36 @@ def test_a_host_copy_keeps_views_and_refuses_to_take_twice() -> None:
     view[0, 0] = -1.0
     assert base[4] == -1.0
     assert copy.give_back(device=device) == 0 and copy.on_host(base) is base
+
+
+def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:
+    expected = outcome(with_policy(model_path), model_path)
+    config = with_policy(model_path)
+    config.sampling.max_new_tokens = 20
+    lengths = dry_run_lengths(config)
+    assert lengths == [26] * 16  # 4 x 4 samples of 6 + 20 tokens are less than the cap
+    with lone_worker(config, model_path) as worker:
+        report = worker.dry_run(lengths)
+        assert report.num_tokens == 16 * 26
+        assert all(parameter.grad is None for parameter in worker._policy.model.parameters())
+        train(worker, 1)
+        worker.dry_run(lengths)
+        train(worker, 2)
+        found = [whole(parameter) for parameter in worker._policy.model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected[26:52], strict=True))
+    config.batch.max_tokens_per_microbatch = 100
+    assert dry_run_lengths(config) == [26, 26, 26, 22]
+
+
+def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.dry_run([20])
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
+        try:
+            with pytest.raises(RuntimeError, match=r"phase dry run: .* does not fit \(batch.max_tokens_per_microbatch"):
+                worker.dry_run([100] * 5000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        worker.dry_run([20])

@@ -136,7 +136,7 @@ def test_memory_by_hand() -> None:
     assert memory.gathered == 2 * (n - 3 * layer + 2 * layer)
     # bfloat16 logits of a chunk of ten tokens, and two blocks no larger than that for the softmax.
     assert memory.logits == 10 * shape.vocab_size * 2 * 3
-    assert memory.total == 4 * n + memory.gathered + memory.logits
+    assert memory.on_device == 4 * n + memory.gathered + memory.logits + memory.activations
     engine = engine_memory(config, shape)
     assert engine.weights == 2 * n
     # 9 samples on 2 engines are at most 5 on one; 6 + 16 tokens; keys and values of 3 layers of width 128, bfloat16.

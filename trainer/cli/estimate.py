@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig
-from trainer.components import ArithmeticModelConfig, HFModelConfig
+from trainer.components import ArithmeticModelConfig, HFModelConfig, Offload
 from trainer.config import TrainConfig
 from trainer.model_shape import ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
 
@@ -40,18 +40,46 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes on one FSDP rank; activations and the allocator's overhead come on top."""
+    """Bytes of one FSDP rank, the allocator's overhead on top."""
 
     weights: int
+    """Shards of the policy and of the reference."""
     gradients: int
     optimizer: int
     gathered: int
     """Parameters that are whole on every rank while they compute."""
     logits: int
+    activations: int
+    """Kept for the backward pass at the token cap."""
+    offload: Offload
 
     @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.logits
+    def working(self) -> int:
+        """Only while a micro-batch is trained on."""
+        return self.gathered + self.logits + self.activations
+
+    @property
+    def on_device(self) -> int:
+        """Most that is on the training device at one time."""
+        match self.offload:
+            case Offload.none:
+                return self.weights + self.gradients + self.optimizer + self.working
+            case Offload.optimizer:
+                # The states come for the update, when activations and logits are gone.
+                return self.weights + self.gradients + max(self.optimizer, self.working)
+            case Offload.parameters:
+                return self.working
+
+    @property
+    def on_host(self) -> int:
+        """What lies on the host for the training device."""
+        match self.offload:
+            case Offload.none:
+                return 0
+            case Offload.optimizer:
+                return self.optimizer
+            case Offload.parameters:
+                return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +122,39 @@ def rank_memory(config: TrainConfig, shape: ModelShape) -> RankMemory:
         optimizer=shard * ADAMW_BYTES,
         gathered=whole * compute_bytes,
         logits=logits_bytes + min(SOFTMAX_SCRATCH_BYTES, 2 * logits_bytes),
+        activations=activation_bytes(config, shape),
+        offload=config.policy.offload,
     )
+
+
+def dry_run_lengths(config: TrainConfig) -> list[int]:
+    """Sequences of the largest micro-batch that a step can fill: the cap, or all samples of a rank if less."""
+    tokens = batch_shape(config).tokens_per_sample
+    per_rank = math.ceil(config.batch.samples_per_step / config.policy.num_workers)
+    count = max(1, min(config.batch.max_tokens_per_microbatch // tokens, per_rank))
+    rest = config.batch.max_tokens_per_microbatch - count * tokens if count < per_rank else 0
+    return [tokens] * count + ([rest] if rest >= 2 else [])
+
+
+def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
+    """What the decoder keeps for the backward pass of the largest micro-batch, from its widths.
+
+    Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
+    residual's width for the norms, two for what follows them; queries, keys, values and twice the attention's output;
+    four of the MLP's width). A checkpointed layer keeps its input; one at a time is there in full.
+    """
+    number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
+    attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
+    mlp_size = max(0, shape.layer_parameters - attention_parameters) // (3 * hidden)
+    norms = 2 * hidden * (MASTER_BYTES + number)
+    products = (2 * hidden + 3 * shape.attention_size + shape.kv_size + 4 * mlp_size) * number
+    every = config.policy.activation_checkpoint_every
+    checkpointed = math.ceil(shape.num_layers / every) if every else 0
+    in_full = min(shape.num_layers, shape.num_layers - checkpointed + bool(checkpointed))
+    # Behind the last layer: a norm, its output and the rows of it that are scored.
+    after = hidden * (MASTER_BYTES + 3 * number)
+    per_token = in_full * (norms + products) + checkpointed * hidden * number + after
+    return sum(dry_run_lengths(config)) * per_token
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:

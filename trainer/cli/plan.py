@@ -16,9 +16,10 @@ import psutil
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.cli.compose import Resolution
-from trainer.cli.estimate import batch_shape, engine_memory, model_shape, rank_memory
+from trainer.cli.estimate import batch_shape, model_shape
 from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
+from trainer.memory_plan import gpu_bytes, memory_plan, size
 from trainer.model_shape import UnknownShapeError
 
 LABEL_WIDTH = 11
@@ -150,21 +151,7 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 
 def _memory(config: TrainConfig) -> Iterator[str]:
-    try:
-        shape = model_shape(config)
-    except UnknownShapeError as error:
-        yield f"unknown: {error}"
-        return
-    rank, engine = rank_memory(config, shape), engine_memory(config, shape)
-    yield (
-        f"each of {_plural(config.policy.num_workers, 'rank')}: {size(rank.total)} = weights {size(rank.weights)} "
-        f"+ gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} + gathered {size(rank.gathered)} "
-        f"+ logits {size(rank.logits)}; activations come on top"
-    )
-    yield (
-        f"each of {_plural(config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
-        f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
-    )
+    yield from memory_plan(config, device_bytes=gpu_bytes()).lines()
 
 
 def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
@@ -191,15 +178,6 @@ def _evaluation(config: TrainConfig) -> str:
         f"before the first step{every} and after the last: up to {config.eval.max_prompts} held-out prompts, "
         "greedy and sampled"
     )
-
-
-def size(num_bytes: int) -> str:
-    """Bytes in the unit that keeps the number short: "15.3 GiB"."""
-    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1000 and len(units) > 1:
-        amount /= 1024
-        units.pop(0)
-    return f"{amount:.3g} {units[0]}"
 
 
 def _plural(count: int, noun: str, plural: str = "") -> str:

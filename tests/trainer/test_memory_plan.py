@@ -1,0 +1,133 @@
+"""The memory plan: sizes by hand, the verdict on a shared GPU, bundles of a rank and its engine, rules of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, save_policy
+
+from algorithms.config import ConfigError
+from rollout.config import ArithmeticDataConfig, DType, SGLangConfig, TorchEngineConfig
+from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
+from trainer.components import ArithmeticModelConfig, ClusterConfig, HFModelConfig, Offload, PolicyConfig, Residency
+from trainer.config import TrainConfig
+from trainer.dry_run import _sample
+from trainer.memory_plan import USABLE, may_take_turns, memory_plan
+from trainer.packing import micro_batch
+
+
+def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainConfig:
+    """A rank and an engine on each of two GPUs."""
+    return TrainConfig(
+        model=ArithmeticModelConfig(hidden_size=128),
+        data=ArithmeticDataConfig(),
+        rollout=SGLangConfig(num_engines=2, gpus_per_engine=0.4),
+        policy=replace(PolicyConfig(num_workers=2, gpus_per_worker=0.6), **policy),
+        cluster=ClusterConfig(residency=residency),
+    )
+
+
+def test_what_fits_together_does_not_sleep_and_the_plan_says_so() -> None:
+    rank = rank_memory(shared(), model_shape(shared())).on_device
+    enough = int(rank / (USABLE - 0.4)) + 100
+    plan = memory_plan(shared(), device_bytes=enough)
+    assert (plan.fits_together, plan.takes_turns) == (True, False)
+    assert plan.verdict.startswith("both fit, nothing sleeps: rank and engine need ")
+    small = memory_plan(shared(), device_bytes=int(rank / (USABLE - 0.4)) - 100)
+    assert (small.fits_together, small.takes_turns) == (False, True)
+    assert small.verdict.startswith("one side sleeps while the other works: rank and engine need ")
+    assert list(small.lines())[-1] == small.verdict
+    larger = shared()
+    assert isinstance(larger.rollout, SGLangConfig)
+    larger.rollout.engine_args = {"mem_fraction_static": 0.8}
+    assert memory_plan(larger, device_bytes=enough).takes_turns
+
+
+def test_an_unknown_size_sleeps_to_be_safe() -> None:
+    plan = memory_plan(shared(), device_bytes=None)
+    assert plan.takes_turns and "the memory of the GPU is not known here" in plan.verdict
+    unknown = replace(shared(), model=HFModelConfig(path="some/model"))
+    assert memory_plan(unknown, device_bytes=2**40).takes_turns
+
+
+def test_the_key_decides_where_it_is_set() -> None:
+    always = memory_plan(shared(residency=Residency.always), device_bytes=2**40)
+    never = memory_plan(shared(residency=Residency.never), device_bytes=2**10)
+    assert (always.takes_turns, never.takes_turns) == (True, False)
+    assert never.verdict == "nothing sleeps: cluster.residency=never"
+    apart = replace(shared(), policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
+    assert not may_take_turns(apart)
+    assert memory_plan(apart, device_bytes=2**10).verdict == "nothing sleeps: no GPU is shared"
+
+
+def test_rules_of_sharing() -> None:
+    assert not list(shared()._sharing_problems())
+    with pytest.raises(ConfigError, match=r"policy\.gpus_per_worker.*add up to 1"):
+        replace(shared(), rollout=SGLangConfig(gpus_per_engine=0.5))
+    with pytest.raises(ConfigError, match=r"cluster\.residency.*no rank shares a GPU"):
+        replace(shared(residency=Residency.always), policy=PolicyConfig(gpus_per_worker=1.0))
+
+
+def test_offload_moves_what_it_says_to_the_host() -> None:
+    def memory(offload: Offload) -> tuple[int, int]:
+        config = shared(offload=offload)
+        rank = rank_memory(config, model_shape(config))
+        states = rank.weights + rank.gradients + rank.optimizer
+        assert rank.working == rank.gathered + rank.logits + rank.activations
+        return rank.on_device - rank.working, rank.on_host - (states if offload is Offload.parameters else 0)
+
+    n = model_shape(shared()).num_parameters // 2
+    (none, _), (optimizer, host), (parameters, rest) = (memory(offload) for offload in Offload)
+    assert none == pytest.approx(16 * n, abs=20)
+    assert (optimizer, host) == (pytest.approx(8 * n, abs=20), pytest.approx(8 * n, abs=20))
+    assert (parameters, rest) == (0, 0)
+
+
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Bytes of storages that autograd keeps, each once, without those of parameters."""
+    sizes: list[int] = []
+    seen: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_weight = any(isinstance(t, torch.nn.Parameter) for t in (tensor, tensor._base))
+        if storage.data_ptr() not in seen and not is_weight:
+            seen.add(storage.data_ptr())
+            sizes.append(storage.nbytes())
+        kept.append(tensor)  # or its memory would serve another tensor
+        return tensor
+
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path, dtype: DType, every: int) -> None:
+    path = save_policy(tmp_path)
+    config = make_config(path, num_workers=1)
+    config = replace(config, policy=replace(config.policy, dtype=dtype, activation_checkpoint_every=every))
+    config.sampling.max_new_tokens = 100
+    lengths = dry_run_lengths(config)
+    with lone_worker(config, path) as worker:
+        micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)])
+        with saved_bytes() as sizes:
+            worker._score(micro)
+    measured, planned = sum(sizes), activation_bytes(config, model_shape(config))
+    if every:  # the plan has the layer that is computed again, which comes later
+        policy = replace(config.policy, activation_checkpoint_every=0)
+        planned -= activation_bytes(replace(config, policy=policy), model_shape(config)) // 2
+    assert 0.6 < planned / measured < 1.5, (planned, measured)
+
+
+def test_a_torch_engine_needs_weights_and_cache() -> None:
+    config = replace(shared(), rollout=TorchEngineConfig(num_engines=2, gpus_per_engine=0.4))
+    plan = memory_plan(config, device_bytes=2**40)
+    assert plan.engine is not None and plan.engine_bytes == plan.engine.weights + plan.engine.kv_cache

@@ -1,0 +1,117 @@
+"""One forward and backward at the token cap before the first step: too little memory shows at once, not in step 37.
+
+Called by `trainer/worker.py` on every rank. Gradients are dropped and no weight changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from rollout.types import FinishReason, Sample
+from trainer.config import TrainConfig
+from trainer.forward import ScoringModel
+from trainer.memory_plan import memory_plan, size
+from trainer.packing import micro_batch
+from trainer.trainable import Trainable
+
+logger = logging.getLogger(__name__)
+
+FORGET_PEAK = Path("/proc/self/clear_refs")
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+"""What the messages of torch's allocators have in common; on a CPU there is no type of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRunReport:
+    """What a micro-batch at the cap took."""
+
+    num_tokens: int
+    seconds: float
+    peak_bytes: int
+    """Above what the rank held before: gradients, gathered parameters, activations and logits."""
+    planned_bytes: int | None
+    """The same from the memory plan; None if the size of the model is not known there."""
+
+    def __str__(self) -> str:
+        planned = "" if self.planned_bytes is None else f", {size(self.planned_bytes)} planned"
+        return (
+            f"dry run at the token cap: {self.num_tokens:,} tokens forward and backward in {self.seconds:.1f} s, peak "
+            f"{size(self.peak_bytes)} above weights and optimizer{planned}"
+        )
+
+
+def dry_run(
+    policy: Trainable[ScoringModel], config: TrainConfig, lengths: Sequence[int], *, device: torch.device
+) -> DryRunReport:
+    """Score and differentiate sequences of these lengths, >= 2 tokens each; a collective.
+
+    Raises:
+        RuntimeError: the memory does not suffice; names the keys that change it.
+    """
+    started = time.perf_counter()
+    before = _start_peak(device)
+    try:
+        micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)]).to(device)
+        scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
+        policy.zero_grad()
+        policy.backward(scores.logprobs.sum() + scores.entropy.sum(), last=True)
+        del scores
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        raise RuntimeError(
+            f"phase dry run: a micro-batch of {sum(lengths):,} tokens does not fit "
+            f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key or "
+            "policy.logprob_chunk_tokens, set policy.activation_checkpoint_every=1, or policy.offload=parameters."
+        ) from error
+    finally:
+        policy.zero_grad()
+    peak = _read_peak(device) - before
+    planned = memory_plan(config, device_bytes=None).rank
+    return DryRunReport(
+        num_tokens=sum(lengths),
+        seconds=time.perf_counter() - started,
+        peak_bytes=max(0, peak),
+        planned_bytes=None if planned is None else planned.working + planned.gradients,
+    )
+
+
+def _sample(index: int, length: int) -> Sample:
+    """A sequence whose first token is the prompt: scoring it costs as much as any of that length."""
+    return Sample(
+        prompt_id=index,
+        sample_index=0,
+        token_ids=[0] * length,
+        response_mask=[False] + [True] * (length - 1),
+        rollout_logprobs=[0.0] * length,
+        policy_version=0,
+        finish_reason=FinishReason.length,
+        advantage=0.0,
+    )
+
+
+def _start_peak(device: torch.device) -> int:
+    """Begin to measure; bytes held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    try:
+        FORGET_PEAK.write_text("5", encoding="ascii")
+    except OSError as error:
+        logger.debug("the peak of the whole life of the process is read instead: %s", error)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _read_peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
