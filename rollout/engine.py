@@ -69,6 +69,14 @@ class Engine(Protocol):
         """
         ...
 
+    def sleep(self) -> None:
+        """Give the GPU's memory back; safe to call twice. Weights may be lost: load them again after `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Take memory for the weights again; safe to call twice. The next `load_weights` takes that of the cache."""
+        ...
+
     @property
     def policy_version(self) -> int:
         """Version of the weights that the engine holds, as the engine itself reports it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rollout.engine import EngineError, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse
+from rollout.residency import Turns
 from rollout.types import GenerateRequest, Generation, SharedWeights
 
 logger = logging.getLogger(__name__)
@@ -112,8 +114,9 @@ class EngineGroup:
         start_timeout_s: float,
         generate_timeout_s: float,
         sync_timeout_s: float,
+        turns: Turns | None = None,
     ) -> None:
-        """`nodes` are the Ray node ids of the workers."""
+        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs, if anybody."""
         self._workers = list(workers)
         self._nodes = list(nodes)
         self._names = [f"engine {index}" for index in range(len(self._workers))]
@@ -121,6 +124,7 @@ class EngineGroup:
         self._start_timeout_s = start_timeout_s
         self._generate_timeout_s = generate_timeout_s
         self._sync_timeout_s = sync_timeout_s
+        self._turns = turns or Turns()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -161,6 +165,20 @@ class EngineGroup:
             for worker, place in zip(self._workers, self._nodes, strict=True)
         ]
         return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
+        return self._turns.resident(self)
+
+    def sleep(self) -> None:
+        """For `Turns` only: give the GPUs' memory back."""
+        refs = [worker.sleep.remote() for worker in self._workers]
+        self._gather(refs, phase="engine sleep", deadline_s=self._sync_timeout_s)
+
+    def wake(self) -> None:
+        """For `Turns` only: take memory for the weights; `load_weights` takes that of the caches."""
+        refs = [worker.wake.remote() for worker in self._workers]
+        self._gather(refs, phase="engine wake", deadline_s=self._sync_timeout_s)
 
     def policy_versions(self) -> list[int]:
         """Version of the weights that each engine says it holds."""

@@ -138,6 +138,18 @@ class TorchEngine:
             in_place=in_place,
         )
 
+    def sleep(self) -> None:
+        """Move the model to the host; it keeps its weights."""
+        model: torch.nn.Module = self._started_model("sleep")
+        model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the model back."""
+        model: torch.nn.Module = self._started_model("wake")
+        model.to(self._device)
+
     @property
     def policy_version(self) -> int:
         """Version of the last weights that passed verification; 0 before the first sync."""

@@ -29,6 +29,8 @@ class EngineSetup:
     log_dir: Path
     """Where a server writes its log."""
     model_path: Path
+    sleeps: bool = False
+    """Whether the engine has to give its GPU's memory back at times: SGLang needs a special allocator for it."""
 
 
 def build_engine(setup: EngineSetup) -> Engine:
@@ -43,6 +45,7 @@ def build_engine(setup: EngineSetup) -> Engine:
             device=setup.device,
             log_dir=setup.log_dir,
             num_threads=setup.num_threads,
+            sleeps=setup.sleeps,
         )
     if isinstance(setup.config, TorchEngineConfig):
         from rollout.torch_engine import TorchEngine
@@ -78,6 +81,12 @@ class RolloutWorker:
         if not report.in_place:
             self._shared.release()
         return report
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
 
     def policy_version(self) -> int:
         return self._engine.policy_version

@@ -16,10 +16,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.engine_group import EngineGroup
+from rollout.residency import Turns
 from rollout.worker import EngineSetup, RolloutWorker
 from trainer.config import TrainConfig
+from trainer.memory_plan import may_take_turns, memory_plan
 from trainer.policy_group import PolicyGroup
 from trainer.worker import PolicySetup, PolicyWorker
+
+logger = logging.getLogger(__name__)
 
 RENDEZVOUS_PORTS = range(20000, 30000)
 """Below the range from which Linux takes the ports of outgoing connections."""
@@ -29,12 +33,28 @@ class PlacementError(RuntimeError):
     """The resources of the run cannot be had: says what is required and what is available."""
 
 
-def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
-    """One bundle of Ray resources per worker: the FSDP ranks first, then the engines."""
+def worker_resources(config: TrainConfig) -> list[dict[str, float]]:
+    """Ray resources of every worker: the FSDP ranks first, then the engines."""
     policy = {"CPU": config.policy.cpus_per_worker, "GPU": config.policy.gpus_per_worker}
     engine = {"CPU": config.rollout.cpus_per_engine, "GPU": config.rollout.gpus_per_engine}
-    bundles = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
-    return [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in bundles]
+    workers = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
+    return [{name: amount for name, amount in worker.items() if amount > 0} for worker in workers]
+
+
+def bundle_numbers(config: TrainConfig) -> list[int]:
+    """The bundle of every worker: one of its own, but rank i and engine i are in one where they share a GPU."""
+    ranks, engines = config.policy.num_workers, config.rollout.num_engines
+    first = 0 if config.shares_gpus else ranks
+    return [*range(ranks), *range(first, first + engines)]
+
+
+def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
+    """What Ray has to reserve together, bundle by bundle; a bundle is on one machine."""
+    numbers = bundle_numbers(config)
+    bundles: list[list[dict[str, float]]] = [[] for _ in range(max(numbers) + 1)]
+    for number, resources in zip(numbers, worker_resources(config), strict=True):
+        bundles[number].append(resources)
+    return [total(members) for members in bundles]
 
 
 def policy_threads(config: TrainConfig) -> int:
@@ -83,6 +103,7 @@ class Cluster:
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None
         self._meeting_file: Path | None = None
+        self._turns = Turns()
 
     def __enter__(self) -> Cluster:
         if not ray.is_initialized():
@@ -110,6 +131,10 @@ class Cluster:
                 if group is not None:
                     cleanup.callback(group.stop)
 
+    def metrics(self) -> dict[str, float | None]:
+        """Seconds of the step that moving sides on and off shared GPUs took; they are part of the phases too."""
+        return self._turns.metrics()
+
     def spawn_policy(self, model_path: Path) -> PolicyGroup:
         """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model."""
         config = self._config.policy
@@ -134,11 +159,16 @@ class Cluster:
             node=self._nodes()[0],
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
+            turns=self._turns,
         )
         return self._policy
 
     def spawn_engines(self, model_path: Path) -> EngineGroup:
-        """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready."""
+        """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
+
+        Where policy and engines take turns on their GPUs, this waits for the policy and puts it to sleep first.
+        """
+        takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
         threads = engine_threads(self._config)
         workers: list[Any] = []
@@ -151,6 +181,7 @@ class Cluster:
                 num_threads=threads,
                 log_dir=self._log_dir,
                 model_path=model_path.resolve(),
+                sleeps=takes_turns,
             )
             options = self._options(self._config.policy.num_workers + index, threads)
             workers.append(ray.remote(RolloutWorker).options(**options).remote(setup))
@@ -160,8 +191,22 @@ class Cluster:
             start_timeout_s=config.start_timeout_s,
             generate_timeout_s=config.generate_timeout_s,
             sync_timeout_s=config.sync_timeout_s,
+            turns=self._turns,
         )
+        if takes_turns:
+            self._turns.take(awake=self._engines)
         return self._engines
+
+    def _policy_sleeps_first(self) -> bool:
+        """Decide whether the sides take turns; if so, the policy is asleep when this returns."""
+        if self._policy is None or not may_take_turns(self._config):
+            return False
+        device_bytes = min((info.device_bytes or 0 for info in self._policy.wait_ready()), default=0)
+        plan = memory_plan(self._config, device_bytes=device_bytes or None)
+        logger.info("%s", plan.verdict)
+        if plan.takes_turns:
+            self._policy.sleep()
+        return plan.takes_turns
 
     def _rendezvous(self) -> str:
         """Where the ranks meet: a file on one machine, a port on the machine of rank 0 across machines.
@@ -178,12 +223,12 @@ class Cluster:
     def _nodes(self) -> list[str]:
         """Ray node id of every worker: the FSDP ranks first, then the engines."""
         nodes = placement_group_table(self._placement)["bundles_to_node_id"]
-        return [nodes[bundle] for bundle in range(len(nodes))]
+        return [nodes[bundle] for bundle in bundle_numbers(self._config)]
 
-    def _options(self, bundle: int, threads: int) -> dict[str, object]:
+    def _options(self, worker: int, threads: int) -> dict[str, object]:
         if self._placement is None:
             raise RuntimeError("workers are spawned inside `with Cluster(...)`")
-        resources = required_bundles(self._config)[bundle]
+        resources = worker_resources(self._config)[worker]
         environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
         if self._config.cluster.address is None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -191,7 +236,7 @@ class Cluster:
             "num_cpus": resources.get("CPU", 0),
             "num_gpus": resources.get("GPU", 0),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._placement, placement_group_bundle_index=bundle
+                placement_group=self._placement, placement_group_bundle_index=bundle_numbers(self._config)[worker]
             ),
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
             # threads must sleep: a spinning one takes a core from the worker that has something to do.

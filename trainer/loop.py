@@ -88,12 +88,12 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             for step in range(done + 1, config.run.num_steps + 1):
                 # The first evaluation sees the untouched policy, the later ones what the step made of it.
                 evaluation = evaluate_policy(config, task, engines, timer) if step == 1 else {}
-                with timer.phase("rollout"):
+                with timer.phase("rollout"), engines.resident():
                     collected = collector.collect(step, policy_version)
                 timer.move(collected.stats.reward_s, source="rollout", target="reward")
                 with timer.phase("pack"):
                     batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
-                with timer.phase("train"):
+                with timer.phase("train"), policy.resident():
                     report = policy.train(batch, step=step)
                 policy_version += report.num_optimizer_steps
                 with timer.phase("sync"):
@@ -103,7 +103,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 with timer.phase("checkpoint"):
                     saved = saver.collect()
                 metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
-                metrics |= evaluation | saved | timer.lap()
+                metrics |= evaluation | saved | timer.lap() | cluster.metrics()
                 with timer.phase("log"):
                     metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
                     metrics |= accounting.memory(policy, engines)
@@ -134,7 +134,8 @@ def restore(
         return 0, 0
     state = checkpoint.state
     prompts.load_state_dict(state.stream)
-    has_rng = policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
+    with policy.resident():
+        has_rng = policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
     tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
     for change in changed_keys(state.config, config).values():
         tracker.console.line(f"changed since then: {change}")
@@ -165,7 +166,8 @@ def run_state(
 
 def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> None:
     """Train on nothing at the token cap: what does not fit shows in the first minute."""
-    report = policy.dry_run(dry_run_lengths(config))
+    with policy.resident():
+        report = policy.dry_run(dry_run_lengths(config))
     tracker.console.line(str(report))
 
 
@@ -219,7 +221,7 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 def evaluate_policy(config: TrainConfig, task: Task, engines: EngineGroup, timer: StepTimer) -> dict[str, float | None]:
     """Held-out accuracy, greedy and sampled, as metrics."""
-    with timer.phase("eval"):
+    with timer.phase("eval"), engines.resident():
         result = evaluate(
             engines,
             task.dataset.heldout[: config.eval.max_prompts],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rollout.engine_group import GRACE_S, gather, stop_workers
 from rollout.process_memory import MemoryUse
+from rollout.residency import Turns
 from rollout.types import SharedWeights
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
@@ -31,15 +33,23 @@ class PolicyGroup:
     """All FSDP ranks as one. Collectives inside the verbs need every rank: each call goes to all of them."""
 
     def __init__(
-        self, workers: Sequence[ActorHandle[Any]], *, node: str, start_timeout_s: float, step_timeout_s: float
+        self,
+        workers: Sequence[ActorHandle[Any]],
+        *,
+        node: str,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        turns: Turns | None = None,
     ) -> None:
-        """`node` is the Ray node id of rank 0, from which the weights go out."""
+        """`node` is the Ray node id of rank 0, from which the weights go out; `turns` is shared with whoever is on the
+        same GPUs, if anybody."""
         self._workers = list(workers)
         self.node = node
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
         self._starting = [worker.setup.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._turns = turns or Turns()
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -97,6 +107,20 @@ class PolicyGroup:
         """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
         ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote()
         return ref
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Have the ranks on their GPUs for the block."""
+        return self._turns.resident(self)
+
+    def sleep(self) -> None:
+        """For `Turns` only: move everything to the host. Checkpoints can be saved meanwhile."""
+        refs = [worker.sleep.remote() for worker in self._workers]
+        self._gather(refs, phase="policy sleep", deadline_s=self._step_timeout_s)
+
+    def wake(self) -> None:
+        """For `Turns` only: move everything back."""
+        refs = [worker.wake.remote() for worker in self._workers]
+        self._gather(refs, phase="policy wake", deadline_s=self._step_timeout_s)
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
         """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map_only
 
 from rollout.config import DType
@@ -50,16 +51,24 @@ class Trainable(Generic[ModelT]):
 
         `offload` is what lies on the host; with `parameters` the model was sharded that way.
         """
-        self.model = model
+        self._model = model
         self._config = config
         self._name = name
         self._optimizer = build_optimizer(model, config)
         self._bad_steps = 0
         self._device = torch.device(next(model.parameters()).device)
         self._offload = offload
+        self._asleep = False
         self._weights_on_host, self._optimizer_on_host = HostCopy(), HostCopy()
         # float16 holds no gradient below 6e-8: without a scale most of them would be zero.
         self._scale = LossScale() if dtype is DType.float16 else None
+
+    @property
+    def model(self) -> ModelT:
+        """The sharded model. Raises RuntimeError while it sleeps: its weights are empty then."""
+        if self._asleep:
+            raise RuntimeError(f"the {self._name} sleeps: its weights are on the host; use it inside resident()")
+        return self._model
 
     @property
     def loss_scale(self) -> float | None:
@@ -74,7 +83,7 @@ class Trainable(Generic[ModelT]):
     def loss_factor(self) -> float:
         """What `backward` multiplies a loss with: FSDP averages gradients over ranks, but the denominators are global,
         so the sum is wanted. In float16 the loss scale comes on top."""
-        return dist.get_world_size() * (self.loss_scale or 1.0)
+        return float(dist.get_world_size()) * (self.loss_scale or 1.0)
 
     def zero_grad(self) -> None:
         """Begin an optimizer step."""
@@ -130,7 +139,12 @@ class Trainable(Generic[ModelT]):
 
     def state_dict(self) -> StateDict:
         """Weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not copied."""
-        model, optimizer = get_state_dict(self.model, self._optimizer)
+        if self._asleep and not self._optimizer.state:
+            # Before the first update torch makes the states with the weights at hand; they must be there.
+            self.wake()
+            get_state_dict(self._model, self._optimizer)
+            self.sleep()
+        model, optimizer = get_state_dict(self._model, self._optimizer)
         model, optimizer = (tree_map_only(Tensor, self._readable, part) for part in (model, optimizer))
         scale = NO_SCALE.clone() if self._scale is None else self._scale.state()
         bad_steps = torch.tensor(self._bad_steps)
@@ -146,11 +160,36 @@ class Trainable(Generic[ModelT]):
         self._bad_steps = int(bad_steps)
         if self._scale is not None:
             self._scale.load(scale)
-        self._weights_on_host.give_back(device=self._device)
+        self.wake()
         self._optimizer_on_host.give_back(device=self._device)
         set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         if self._offload is Offload.optimizer:
             self._move_optimizer_out()
+
+    def sleep(self) -> None:
+        """Move weights and optimizer to the host and drop the gradients; safe to call twice.
+
+        Where `offload` has put something on the host already it stays. `state_dict` works meanwhile.
+        """
+        if self._asleep or self._offload is Offload.parameters:
+            return
+        self.zero_grad()
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        if not self._optimizer_on_host.holds:
+            self._move_optimizer_out()
+        self._weights_on_host.take(self._model.parameters(), device=self._device)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Move back what `sleep` moved; safe to call twice."""
+        if not self._asleep:
+            return
+        self._weights_on_host.give_back(device=self._device)
+        if self._offload is Offload.none:
+            self._optimizer_on_host.give_back(device=self._device)
+        self._asleep = False
 
     def _move_optimizer_out(self) -> None:
         states = [value for state in self._optimizer.state.values() for value in state.values()]

@@ -68,11 +68,13 @@ class SyncReport:
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
-    shared = policy.publish_weights(policy_version=policy_version)
+    with policy.resident():
+        shared = policy.publish_weights(policy_version=policy_version)
     num_mapped = engines.num_on(policy.node)
     copies = policy.copy_weights() if num_mapped < len(engines) else None
     gathered = time.perf_counter()
-    reports = engines.load_weights(shared, node=policy.node, copies=copies)
+    with engines.resident():
+        reports = engines.load_weights(shared, node=policy.node, copies=copies)
     for index, report in enumerate(reports):
         if report.policy_version != policy_version or report.num_tensors != reports[0].num_tensors:
             raise WeightSyncError(

@@ -32,6 +32,7 @@ from trainer.components import Offload
 from trainer.config import TrainConfig
 from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
+from trainer.host_copy import HostCopy
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
@@ -118,6 +119,7 @@ class PolicyWorker:
             model, config.optim, name="policy", dtype=config.policy.dtype, offload=config.policy.offload
         )
         # The policy as the run starts with it.
+        self._reference_on_host = HostCopy()
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._publisher = WeightPublisher(
@@ -252,6 +254,19 @@ class PolicyWorker:
     def memory(self) -> MemoryUse:
         """What this rank holds in the host's memory."""
         return memory_use()
+
+    def sleep(self) -> None:
+        """Move everything to the host; safe to call twice. Not yet run on a GPU."""
+        self._policy.sleep()
+        if self._reference is not None and not self._reference_on_host.holds:
+            self._reference_on_host.take(self._reference.parameters(), device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for itself, the other side cannot have
+
+    def wake(self) -> None:
+        """Move everything back; safe to call twice."""
+        self._policy.wake()
+        self._reference_on_host.give_back(device=self._device)
 
     def stop(self) -> None:
         """Leave the process group."""

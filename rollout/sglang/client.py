@@ -27,6 +27,8 @@ ADMIN_ROUTES = frozenset(
         "/flush_cache",
         "/freeze_gc",
         "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
         "/update_weight_version",
         "/update_weights_from_tensor",
         "/weights_checker",

@@ -16,14 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.sglang.client import ClientError
 from rollout.sglang.cpu_platform import PLATFORM_NAME
-from rollout.sglang.fusing import FusionError, plan_fusion
+from rollout.sglang.fusing import FusionError, checkpoint_names, plan_fusion
 from rollout.sglang.loader import LOADER
+from rollout.sglang.memory import CACHE_TAGS, WEIGHT_TAGS, ServerMemory, memory_args
 from rollout.sglang.server import ServerSetup, SGLangServer
 from rollout.sglang.weight_update import WeightUpdate
 from rollout.types import FinishReason, GenerateRequest, Generation, WeightBucket
@@ -65,8 +66,12 @@ class SGLangEngine:
         device: str,
         log_dir: Path,
         num_threads: int | None,
+        sleeps: bool = False,
     ) -> None:
-        """`num_threads` bounds the compute threads of the server; None leaves the choice to it."""
+        """`num_threads` bounds the compute threads of the server; None leaves the choice to it.
+
+        `sleeps` has the server allocate so that `sleep` can give the memory back.
+        """
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config
@@ -78,9 +83,11 @@ class SGLangEngine:
         self._server: SGLangServer | None = None
         self._version = 0
         self._weights: WeightUpdate
+        self._memory: ServerMemory
         self._context_length = 0
         self._vocab_size = 0
         self._broken = ""
+        self._sleeps = sleeps
 
     def start(self, model_path: Path) -> EngineInfo:
         """Start a server on the model in a local directory; policy version 0. Raises EngineError.
@@ -152,6 +159,7 @@ class SGLangEngine:
             prepared_s = time.monotonic() - begin
             self._broken = f"the sync of policy version {version} did not complete"
             report = self._weights.load(buckets, policy_version=version)
+            self._memory.take(CACHE_TAGS)
         except WeightSyncError as error:
             raise WeightSyncError(f"{self._name} load_weights: {error}") from error
         except ClientError as error:
@@ -165,6 +173,27 @@ class SGLangEngine:
         self._version, self._broken = version, ""
         report.verify_s += prepared_s
         return report
+
+    def sleep(self) -> None:
+        """Give weights, cache and CUDA graphs back; the weights are lost, and generate() refuses until they are loaded.
+
+        SGLang ends its process if a request is running; nothing is, because every call waits for its answers.
+        """
+        self._running("sleep")
+        if not self._memory.is_released:
+            self._broken = "they were given up while the engine slept"
+            try:
+                self._memory.release()
+            except ClientError as error:
+                raise self._failure("sleep", error) from error
+
+    def wake(self) -> None:
+        """Take the memory of the weights; that of the cache follows when they are loaded, so both copies fit."""
+        self._running("wake")
+        try:
+            self._memory.take(WEIGHT_TAGS)
+        except ClientError as error:
+            raise self._failure("wake", error) from error
 
     def verify_weights(self) -> None:
         """Prove again that the engine holds the last weights that it was sent; raises WeightSyncError if not."""
@@ -257,6 +286,7 @@ class SGLangEngine:
             **(CPU_SERVER_ARGS if self._device == "cpu" else {}),
             "log_level_http": "warning",
             "skip_server_warmup": True,
+            **memory_args(self._config, device=self._device, sleeps=self._sleeps),
             **self._config.engine_args,
             "custom_weight_loader": [LOADER],
             "device": self._device,
@@ -282,6 +312,7 @@ class SGLangEngine:
                 num_kv_heads=hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
                 timeout_s=self._config.sync_timeout_s,
             )
+            self._memory = ServerMemory(client, timeout_s=self._config.sync_timeout_s)
             info = client.call("/server_info", timeout_s=INFO_TIMEOUT_S)
             # SGLang tries this itself, before its own port is open. Without it every cache flush, which collects
             # garbage on a CPU, walks through a million objects.
@@ -291,7 +322,7 @@ class SGLangEngine:
         except WeightSyncError as error:
             raise EngineError(f"{self._name} start: {error}") from error
         try:
-            plan_fusion(self._weights.parameter_names, sent=_checkpoint_names(model_path))
+            plan_fusion(self._weights.parameter_names, sent=checkpoint_names(model_path))
         except (FusionError, OSError, SafetensorError) as error:
             raise EngineError(f"{self._name} start: {model_path}: {error}") from error
         self._vocab_size = hf_config["vocab_size"]
@@ -369,15 +400,3 @@ def _sampling_params(request: GenerateRequest) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "sampling_seed": sampling.seed,
     }
-
-
-def _checkpoint_names(model_path: Path) -> set[str]:
-    """Names of all tensors in the safetensors files of a model directory, without reading the tensors."""
-    files = sorted(model_path.glob("*.safetensors"))
-    if not files:
-        raise OSError("the directory has no *.safetensors file")
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="numpy") as checkpoint:
-            names.update(checkpoint.keys())
-    return names

@@ -11,9 +11,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused module of SGLang -> modules of the Hugging Face model, in the order in which their rows are stacked."""
@@ -230,3 +232,15 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(sorted(names)[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def checkpoint_names(model_path: Path) -> set[str]:
+    """Names of all tensors in the safetensors files of a model directory, without reading the tensors."""
+    files = sorted(model_path.glob("*.safetensors"))
+    if not files:
+        raise OSError("the directory has no *.safetensors file")
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="numpy") as checkpoint:
+            names.update(checkpoint.keys())
+    return names

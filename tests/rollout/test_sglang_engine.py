@@ -9,10 +9,10 @@ from __future__ import annotations
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -500,6 +500,39 @@ def test_a_sync_that_breaks_in_the_middle_can_be_repeated(served: Served, monkey
         served.engine.generate(make_requests(PROMPTS))
     served.load(served.model)
     assert served.engine.policy_version == served.version
+
+
+def test_after_a_sleep_weights_come_before_the_cache_and_before_any_sampling(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU SGLang's memory saver gives nothing back; its routes, their order and their refusals are the same."""
+    asked: list[tuple[str, object]] = []
+    call = SGLangClient.call
+
+    def record(self: SGLangClient, route: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+        if body is not None:
+            asked.append((route, body.get("tags")))
+        return call(self, route, timeout_s=timeout_s, body=body)
+
+    monkeypatch.setattr(SGLangClient, "call", record)
+    requests = make_requests(PROMPTS, temperature=0.0)
+    before = served.engine.generate(requests)
+    asked.clear()
+    for _ in range(2):
+        served.engine.sleep()
+    assert asked == [("/release_memory_occupation", ["weights", "kv_cache", "cuda_graph"])]
+    for _ in range(2):
+        served.engine.wake()
+    assert asked[1:] == [("/resume_memory_occupation", ["weights"])]
+    with pytest.raises(EngineError, match=r"unusable: they were given up while the engine slept; load weights again"):
+        served.engine.generate(requests)
+    asked.clear()
+    served.load(served.model)
+    routes = [route for route, _ in asked]
+    assert asked[-1] == ("/resume_memory_occupation", ["kv_cache", "cuda_graph"])
+    assert routes.count("/resume_memory_occupation") == 1 and "/update_weights_from_tensor" in routes
+    after = served.engine.generate(requests)
+    assert [generation.token_ids for generation in after] == [generation.token_ids for generation in before]
 
 
 # ---------------------------------------------------------------------------------------------------------- faults

@@ -37,6 +37,12 @@ def step(worker: PolicyWorker, number: int = 1, *, advantage: float = 1.0) -> Tr
     return worker.train(batch.ranks[0], batch.samples, number)
 
 
+def save(worker: PolicyWorker, path: Path) -> None:
+    worker.save_checkpoint(path, False)
+    report = worker.saved_checkpoint(True)
+    assert report is not None and report.error is None
+
+
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors]).clone()
 
@@ -102,10 +108,10 @@ def test_the_scale_grows_and_returns_from_a_checkpoint(model_path: Path, tmp_pat
         step(worker)
         assert worker._policy.loss_scale == 1024.0 * GROWTH
         step(worker, 2)
-        worker.save_checkpoint(tmp_path / "half")
+        save(worker, tmp_path / "half")
     with lone_worker(config_of(model_path, DType.float16), model_path) as worker:
         assert worker._policy._scale is not None
-        worker.load_checkpoint(tmp_path / "half")
+        worker.load_checkpoint(tmp_path / "half", 1)
         assert worker._policy._scale.state().tolist() == [2048.0, 1.0]
 
 
@@ -114,9 +120,9 @@ def test_a_checkpoint_of_float32_changes_no_scale(model_path: Path, tmp_path: Pa
         report = step(worker)
         assert worker._policy.loss_scale is None
         assert "optim/loss_scale" not in report.metrics
-        worker.save_checkpoint(tmp_path / "single")
+        save(worker, tmp_path / "single")
     with lone_worker(config_of(model_path, DType.float16), model_path) as worker:
-        worker.load_checkpoint(tmp_path / "single")
+        worker.load_checkpoint(tmp_path / "single", 1)
         assert worker._policy.loss_scale == INITIAL
 
 

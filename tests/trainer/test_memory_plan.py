@@ -13,7 +13,9 @@ from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
 from rollout.config import ArithmeticDataConfig, DType, SGLangConfig, TorchEngineConfig
+from rollout.sglang.engine import SGLangEngine
 from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
+from trainer.cluster import bundle_numbers, required_bundles
 from trainer.components import ArithmeticModelConfig, ClusterConfig, HFModelConfig, Offload, PolicyConfig, Residency
 from trainer.config import TrainConfig
 from trainer.dry_run import _sample
@@ -63,6 +65,15 @@ def test_the_key_decides_where_it_is_set() -> None:
     apart = replace(shared(), policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
     assert not may_take_turns(apart)
     assert memory_plan(apart, device_bytes=2**10).verdict == "nothing sleeps: no GPU is shared"
+
+
+def test_rank_and_engine_of_a_gpu_are_in_one_bundle() -> None:
+    config = shared()
+    assert bundle_numbers(config) == [0, 1, 0, 1]
+    assert required_bundles(config) == [{"CPU": 1.0, "GPU": pytest.approx(1.0)}] * 2
+    apart = replace(config, policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
+    assert bundle_numbers(apart) == [0, 1, 2]
+    assert required_bundles(apart) == [{"CPU": 0.5, "GPU": 1.0}] * 3
 
 
 def test_rules_of_sharing() -> None:
@@ -125,6 +136,19 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
         policy = replace(config.policy, activation_checkpoint_every=0)
         planned -= activation_bytes(replace(config, policy=policy), model_shape(config)) // 2
     assert 0.6 < planned / measured < 1.5, (planned, measured)
+
+
+def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path) -> None:
+    def arguments(*, device: str = "cuda", sleeps: bool = True, part: float = 0.4, **args: object) -> dict[str, object]:
+        config = SGLangConfig(gpus_per_engine=part, engine_args=dict(args))
+        engine = SGLangEngine(config, index=0, seed=0, device=device, log_dir=tmp_path, num_threads=1, sleeps=sleeps)
+        found = engine._server_args(tmp_path)
+        return {name: found[name] for name in ("enable_memory_saver", "mem_fraction_static") if name in found}
+
+    assert arguments() == {"enable_memory_saver": True, "mem_fraction_static": 0.4}
+    assert arguments(sleeps=False) == {"mem_fraction_static": 0.4}
+    assert arguments(mem_fraction_static=0.7)["mem_fraction_static"] == 0.7
+    assert arguments(device="cpu", part=0.0) == arguments(part=1.0, sleeps=False) == {}
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:

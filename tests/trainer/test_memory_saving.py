@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,12 @@ def with_policy(model_path: Path, **changes: object) -> TrainConfig:
 def train(worker: PolicyWorker, number: int) -> None:
     batch = pack([make_samples()], num_ranks=1, max_tokens=80, policy_version=0)
     worker.train(batch.ranks[0], batch.samples, number)
+
+
+def save(worker: PolicyWorker, path: Path) -> None:
+    worker.save_checkpoint(path, False)
+    report = worker.saved_checkpoint(True)
+    assert report is not None and report.error is None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,17 +136,17 @@ def test_optimizer_states_hold_no_device_memory_between_updates(model_path: Path
         train(worker, 1)
         assert len(moments_of(worker)) == 2 * 26
         assert held(moments_of(worker)) == 0
-        worker.save_checkpoint(tmp_path / "offloaded")
+        save(worker, tmp_path / "offloaded")
         train(worker, 2)
         expected = [whole(parameter) for parameter in worker._policy.model.parameters()]
     # What was on the host is in the checkpoint, and a run without offload goes on from it with the same bits.
     with lone_worker(with_policy(model_path), model_path) as worker:
-        worker.load_checkpoint(tmp_path / "offloaded")
+        worker.load_checkpoint(tmp_path / "offloaded", 1)
         train(worker, 2)
         found = [whole(parameter) for parameter in worker._policy.model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with lone_worker(with_policy(model_path, offload=Offload.optimizer), model_path) as worker:
-        worker.load_checkpoint(tmp_path / "offloaded")
+        worker.load_checkpoint(tmp_path / "offloaded", 1)
         assert held(moments_of(worker)) == 0
         train(worker, 2)
         found = [whole(parameter) for parameter in worker._policy.model.parameters()]
@@ -161,6 +168,58 @@ def test_a_host_copy_keeps_views_and_refuses_to_take_twice() -> None:
     view[0, 0] = -1.0
     assert base[4] == -1.0
     assert copy.give_back(device=device) == 0 and copy.on_host(base) is base
+
+
+@pytest.mark.parametrize("offload", list(Offload))
+def test_a_policy_that_slept_goes_on_with_the_same_bits(model_path: Path, tmp_path: Path, offload: Offload) -> None:
+    config = with_policy(model_path, offload=offload)
+    expected = outcome(config, model_path)
+    with lone_worker(config, model_path) as worker:
+        worker.sleep()  # before there is any optimizer state
+        worker.wake()
+        train(worker, 1)
+        parameters = [parameter.to_local() for parameter in worker._policy.model.parameters()]
+        worker.sleep()
+        worker.sleep()
+        if offload is not Offload.parameters:
+            assert held(parameters) == held(moments_of(worker)) == 0
+            with pytest.raises(RuntimeError, match=r"the policy sleeps: .* resident\(\)"):
+                worker.publish_weights(1)
+        save(worker, tmp_path / "asleep")
+        worker.wake()
+        worker.wake()
+        save(worker, tmp_path / "awake")
+        train(worker, 2)
+        optimizer = worker._policy._optimizer
+        found = [parameter.grad for parameter in worker._policy.model.parameters()]
+        found += list(worker._policy.model.parameters())
+        states = [optimizer.state[p] for p in worker._policy.model.parameters()]
+        moments = [worker._policy._readable(s[name]) for s in states for name in ("exp_avg", "exp_avg_sq")]
+        assert_same_bits([whole(tensor) for tensor in [*found, *moments] if tensor is not None], expected)
+    with lone_worker(config, model_path) as worker:
+        worker.load_checkpoint(tmp_path / "asleep", 1)
+        save(worker, tmp_path / "again")
+    assert contents(tmp_path / "asleep") == contents(tmp_path / "awake") == contents(tmp_path / "again")
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The tensors in a checkpoint of one rank."""
+    reader = dcp.FileSystemReader(path)
+    names = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in names.items() if hasattr(m, "size")}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert len(state) > 100
+    return {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def test_a_checkpoint_can_be_saved_asleep_before_any_update(model_path: Path, tmp_path: Path) -> None:
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.sleep()
+        save(worker, tmp_path / "first")
+        with pytest.raises(RuntimeError, match="sleeps"):
+            worker.publish_weights(1)  # still asleep
+        worker.load_checkpoint(tmp_path / "first", 1)
+        assert worker.publish_weights(1)
 
 
 def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:

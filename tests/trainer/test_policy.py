@@ -32,7 +32,7 @@ from rollout.types import GenerateRequest, Sample
 from rollout.weights import unpack
 from trainer.batch import MicroBatch
 from trainer.cluster import Cluster, PlacementError, start_ray
-from trainer.components import ClusterConfig, OptimConfig
+from trainer.components import ClusterConfig, OptimConfig, Residency
 from trainer.config import TrainConfig
 from trainer.packing import micro_batch, pack
 from trainer.policy_group import PolicyGroup
@@ -245,6 +245,37 @@ def rollouts(engines: EngineGroup, sampling: SamplingConfig) -> list[Sample]:
 def worst(micro: MicroBatch, logprobs: torch.Tensor) -> float:
     """Largest difference from the engine's log-probs over the response tokens, nats."""
     return (logprobs - micro.rollout_logprobs)[micro.response_mask].abs().max().item()
+
+
+@pytest.mark.slow
+def test_policy_and_engines_that_take_turns_train_to_the_same_bits(model_path: Path) -> None:
+    def result(residency: Residency) -> tuple[list[list[int]], torch.Tensor, dict[str, float | None]]:
+        config = make_config(model_path)
+        config.cluster = ClusterConfig(residency=residency)
+        with Cluster(config, log_dir=model_path) as cluster:
+            policy = cluster.spawn_policy(model_path)
+            engines = cluster.spawn_engines(model_path)
+            policy.wait_ready()
+            engines.wait_ready()
+            sync_weights(policy, engines, policy_version=0)
+            for step in (1, 2):
+                with engines.resident():
+                    samples = rollouts(engines, SamplingConfig(max_new_tokens=8))
+                if residency is Residency.always:
+                    with pytest.raises(RuntimeError, match="the policy sleeps"):
+                        policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
+                with policy.resident():
+                    policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=step)
+                sync_weights(policy, engines, policy_version=step)
+            with policy.resident():
+                weights = weights_of(policy)
+            return [sample.token_ids for sample in samples], weights, cluster.metrics()
+
+    tokens, weights, moving = result(Residency.always)
+    expected_tokens, expected_weights, none = result(Residency.auto)
+    assert tokens == expected_tokens
+    assert torch.equal(weights, expected_weights)
+    assert (moving["perf/turns_s"] or 0) > 0 and none == {}
 
 
 @pytest.mark.slow
