@@ -135,7 +135,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
     if every:  # the plan has the layer that is computed again, which comes later
         policy = replace(config.policy, activation_checkpoint_every=0)
         planned -= activation_bytes(replace(config, policy=policy), model_shape(config)) // 2
-    assert 0.6 < planned / measured < 1.5, (planned, measured)
+    low, high = (0.6, 1.5) if every else (0.95, 1.05)  # with checkpointing little is left to compare
+    assert low < planned / measured < high, (planned, measured)
 
 
 def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path) -> None:
