@@ -116,7 +116,7 @@ class EngineGroup:
         sync_timeout_s: float,
         turns: Turns | None = None,
     ) -> None:
-        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs, if anybody."""
+        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs."""
         self._workers = list(workers)
         self._nodes = list(nodes)
         self._names = [f"engine {index}" for index in range(len(self._workers))]

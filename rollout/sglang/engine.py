@@ -175,10 +175,7 @@ class SGLangEngine:
         return report
 
     def sleep(self) -> None:
-        """Give weights, cache and CUDA graphs back; the weights are lost, and generate() refuses until they are loaded.
-
-        SGLang ends its process if a request is running; nothing is, because every call waits for its answers.
-        """
+        """Give weights, cache and CUDA graphs back; the weights are lost: generate() refuses until the next sync."""
         self._running("sleep")
         if not self._memory.is_released:
             self._broken = "they were given up while the engine slept"

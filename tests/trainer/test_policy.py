@@ -74,8 +74,9 @@ def test_two_ranks_load_the_bits_of_the_files(tmp_path: Path) -> None:
     with Cluster(make_config(path, num_workers=2), log_dir=path) as cluster:
         policy = cluster.spawn_policy(path)
         policy.wait_ready()
-        buckets = ray.get(policy.weight_buckets(policy_version=1))
-    sent = {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
+        policy.publish_weights(policy_version=1)
+        buckets = ray.get(policy.copy_weights())
+    sent = {spec.name: tensor.clone() for bucket in buckets for spec, tensor in unpack(bucket)}
     stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert sent.keys() == stored.keys()
     assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
