@@ -1,0 +1,248 @@
+"""One GRPO step, end to end: Parity's own loop against TRL's GRPOTrainer, with the same model on the same cores.
+
+    python benchmarks/grpo_step.py [--rounds 3] [--steps 12] [--sides trl torch sglang] [--regimes equal ragged]
+
+Needs TRL beside Parity (`pip install --no-deps trl==1.16.0`). The sides take turns, each in a fresh process that has
+the machine to itself, so that neither is slowed by the other's idle threads or daemons.
+
+Timed: everything between the end of one step and the end of the next. TRL: sampling with transformers, rewards,
+forward, backward, optimizer step, its own bookkeeping; weights need no sync, because one process holds one model.
+Parity: Ray calls, sampling, rewards, packing, forward, backward, optimizer step, mismatch diagnosis, weight sync with
+digests, and one row of metrics on the disk. Not timed on either side: start, the first steps, saving, evaluation.
+
+Both run in float32 with beta=0, one optimizer step per rollout and no forward for pi_old. The model is the demo's
+architecture at a width of 256 with random weights, of which one row of the head gives the end-of-sequence token
+the same odds at every position:
+    equal    it never comes: every response has the maximal length
+    ragged   it comes with probability 1/32: lengths are geometric, cut at the maximum
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+PROMPTS = 8
+GROUP_SIZE = 8
+MAX_NEW_TOKENS = 128
+WIDTH, LAYERS = 256, 3
+END_PROBABILITY = {"equal": 0.0, "ragged": 1 / 32}
+WARM_UP = 4
+"""Steps at the start that are not counted."""
+SEED = 0
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One step of either side."""
+
+    seconds: float
+    tokens: int
+    """Response tokens."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+
+
+# ---------------------------------------------------------------- the model
+
+
+def build_model(directory: Path, *, end_probability: float) -> None:
+    """The demo's network, wider and untrained; `end_probability` of every token to end the response, 0 for never."""
+    import torch
+
+    from rollout.arithmetic import EOS_TOKEN, TOKENS, save_tokenizer
+    from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+
+    save_tokenizer(directory)
+    torch.manual_seed(SEED)
+    eos = TOKENS.index(EOS_TOKEN)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(TOKENS),
+            hidden_size=WIDTH,
+            intermediate_size=4 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=WIDTH // 32,
+            num_key_value_heads=WIDTH // 32,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            attention_dropout=0.0,
+            pad_token_id=0,
+            eos_token_id=eos,
+            bos_token_id=None,
+        )
+    )
+    odds = end_probability / (1 - end_probability) * (len(TOKENS) - 1)
+    with torch.no_grad():
+        # Every token carries a constant in the first channel, which the head of the end-of-sequence token reads.
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[eos] = 0.0
+        model.lm_head.weight[eos, 0] = 1.0
+        constant = model.model(torch.arange(2, 12)[None]).last_hidden_state[0, :, 0].mean()
+        model.lm_head.weight[eos, 0] = (math.log(odds) if odds else -40.0) / constant
+    model.save_pretrained(directory)
+
+
+def rewarded(response: str) -> bool:
+    """Half of the responses of an untrained model, so that groups disagree."""
+    return sum(map(ord, response)) % 2 == 0
+
+
+# ---------------------------------------------------------------- Parity
+
+
+def parity_words(args: argparse.Namespace) -> Iterator[str]:
+    """What the command line of this run would be."""
+    yield f"rollout={args.side}"
+    yield "rollout.dtype=float32"
+    yield f"run.num_steps={args.steps + WARM_UP + 1}"
+    yield f"run.seed={SEED}"
+    yield f"batch.prompts_per_step={PROMPTS}"
+    yield f"batch.group_size={GROUP_SIZE}"
+    yield f"sampling.max_new_tokens={MAX_NEW_TOKENS}"
+    yield "model=hf"
+    yield f"model.path={args.model}"
+    yield "optim.lr=1e-6"
+    yield "checkpoint.every=0"
+    yield "eval.every=0"
+    yield "eval.max_prompts=1"
+    yield "tracking.wandb=disabled"
+    yield from args.word
+
+
+def parity_steps(args: argparse.Namespace) -> list[Step]:
+    """Run the real loop, from recipe to report, and read what it wrote."""
+    import rollout.rewards.functions as functions
+    from trainer.cli.compose import resolve
+    from trainer.loop import train
+
+    functions.REWARDS["gsm8k"] = lambda response, answer: rewarded(response)
+    recipe = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
+    with tempfile.TemporaryDirectory() as run_dir:
+        words = [*parity_words(args), f"run.dir={run_dir}/run"]
+        resolution = resolve(recipe, words, own_dir=None, multirun=False)
+        if resolution.problems:
+            raise RuntimeError("\n".join(map(str, resolution.problems)))
+        [run] = resolution.runs
+        if run.config is None:
+            raise RuntimeError("the recipe gave no config")
+        result = train(run.config)
+        rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = []
+    # The first and the last step also evaluate.
+    for row in rows[WARM_UP:-1]:
+        parts = {
+            name.removeprefix("time/").removesuffix("_s"): value
+            for name, value in row.items()
+            if name.startswith("time/") and name != "time/step_s"
+        }
+        steps.append(Step(seconds=row["time/step_s"], tokens=int(row["rollout/response_tokens"]), parts=parts))
+    return steps
+
+
+# ---------------------------------------------------------------- both
+
+
+def child(args: argparse.Namespace) -> None:
+    """One side in this process; the steps go to standard output as the last line."""
+    if args.side == "trl":
+        from peer_trl_step import trl_steps
+
+        steps = trl_steps(args)
+    else:
+        steps = parity_steps(args)
+    sys.stdout.write("\n" + json.dumps([asdict(step) for step in steps]) + "\n")
+
+
+def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
+    """The same script in a fresh process."""
+    command = [sys.executable, __file__, "--side", side, "--model", str(model), "--steps", str(args.steps)]
+    command += ["--trl-batch", str(args.trl_batch), "--threads", str(args.threads)]
+    for word in args.word:
+        command += ["--word", word]
+    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(  # noqa: S603  (this script itself)
+        command, capture_output=True, text=True, check=False, env=environment, timeout=1800
+    )
+    if done.returncode:
+        raise RuntimeError(f"{side}: exit {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+    return [Step(**step) for step in json.loads(done.stdout.splitlines()[-1])]
+
+
+def seconds_per_step(steps: list[Step], tokens_per_step: float) -> float:
+    """Median seconds per step, at `tokens_per_step`: sampled lengths differ between the sides."""
+    return statistics.median(step.seconds / step.tokens for step in steps) * tokens_per_step
+
+
+def table(results: dict[tuple[str, str], list[list[Step]]], args: argparse.Namespace) -> str:
+    lines = [
+        f"{PROMPTS * GROUP_SIZE} samples of at most {MAX_NEW_TOKENS} tokens, groups of {GROUP_SIZE}; {args.threads} "
+        f"threads; {args.rounds} rounds of {args.steps} steps; median, in brackets the medians of the rounds.",
+        "",
+        "| lengths | side | s / step | tokens / step | tokens / s | times TRL | anatomy, s |",
+        "|---|---|--:|--:|--:|--:|---|",
+    ]
+    for (regime, side), rounds in results.items():
+        steps = [step for each in rounds for step in each]
+        tokens = statistics.mean(step.tokens for step in steps)
+        rates = [sum(s.tokens for s in each) / sum(s.seconds for s in each) for each in rounds]
+        peer = results.get((regime, "trl"))
+        ratio = "-"
+        if peer is not None:
+            base = [sum(s.tokens for s in each) / sum(s.seconds for s in each) for each in peer]
+            ratio = f"{statistics.median(rates) / statistics.median(base):.2f}"
+        medians = [statistics.median(s.seconds for s in each) for each in rounds]
+        names = {name: None for step in steps for name in step.parts}
+        parts = {name: statistics.median(step.parts.get(name, 0.0) for step in steps) for name in names}
+        anatomy = ", ".join(f"{name} {value:.2f}" for name, value in parts.items() if value >= 0.005)
+        lines.append(
+            f"| {regime} | {side} | {statistics.median(s.seconds for s in steps):.2f} "
+            f"({min(medians):.2f} - {max(medians):.2f}) | {tokens:.0f} | {statistics.median(rates):.0f} | {ratio} "
+            f"| {anatomy} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sides", nargs="+", default=["trl", "torch", "sglang"])
+    parser.add_argument("--regimes", nargs="+", default=sorted(END_PROBABILITY))
+    parser.add_argument("--trl-batch", type=int, default=16, help="samples of one forward of TRL")
+    parser.add_argument("--word", action="append", default=[], help="one more word for Parity's command line")
+    parser.add_argument("--side", help="run this side, in this process")
+    parser.add_argument("--model", type=Path, help="model directory of --side")
+    args = parser.parse_args()
+    if args.side:
+        child(args)
+        return
+    results: dict[tuple[str, str], list[list[Step]]] = {
+        (regime, side): [] for regime in args.regimes for side in args.sides
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        for regime in args.regimes:
+            (Path(scratch) / regime).mkdir()
+            build_model(Path(scratch) / regime, end_probability=END_PROBABILITY[regime])
+        for number in range(args.rounds):
+            for regime, side in results:
+                steps = run_side(args, side, Path(scratch) / regime)
+                results[regime, side].append(steps)
+                middle = statistics.median(step.seconds for step in steps)
+                sys.stderr.write(f"{number + 1}/{args.rounds} {regime} {side}: {middle:.2f} s per step\n")
+    sys.stdout.write(table(results, args) + "\n")
+
+
+if __name__ == "__main__":
+    main()
