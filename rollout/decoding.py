@@ -1,23 +1,26 @@
-"""Batched sampling with a key/value cache: (transformers model, GenerateRequests) -> Generations.
+"""Continuous batched sampling: (Decoder, GenerateRequests) -> Generations.
 
 The arithmetic of `rollout/torch_engine.py`. The response to a request depends on its prompt, its seed and the
 weights; the requests beside it only move the last bits of the logits.
 
-B: rows of a batch, U: distinct prompts among them, P: padded prompt length, R: response tokens, V: vocabulary.
+S: slots, N: sequences being decoded, in the first N slots, R: most response tokens, V: vocabulary, B: rows.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
-from rollout.hf import PreTrainedModel
+from rollout.decoder import Decoder
+from rollout.slots import KVSlots, Prefill, Step
 from rollout.types import FinishReason, GenerateRequest, Generation
+
+REFILL_PARTS = 8
+"""Requests are admitted when one of this many parts of the slots is free: each admission costs a forward."""
 
 
 def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,164 +44,200 @@ def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> t
 
 
 def decode(
-    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, policy_version: int, deadline: float
+    decoder: Decoder, requests: Sequence[GenerateRequest], *, num_slots: int, policy_version: int, deadline: float
 ) -> list[Generation]:
-    """Sample all requests as one batch, each to its stop token or its limit; results in the order of the requests.
+    """Sample every request to its stop token or its limit; results in the order of the requests.
 
-    Call under `torch.inference_mode()`. `deadline` is a time.monotonic() value, looked at before every token;
-    raises TimeoutError saying how far the batch had come.
+    At most `num_slots` sequences are decoded together. When a share of them has ended, the next requests take
+    their slots. Call under `torch.inference_mode()`. `deadline` is a time.monotonic() value, looked at before every
+    token; raises TimeoutError saying how many responses were complete.
     """
-    rows, cache, logits = _prefill(model, requests)
-    shape = rows.uniforms.shape
-    responses = _Responses(
-        tokens=torch.zeros(shape, dtype=torch.int64, device=logits.device),
-        logprobs=torch.zeros(shape, dtype=torch.float32, device=logits.device),
-        length=rows.limit.clone(),
-        stopped=torch.zeros_like(rows.ended),
-    )
-    for step in range(shape[1]):
+    if not requests:
+        return []
+    batch = _Batch(decoder, requests, num_slots=num_slots)
+    generations: list[Generation | None] = [None] * len(requests)
+    while batch.is_running:
         if time.monotonic() > deadline:
-            unfinished = int((~rows.ended).sum())
-            raise TimeoutError(f"{unfinished} of {len(requests)} responses were unfinished after {step} tokens")
-        tokens, logprobs = sample_tokens(logits, temperature=rows.temperature, uniforms=rows.uniforms[:, step])
-        responses.tokens[rows.row, step] = tokens
-        responses.logprobs[rows.row, step] = logprobs
-        stopped = (tokens[:, None] == rows.stop).any(dim=-1) & ~rows.ended
-        responses.length[rows.row[stopped]] = step + 1
-        responses.stopped[rows.row[stopped]] = True
-        rows.ended = rows.ended | stopped | (rows.limit <= step + 1)
-        num_ended = int(rows.ended.sum())
-        if num_ended == len(tokens):
-            break
-        if 2 * num_ended >= len(tokens):
-            # Half of the rows is the least that pays: the cache of the others has to be copied.
-            alive = (~rows.ended).nonzero().squeeze(-1)
-            rows, tokens = rows.select(alive), tokens[alive]
-            cache.batch_select_indices(alive)
-        logits = _next_logits(model, tokens[:, None], rows, cache, num_decoded=step + 1)
-    return responses.generations(policy_version)
+            complete = sum(generation is not None for generation in generations)
+            raise TimeoutError(
+                f"{complete} of {len(requests)} responses complete; {len(requests) - complete} of {len(requests)} "
+                f"were unfinished after {batch.num_steps} tokens"
+            )
+        for position, generation in batch.advance(policy_version):
+            generations[position] = generation
+    return [generation for generation in generations if generation is not None]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """What the sequences still being decoded need, one row each; rows leave when their sequence has ended."""
+    """One row per slot; those of the sequences being decoded come first."""
 
-    row: Tensor
-    """[B] int64, position in the batch of requests."""
+    request: Tensor
+    """[S] int64, position in the list of requests."""
     temperature: Tensor
-    """[B] float32."""
+    """[S] float32."""
     limit: Tensor
-    """[B] int64, max_new_tokens."""
+    """[S] int64, max_new_tokens."""
     stop: Tensor
-    """[B, S] int64, stop token ids, -1 where a row has fewer."""
+    """[S, W] int64, stop token ids, -1 where a row has fewer."""
     uniforms: Tensor
-    """[B, R] float64, all draws of a sample, fixed by its seed alone."""
+    """[S, R] float64, all draws of a sample, fixed by its seed alone."""
     prompt_length: Tensor
-    """[B] int64."""
-    prompt_mask: Tensor
-    """[B, P] int64, 0 on the padding left of a prompt."""
-    ended: Tensor
-    """[B] bool."""
+    """[S] int64."""
+    count: Tensor
+    """[S] int64, response tokens so far."""
+    tokens: Tensor
+    """[S, R] int64; entries from `count` on are meaningless."""
+    logprobs: Tensor
+    """[S, R] float32."""
 
-    def select(self, index: Tensor) -> _Rows:
-        return _Rows(
-            row=self.row[index],
-            temperature=self.temperature[index],
-            limit=self.limit[index],
-            stop=self.stop[index],
-            uniforms=self.uniforms[index],
-            prompt_length=self.prompt_length[index],
-            prompt_mask=self.prompt_mask[index],
-            ended=self.ended[index],
+    @classmethod
+    def empty(cls, num_slots: int, *, num_stop: int, max_new_tokens: int, device: torch.device) -> _Rows:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+        return cls(
+            request=zeros(),
+            temperature=zeros(dtype=torch.float32),
+            limit=zeros(),
+            stop=zeros(num_stop),
+            uniforms=zeros(max_new_tokens, dtype=torch.float64),
+            prompt_length=zeros(),
+            count=zeros(),
+            tokens=zeros(max_new_tokens),
+            logprobs=zeros(max_new_tokens, dtype=torch.float32),
         )
 
+    def fill(self, first: int, positions: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        """Put requests[p] for every p of `positions` into the rows from `first` on."""
+        samplings = [requests[position].sampling for position in positions]
+        rows = slice(first, first + len(positions))
+        width = self.stop.shape[1]
+        stop = [[*s.stop_token_ids, *([-1] * (width - len(s.stop_token_ids)))] for s in samplings]
+        self.request[rows] = torch.tensor(positions)
+        self.temperature[rows] = torch.tensor([s.temperature for s in samplings])
+        self.limit[rows] = torch.tensor([s.max_new_tokens for s in samplings])
+        self.stop[rows] = torch.tensor(stop, dtype=torch.int64).view(len(positions), width)
+        self.prompt_length[rows] = torch.tensor([len(requests[position].prompt_token_ids) for position in positions])
+        self.count[rows] = 0
+        # On the CPU whatever the device is, so that a seed means the same draws everywhere.
+        generator = torch.Generator()
+        for row, sampling in enumerate(samplings, start=first):
+            generator.manual_seed(sampling.seed)
+            draws = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+            self.uniforms[row, : sampling.max_new_tokens] = draws
 
-@dataclass(kw_only=True, slots=True)
-class _Responses:
-    """Everything sampled for a batch; entries from `length` on are meaningless."""
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy rows `source` to rows `target`, both [M] int64."""
+        for column in fields(self):
+            values = getattr(self, column.name)
+            values[target] = values[source]
 
-    tokens: Tensor
-    """[B, R] int64."""
-    logprobs: Tensor
-    """[B, R] float32."""
-    length: Tensor
-    """[B] int64."""
-    stopped: Tensor
-    """[B] bool: ended by a stop token, not by its limit."""
 
-    def generations(self, policy_version: int) -> list[Generation]:
-        columns = (self.tokens, self.logprobs, self.length, self.stopped)
-        return [
-            Generation(
-                token_ids=tokens[:length],
-                logprobs=logprobs[:length],
+class _Batch:
+    """The sequences being decoded and the requests that wait for a slot."""
+
+    def __init__(self, decoder: Decoder, requests: Sequence[GenerateRequest], *, num_slots: int) -> None:
+        self.num_steps = 0
+        self._decoder = decoder
+        self._requests = requests
+        self._num_slots = min(num_slots, len(requests))
+        self._waiting = 0
+        """Position of the first request that has no slot yet."""
+        self._active = 0
+        self._rows = _Rows.empty(
+            self._num_slots,
+            num_stop=max(len(request.sampling.stop_token_ids) for request in requests),
+            max_new_tokens=max(request.sampling.max_new_tokens for request in requests),
+            device=decoder.device,
+        )
+        longest = max(len(request.prompt_token_ids) + request.sampling.max_new_tokens for request in requests)
+        self._slots = KVSlots(num_slots=self._num_slots, max_columns=longest)
+        self._logits: Tensor | None = None
+        """[N, V] of the active rows."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._active > 0 or self._waiting < len(self._requests)
+
+    def advance(self, policy_version: int) -> list[tuple[int, Generation]]:
+        """One token for every active sequence; returns those that ended with it, by position of their request."""
+        free = self._num_slots - self._active
+        if self._waiting < len(self._requests) and free >= max(1, self._num_slots // REFILL_PARTS):
+            self._admit(min(free, len(self._requests) - self._waiting))
+        ended = self._sample()
+        self.num_steps += 1
+        finished: list[tuple[int, Generation]] = []
+        if bool(ended.any()):
+            finished = self._collect(ended.nonzero().squeeze(-1), policy_version)
+            self._release(ended)
+        if self._active:
+            self._logits = self._next_logits()
+        return finished
+
+    def _admit(self, count: int) -> None:
+        """Give the next `count` requests a slot each and read every distinct prompt among them once."""
+        positions = range(self._waiting, self._waiting + count)
+        distinct: dict[tuple[int, ...], int] = {}
+        index = [distinct.setdefault(tuple(self._requests[p].prompt_token_ids), len(distinct)) for p in positions]
+        width = max(len(prompt) for prompt in distinct)
+        # The id of padding does not matter.
+        padded = [list(prompt) + [0] * (width - len(prompt)) for prompt in distinct]
+        device = self._decoder.device
+        prompt_of_slot = torch.tensor(index, device=device)
+        logits = self._decoder.prefill(
+            torch.tensor(padded, device=device),
+            torch.tensor([len(prompt) for prompt in distinct], device=device),
+            Prefill(self._slots, first_slot=self._active, prompt_of_slot=prompt_of_slot, longest=width),
+        )[prompt_of_slot]
+        self._rows.fill(self._active, positions, self._requests)
+        self._logits = logits if self._logits is None else torch.cat([self._logits[: self._active], logits])
+        self._waiting += count
+        self._active += count
+
+    def _sample(self) -> Tensor:
+        """Draw the next token of every active row; returns which rows ended with it, [N] bool."""
+        rows, active = self._rows, slice(self._active)
+        if self._logits is None:
+            raise RuntimeError("a token is drawn after a forward")
+        count = rows.count[active, None]
+        uniforms = rows.uniforms[active].gather(1, count).squeeze(1)
+        tokens, logprobs = sample_tokens(self._logits, temperature=rows.temperature[active], uniforms=uniforms)
+        rows.tokens[active].scatter_(1, count, tokens[:, None])
+        rows.logprobs[active].scatter_(1, count, logprobs[:, None])
+        rows.count[active] += 1
+        return (tokens[:, None] == rows.stop[active]).any(dim=-1) | (rows.count[active] >= rows.limit[active])
+
+    def _collect(self, ended: Tensor, policy_version: int) -> list[tuple[int, Generation]]:
+        rows = self._rows
+        columns = (rows.request, rows.count, rows.tokens, rows.logprobs, rows.stop)
+        finished = []
+        for request, count, tokens, logprobs, stop in zip(*(c[ended].tolist() for c in columns), strict=True):
+            reason = FinishReason.stop if tokens[count - 1] in stop else FinishReason.length
+            generation = Generation(
+                token_ids=tokens[:count],
+                logprobs=logprobs[:count],
                 policy_version=policy_version,
-                finish_reason=FinishReason.stop if stopped else FinishReason.length,
+                finish_reason=reason,
             )
-            for tokens, logprobs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+            finished.append((request, generation))
+        return finished
 
+    def _release(self, ended: Tensor) -> None:
+        """Free the slots of the rows that ended; the last active rows move into the holes."""
+        left = self._active - int(ended.sum())
+        target = ended[:left].nonzero().squeeze(-1)
+        source = (~ended[left:]).nonzero().squeeze(-1) + left
+        if len(target):
+            lengths = self._rows.prompt_length[source] + self._rows.count[source]
+            self._slots.move(source, target, columns=int(lengths.max()))
+            self._rows.move(source, target)
+        self._active = left
 
-def _prefill(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> tuple[_Rows, DynamicCache, Tensor]:
-    """Run every distinct prompt once; returns the rows, their cache and next-token logits [B, V]."""
-    distinct: dict[tuple[int, ...], int] = {}
-    index = [distinct.setdefault(tuple(request.prompt_token_ids), len(distinct)) for request in requests]
-    width = max(len(prompt) for prompt in distinct)
-    # Padding goes left, so that the newest token of every row is in the last column. Its id does not matter.
-    token_ids = [[0] * (width - len(prompt)) + list(prompt) for prompt in distinct]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in distinct]
-    token_ids_U = torch.tensor(token_ids, device=model.device)
-    mask_U = torch.tensor(mask, device=model.device)
-    rows_B = torch.tensor(index, device=model.device)
-    cache = DynamicCache(config=model.config)
-    logits_U = model(
-        input_ids=token_ids_U,
-        attention_mask=mask_U,
-        position_ids=(mask_U.cumsum(dim=-1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
-    if len(distinct) < len(requests):
-        cache.batch_select_indices(rows_B)
-    return _make_rows(requests, prompt_mask=mask_U[rows_B]), cache, logits_U[rows_B]
-
-
-def _make_rows(requests: Sequence[GenerateRequest], *, prompt_mask: Tensor) -> _Rows:
-    device = prompt_mask.device
-    samplings = [request.sampling for request in requests]
-    uniforms = torch.zeros(len(requests), max(s.max_new_tokens for s in samplings), dtype=torch.float64)
-    # On the CPU whatever the device is, so that a seed means the same draws everywhere.
-    generator = torch.Generator()
-    for row, sampling in enumerate(samplings):
-        generator.manual_seed(sampling.seed)
-        draws = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
-        uniforms[row, : sampling.max_new_tokens] = draws
-    widest = max(len(s.stop_token_ids) for s in samplings)
-    stop = [[*s.stop_token_ids, *([-1] * (widest - len(s.stop_token_ids)))] for s in samplings]
-    return _Rows(
-        row=torch.arange(len(requests), device=device),
-        temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
-        limit=torch.tensor([s.max_new_tokens for s in samplings], device=device),
-        stop=torch.tensor(stop, dtype=torch.int64, device=device).view(len(requests), widest),
-        uniforms=uniforms.to(device),
-        prompt_length=prompt_mask.sum(dim=-1),
-        prompt_mask=prompt_mask,
-        ended=torch.zeros(len(requests), dtype=torch.bool, device=device),
-    )
-
-
-def _next_logits(
-    model: PreTrainedModel, tokens: Tensor, rows: _Rows, cache: DynamicCache, *, num_decoded: int
-) -> Tensor:
-    """Feed the newest token [B, 1] of every row; returns next-token logits [B, V]."""
-    decoded = rows.prompt_mask.new_ones(len(tokens), num_decoded)
-    logits: Tensor = model(
-        input_ids=tokens,
-        attention_mask=torch.cat([rows.prompt_mask, decoded], dim=-1),
-        position_ids=(rows.prompt_length + num_decoded - 1)[:, None],
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    ).logits[:, -1]
-    return logits
+    def _next_logits(self) -> Tensor:
+        rows, active = self._rows, slice(self._active)
+        count = rows.count[active]
+        tokens = rows.tokens[active].gather(1, count[:, None] - 1).squeeze(1)
+        positions = rows.prompt_length[active] + count - 1
+        forward = Step(self._slots, positions=positions, longest=int(positions.max()) + 1, dtype=self._decoder.dtype)
+        return self._decoder.step(tokens, positions, forward)

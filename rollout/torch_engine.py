@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from rollout.config import TorchEngineConfig
+from rollout.decoder import Decoder, build_decoder
 from rollout.decoding import decode
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
+from rollout.slots import SLOT_ATTENTION
 from rollout.types import GenerateRequest, Generation, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
 
@@ -34,6 +36,7 @@ class TorchEngine:
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._model: PreTrainedModel | None = None
+        self._decoder: Decoder | None = None
         self._version = 0
         self._broken = ""
 
@@ -56,6 +59,7 @@ class TorchEngine:
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
+                attn_implementation=SLOT_ATTENTION,
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"{self._name} start: {model_path} could not be loaded: {error}") from error
@@ -65,6 +69,7 @@ class TorchEngine:
             # transformers would go on with random numbers in their place.
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
         self._model = model.eval().requires_grad_(False).to(self._device)
+        self._decoder = build_decoder(model)
         self._version = 0
         self._broken = ""
         start_s = time.monotonic() - begin
@@ -83,22 +88,24 @@ class TorchEngine:
         rollout.generate_timeout_s has passed or the engine holds no usable weights.
         """
         model = self._usable_model("generate")
+        decoder = self._decoder or build_decoder(model)
         for request in requests:
             self._check_request(request, model)
         deadline = time.monotonic() + self._config.generate_timeout_s
-        generations: list[Generation] = []
         try:
             with torch.inference_mode():
-                for first in range(0, len(requests), self._config.max_batch_size):
-                    batch = requests[first : first + self._config.max_batch_size]
-                    generations += decode(model, batch, policy_version=self._version, deadline=deadline)
+                return decode(
+                    decoder,
+                    requests,
+                    num_slots=self._config.max_batch_size,
+                    policy_version=self._version,
+                    deadline=deadline,
+                )
         except TimeoutError as error:
             raise EngineError(
                 f"{self._name} generate: rollout.generate_timeout_s={self._config.generate_timeout_s} has passed with "
-                f"{len(generations)} of {len(requests)} responses complete; of the running batch, {error}. Raise it, "
-                "or lower sampling.max_new_tokens or the number of samples per step."
+                f"{error}. Raise it, or lower sampling.max_new_tokens or the number of samples per step."
             ) from error
-        return generations
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
         """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
@@ -127,6 +134,8 @@ class TorchEngine:
         loaded = time.monotonic()
         if not in_place:
             self._read_back(buckets, parameters, begin=begin, version=version)
+        # Projections that are computed together are copied next to each other, where they do not lie so already.
+        self._decoder = build_decoder(model)
         self._version = version
         self._broken = ""
         return WeightReport(
@@ -157,7 +166,7 @@ class TorchEngine:
 
     def stop(self) -> None:
         """Free the model; safe to call twice."""
-        self._model = None
+        self._model = self._decoder = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,0 +1,153 @@
+"""Keys and values of the sequences being decoded, and attention over them: any Hugging Face decoder can use both.
+
+A slot is a row of memory for one sequence: column t holds its token t, so no slot knows padding and sequences of
+different ages are decoded together. The active slots are always the first ones; memory grows with the longest
+sequence. The model calls `slot_attention` by the name SLOT_ATTENTION; what is to be done travels with the call, as a
+`Prefill` or a `Step`.
+
+S: slots, N: active ones, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns, D: size
+of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.hf import AttentionInterface
+
+SLOT_ATTENTION = "parity_slots"
+"""Value of `attn_implementation` that selects this attention."""
+
+FIRST_COLUMNS = 64
+"""Columns beyond the first prompts; memory doubles when they are used up."""
+
+UNSUPPORTED = ("softcap", "s_aux")
+"""Attention variants (logit soft-capping, sinks) that `slot_attention` does not compute."""
+
+
+class KVSlots:
+    """Keys and values of every layer. A layer's memory is taken when its first prompt comes."""
+
+    def __init__(self, *, num_slots: int, max_columns: int) -> None:
+        """`max_columns` is the length of the longest sequence that will ever be stored."""
+        self._num_slots = num_slots
+        self._max_columns = max_columns
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
+
+        `like` [.., K, .., D] gives shape, dtype and device.
+        """
+        held = self._layers.get(index)
+        if held is not None and held[0].shape[2] >= columns:
+            return held
+        capacity = columns + FIRST_COLUMNS if held is None else max(columns, 2 * held[0].shape[2])
+        shape = (self._num_slots, like.shape[1], min(capacity, self._max_columns), like.shape[3])
+        # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
+        grown = (like.new_zeros(shape), like.new_zeros(shape))
+        if held is not None:
+            for new, old in zip(grown, held, strict=True):
+                new[:, :, : old.shape[2]] = old
+        self._layers[index] = grown
+        return grown
+
+    def move(self, source: Tensor, target: Tensor, *, columns: int) -> None:
+        """Copy the first `columns` of slots `source` to slots `target`, both [M] int64 without a common element."""
+        for layer in self._layers.values():
+            for memory in layer:
+                memory[target, :, :columns] = memory[source, :, :columns]
+
+
+class Prefill:
+    """Prompts are read and stored: prompt `prompt_of_slot[i]` in slot `first_slot + i`."""
+
+    def __init__(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> None:
+        """`longest` is the length of the longest prompt."""
+        self._slots = slots
+        self._target = slice(first_slot, first_slot + len(prompt_of_slot))
+        self._prompt_of_slot = prompt_of_slot
+        self.longest = longest
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Causal attention within each prompt: query [U, H, P, D], key and value [U, K, P, D] -> [U, H, P, D].
+
+        Prompts are padded on the right: no token of a prompt sees padding behind it.
+        """
+        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+            memory[self._target, :, : self.longest] = new[self._prompt_of_slot]
+        gqa = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+
+
+class Step:
+    """Each of the first N slots gets one token, at its own position."""
+
+    def __init__(self, slots: KVSlots, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
+        """`positions` [N] int64, column of the new token; `longest` is their maximum plus one."""
+        self._slots = slots
+        self._positions = positions
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self.longest = longest
+        self._mask: Tensor | None = None
+        if int(positions.min()) + 1 < longest:
+            behind = torch.arange(longest, device=positions.device) > positions[:, None]
+            shape = (len(positions), 1, longest)
+            self._mask = torch.zeros(shape, dtype=dtype, device=positions.device)
+            self._mask.masked_fill_(behind[:, None], -torch.inf)
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Store the new token and attend to all of its sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
+        count, num_heads, _, size = query.shape
+        num_kv = key.shape[1]
+        keys, values = self._slots.reserve(index, key, columns=self.longest)
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        # [N * K, C, D], without a copy: active slots lie together. Batched products beat the fused attention of
+        # torch 2.13 two to three times on a CPU when there is one query per sequence.
+        past_keys = keys[:count].view(count * num_kv, -1, size)[:, : self.longest]
+        past_values = values[:count].view(count * num_kv, -1, size)[:, : self.longest]
+        scale = size**-0.5 if scaling is None else scaling
+        scaled = query.reshape(count * num_kv, num_heads // num_kv, size) * scale
+        if self._mask is None:
+            scores = torch.bmm(scaled, past_keys.transpose(1, 2))
+        else:
+            if len(self._mask) != count * num_kv:
+                # Once for all layers.
+                self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
+            scores = torch.baddbmm(self._mask, scaled, past_keys.transpose(1, 2))
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        return torch.bmm(weights, past_values).view(count, num_heads, 1, size)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention interface of transformers: [B, H, T, D] -> [B, T, H, D]. Needs `forward_kind` as a keyword argument of
+    the model's forward: a Prefill or a Step.
+    """
+    kind = kwargs["forward_kind"]
+    if not isinstance(kind, Prefill | Step):
+        raise TypeError("slot attention needs a Prefill or a Step")
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"slot attention does not support {name}")
+    window = kwargs.get("sliding_window")
+    if isinstance(window, int) and window < kind.longest:
+        raise ValueError(f"sequences of {kind.longest} tokens exceed the model's sliding window of {window}")
+    index = module.layer_idx
+    if not isinstance(index, int):
+        raise TypeError(f"{type(module).__name__} has no layer_idx")
+    return kind.attend(index, query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
