@@ -10,6 +10,10 @@ forward, backward, optimizer step, its own bookkeeping; weights need no sync, be
 Parity: Ray calls, sampling, rewards, packing, forward, backward, optimizer step, mismatch diagnosis, weight sync with
 digests, and one row of metrics on the disk. Not timed on either side: start, the first steps, saving, evaluation.
 
+Two measures: seconds by the clock, which mean something only on a machine that nobody else uses, and processor seconds
+of all processes of a side (Ray's among them), which do not depend on who else waits for the cores. Waiting threads
+sleep on both sides (OMP_WAIT_POLICY=PASSIVE), or spinning would count as work.
+
 Both run in float32 with beta=0, one optimizer step per rollout and no forward for pi_old. The model is the demo's
 architecture at a width of 256 with random weights, of which one row of the head gives the end-of-sequence token
 the same odds at every position:
@@ -30,6 +34,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 PROMPTS = 8
 GROUP_SIZE = 8
@@ -41,6 +48,26 @@ WARM_UP = 4
 SEED = 0
 
 
+class ProcessorClock:
+    """Processor seconds per step of this process and all below it, between the first and the last counted step."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._marks: list[float] = []
+
+    def mark(self, step: int) -> None:
+        """Call at the end of every step, counted from 1."""
+        if step in (WARM_UP, WARM_UP + self._num_steps):
+            own = psutil.Process()
+            times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
+            self._marks.append(sum(time.user + time.system for time in times))
+
+    @property
+    def per_step(self) -> float:
+        first, last = self._marks
+        return (last - first) / self._num_steps
+
+
 @dataclass(kw_only=True)
 class Step:
     """One step of either side."""
@@ -48,6 +75,8 @@ class Step:
     seconds: float
     tokens: int
     """Response tokens."""
+    processor_s: float = 0.0
+    """Mean over the steps of a round."""
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
 
@@ -125,7 +154,16 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
     import rollout.rewards.functions as functions
     from trainer.cli.compose import resolve
     from trainer.loop import train
+    from trainer.tracking.tracker import Tracker
 
+    clock = ProcessorClock(args.steps)
+    log = Tracker.log
+
+    def marked(tracker: Tracker, step: int, *rest: Any) -> None:
+        log(tracker, step, *rest)
+        clock.mark(step)
+
+    Tracker.log = marked
     functions.REWARDS["gsm8k"] = lambda response, answer: rewarded(response)
     recipe = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
     with tempfile.TemporaryDirectory() as run_dir:
@@ -146,7 +184,8 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
             for name, value in row.items()
             if name.startswith("time/") and name != "time/step_s"
         }
-        steps.append(Step(seconds=row["time/step_s"], tokens=int(row["rollout/response_tokens"]), parts=parts))
+        tokens = int(row["rollout/response_tokens"])
+        steps.append(Step(seconds=row["time/step_s"], tokens=tokens, processor_s=clock.per_step, parts=parts))
     return steps
 
 
@@ -170,47 +209,59 @@ def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
     command += ["--trl-batch", str(args.trl_batch), "--threads", str(args.threads)]
     for word in args.word:
         command += ["--word", word]
-    environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(args.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Ray gives its workers a low priority; on a machine of their own that changes nothing.
+        "RAY_worker_niceness": "0",
+    }
     done = subprocess.run(  # noqa: S603  (this script itself)
-        command, capture_output=True, text=True, check=False, env=environment, timeout=1800
+        command, capture_output=True, text=True, check=False, env=environment, timeout=3600
     )
     if done.returncode:
         raise RuntimeError(f"{side}: exit {done.returncode}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     return [Step(**step) for step in json.loads(done.stdout.splitlines()[-1])]
 
 
-def seconds_per_step(steps: list[Step], tokens_per_step: float) -> float:
-    """Median seconds per step, at `tokens_per_step`: sampled lengths differ between the sides."""
-    return statistics.median(step.seconds / step.tokens for step in steps) * tokens_per_step
-
-
 def table(results: dict[tuple[str, str], list[list[Step]]], args: argparse.Namespace) -> str:
     lines = [
         f"{PROMPTS * GROUP_SIZE} samples of at most {MAX_NEW_TOKENS} tokens, groups of {GROUP_SIZE}; {args.threads} "
-        f"threads; {args.rounds} rounds of {args.steps} steps; median, in brackets the medians of the rounds.",
+        f"threads; {args.rounds} rounds of {args.steps} steps; medians, in brackets the range of the rounds. Ratios "
+        "are of response tokens per second.",
         "",
-        "| lengths | side | s / step | tokens / step | tokens / s | times TRL | anatomy, s |",
-        "|---|---|--:|--:|--:|--:|---|",
+        "| lengths | side | s / step | processor s / step | tokens / step | times TRL, clock | times TRL, processor "
+        "| anatomy, s |",
+        "|---|---|--:|--:|--:|--:|--:|---|",
     ]
     for (regime, side), rounds in results.items():
-        steps = [step for each in rounds for step in each]
-        tokens = statistics.mean(step.tokens for step in steps)
-        rates = [sum(s.tokens for s in each) / sum(s.seconds for s in each) for each in rounds]
         peer = results.get((regime, "trl"))
-        ratio = "-"
-        if peer is not None:
-            base = [sum(s.tokens for s in each) / sum(s.seconds for s in each) for each in peer]
-            ratio = f"{statistics.median(rates) / statistics.median(base):.2f}"
-        medians = [statistics.median(s.seconds for s in each) for each in rounds]
+        steps = [step for each in rounds for step in each]
+        clocks = [statistics.median(step.seconds for step in each) for each in rounds]
+        processors = [each[0].processor_s for each in rounds]
+        pairs = [] if peer is None else zip(rates(rounds), rates(peer), strict=True)
+        ratios = [f"{mine / theirs:.2f}" for mine, theirs in pairs] or ["-", "-"]
         names = {name: None for step in steps for name in step.parts}
         parts = {name: statistics.median(step.parts.get(name, 0.0) for step in steps) for name in names}
         anatomy = ", ".join(f"{name} {value:.2f}" for name, value in parts.items() if value >= 0.005)
         lines.append(
-            f"| {regime} | {side} | {statistics.median(s.seconds for s in steps):.2f} "
-            f"({min(medians):.2f} - {max(medians):.2f}) | {tokens:.0f} | {statistics.median(rates):.0f} | {ratio} "
-            f"| {anatomy} |"
+            f"| {regime} | {side} | {statistics.median(step.seconds for step in steps):.2f} "
+            f"({min(clocks):.2f} - {max(clocks):.2f}) | {statistics.median(processors):.2f} "
+            f"({min(processors):.2f} - {max(processors):.2f}) | {statistics.mean(step.tokens for step in steps):.0f} "
+            f"| {ratios[0]} | {ratios[1]} | {anatomy} |"
         )
     return "\n".join(lines)
+
+
+def rates(rounds: list[list[Step]]) -> tuple[float, float]:
+    """Response tokens per second of the clock and of the processor, medians of the rounds."""
+    tokens = [sum(step.tokens for step in each) for each in rounds]
+    clocks = [sum(step.seconds for step in each) for each in rounds]
+    processors = [sum(step.processor_s for step in each) for each in rounds]
+    return (
+        statistics.median(count / spent for count, spent in zip(tokens, clocks, strict=True)),
+        statistics.median(count / spent for count, spent in zip(tokens, processors, strict=True)),
+    )
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ importlib.import_module("rollout.hf")  # declares torchvision's operators, befor
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from grpo_step import GROUP_SIZE, MAX_NEW_TOKENS, PROMPTS, SEED, WARM_UP, Step, rewarded  # noqa: E402
+from grpo_step import GROUP_SIZE, MAX_NEW_TOKENS, PROMPTS, SEED, WARM_UP, ProcessorClock, Step, rewarded  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
@@ -23,7 +23,8 @@ from rollout.config import ArithmeticDataConfig  # noqa: E402
 class Clock(TrainerCallback):
     """Seconds between the ends of steps, tokens and phases of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int) -> None:
+        self.processor = ProcessorClock(num_steps)
         self.steps: list[Step] = []
         self.tokens = 0
         self.parts: dict[str, float] = {}
@@ -33,7 +34,8 @@ class Clock(TrainerCallback):
         now = time.perf_counter()
         self.parts["other"] = now - self._ended - sum(self.parts.values())
         self.steps.append(Step(seconds=now - self._ended, tokens=self.tokens, parts=self.parts))
-        self._ended, self.tokens, self.parts = now, 0, {}
+        self.processor.mark(len(self.steps))
+        self._ended, self.tokens, self.parts = time.perf_counter(), 0, {}
 
     def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         self.tokens += sum(map(len, completion_ids))
@@ -57,7 +59,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
     torch.set_num_threads(args.threads)
     samples = PROMPTS * GROUP_SIZE
     problems = arithmetic_problems(ArithmeticDataConfig()).train
-    clock = Clock()
+    clock = Clock(args.steps)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
@@ -89,6 +91,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
         clock.timed(trainer, "_generate_single_turn", "generate")
         clock.timed(trainer, "training_step", "forward, backward")
         inner = trainer._generate_and_score_completions
+
         # training_step calls it for the first micro-batch: what it does besides generating is not training.
         def prepare(*a: Any, **k: Any) -> Any:
             started = time.perf_counter()
@@ -101,4 +104,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
 
         trainer._generate_and_score_completions = prepare
         trainer.train()
-    return clock.steps[WARM_UP:]
+    steps = clock.steps[WARM_UP:]
+    for step in steps:
+        step.processor_s = clock.processor.per_step
+    return steps

@@ -135,7 +135,7 @@ class TorchEngineConfig(EngineConfig):
 
     kind: ClassVar[str] = "torch"
     max_batch_size: int = 256
-    """Sequences decoded together."""
+    """Sequences decoded together; when some have ended, waiting ones take their slots."""
 
     @property
     def max_running(self) -> int | None:

@@ -5,8 +5,8 @@ different ages are decoded together. The active slots are always the first ones;
 sequence. The model calls `slot_attention` by the name SLOT_ATTENTION; what is to be done travels with the call, as a
 `Prefill` or a `Step`.
 
-S: slots, N: active ones, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns, D: size
-of a head.
+S: slots, N: active ones, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns,
+D: size of a head.
 """
 
 from __future__ import annotations

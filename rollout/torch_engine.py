@@ -1,6 +1,7 @@
 """The embedded engine: a transformers model in the caller's process behind the Engine protocol, no server.
 
-Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`; `rollout/decoding.py` does the sampling.
+Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`; `rollout/decoding.py` does the sampling with the
+forward of `rollout/decoder.py` and the memory of `rollout/slots.py`.
 Deterministic, so it is also what other engines are compared with.
 """
 
@@ -17,7 +18,7 @@ from rollout.config import TorchEngineConfig
 from rollout.decoder import Decoder, build_decoder
 from rollout.decoding import decode
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
-from rollout.hf import AutoModelForCausalLM, PreTrainedModel
+from rollout.hf import ALTERED_LOGITS, AutoModelForCausalLM, PreTrainedModel
 from rollout.slots import SLOT_ATTENTION
 from rollout.types import GenerateRequest, Generation, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
@@ -27,7 +28,7 @@ LISTED_NAMES = 5
 
 
 class TorchEngine:
-    """One model, batched sampling with a key/value cache. Not safe for concurrent calls."""
+    """One model, continuous batched sampling. Not safe for concurrent calls."""
 
     def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
         """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
@@ -68,6 +69,10 @@ class TorchEngine:
         if absent:
             # transformers would go on with random numbers in their place.
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
+        for key in ALTERED_LOGITS:
+            if getattr(model.config, key, None) not in (None, 1, 1.0):
+                value = getattr(model.config, key)
+                raise EngineError(f"{self._name} start: {model_path}: {key}={value} in config.json is not supported")
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._decoder = build_decoder(model)
         self._version = 0

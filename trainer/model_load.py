@@ -20,14 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rollout.hf import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from rollout.hf import ALTERED_LOGITS, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trainer.attention import PACKED_ATTENTION
 from trainer.host_copy import with_local_part
 
 logger = logging.getLogger(__name__)
 
-ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are not head(hidden): scoring them with the plain head would be wrong."""
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LISTED_NAMES = 5

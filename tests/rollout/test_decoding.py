@@ -1,9 +1,12 @@
-"""The sampling law: evenly spaced draws must land on tokens in proportion to their probabilities."""
+"""The sampling law, and the order in which requests get their slots."""
+
+import time
 
 import pytest
 import torch
 
-from rollout.decoding import sample_tokens
+from rollout.decoding import decode, sample_tokens
+from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 
 def test_sampling_follows_the_distribution_exactly():
@@ -59,3 +62,63 @@ def test_a_broken_row_is_visible_and_stays_in_the_vocabulary():
     )
     assert 0 <= tokens[0] < 3
     assert logprobs.isnan().tolist() == [True, False]
+
+
+class CountingDecoder:
+    """Next token = last token + 1, whatever came before; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.prompts: list[int] = []
+        """Distinct prompts of every prefill."""
+        self.rows: list[int] = []
+        """Sequences of every step."""
+
+    def prefill(self, token_ids, lengths, forward):
+        self.prompts.append(len(token_ids))
+        return self._logits(token_ids[torch.arange(len(token_ids)), lengths - 1])
+
+    def step(self, tokens, positions, forward):
+        self.rows.append(len(tokens))
+        return self._logits(tokens)
+
+    def _logits(self, tokens):
+        return torch.nn.functional.one_hot(tokens + 1, 100).float() * 1000
+
+
+def counting_requests(lengths, *, group_size):
+    """Request i starts after token 10 * (i // group_size) and has lengths[i] tokens."""
+    return [
+        GenerateRequest(
+            prompt_id=index // group_size,
+            sample_index=index % group_size,
+            prompt_token_ids=[0] * (index // group_size) + [10 * (index // group_size)],
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=length, seed=index),
+        )
+        for index, length in enumerate(lengths)
+    ]
+
+
+def test_freed_slots_are_filled_at_once_and_every_response_stays_its_own():
+    lengths = [3, 30, 4, 5, 30, 6, 7, 30, 8, 9, 30, 10]
+    requests, decoder = counting_requests(lengths, group_size=2), CountingDecoder()
+    generations = decode(decoder, requests, num_slots=4, policy_version=3, deadline=time.monotonic() + 60)
+    for request, generation, length in zip(requests, generations, lengths, strict=True):
+        first = request.prompt_token_ids[-1] + 1
+        assert generation.token_ids == list(range(first, first + length))
+        assert (generation.finish_reason, generation.policy_version) == (FinishReason.length, 3)
+    # Three full batches of four would take 30 + 30 + 30 tokens.
+    assert len(decoder.rows) < 60
+    assert max(decoder.rows) <= 4
+    assert sum(decoder.prompts) <= len(lengths)
+
+
+def test_a_group_reads_its_prompt_once_and_ended_sequences_leave_the_batch():
+    requests, decoder = counting_requests([1, 1, 2, 9], group_size=4), CountingDecoder()
+    decode(decoder, requests, num_slots=64, policy_version=0, deadline=time.monotonic() + 60)
+    assert decoder.prompts == [1]
+    assert decoder.rows == [2] + [1] * 7
+
+
+def test_nothing_is_asked_for_nothing():
+    assert decode(CountingDecoder(), [], num_slots=4, policy_version=0, deadline=0.0) == []

@@ -1,0 +1,134 @@
+"""The two decoders against the model's own forward without a cache: prompts of several lengths, then single tokens."""
+
+import json
+
+import pytest
+import torch
+from tiny_model import VOCAB_SIZE, write_tiny_model
+
+from rollout.config import TorchEngineConfig
+from rollout.decoder import FusedDecoder, ModuleDecoder, build_decoder
+from rollout.engine import EngineError
+from rollout.hf import AutoModelForCausalLM
+from rollout.slots import SLOT_ATTENTION, KVSlots, Prefill, Step
+from rollout.torch_engine import TorchEngine
+
+TOLERANCE = 1e-5
+"""Largest difference of a float32 logit."""
+PROMPTS = [[5, 9, 11, 40, 3], [7], [20, 21, 22]]
+PROMPT_OF_SLOT = [0, 0, 1, 2]
+NUM_STEPS = 90
+"""More than the columns that memory starts with, so that it has to grow."""
+
+
+def load(path, model_type="qwen2", *, tied=True, seed=0):
+    write_tiny_model(path, model_type=model_type, tied=tied, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=SLOT_ATTENTION)
+    return model.eval().requires_grad_(False)
+
+
+def plain_logits(path, sequences):
+    """[N, V] after the last token of each sequence, one forward per sequence without cache, padding or slots."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return torch.stack([model(input_ids=torch.tensor([each]), use_cache=False).logits[0, -1] for each in sequences])
+
+
+def read_prompts(decoder, slots):
+    longest = max(map(len, PROMPTS))
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in PROMPTS])
+    lengths = torch.tensor([len(prompt) for prompt in PROMPTS])
+    prompt_of_slot = torch.tensor(PROMPT_OF_SLOT)
+    forward = Prefill(slots, first_slot=0, prompt_of_slot=prompt_of_slot, longest=longest)
+    with torch.inference_mode():
+        return decoder.prefill(padded, lengths, forward)[prompt_of_slot]
+
+
+def read_tokens(decoder, slots, tokens, positions):
+    with torch.inference_mode():
+        forward = Step(slots, positions=positions, longest=int(positions.max()) + 1, dtype=decoder.dtype)
+        return decoder.step(tokens, positions, forward)
+
+
+@pytest.mark.parametrize("kind", [ModuleDecoder, FusedDecoder])
+@pytest.mark.parametrize(("model_type", "tied"), [("qwen2", True), ("llama", False), ("qwen3", False)])
+def test_logits_are_those_of_the_models_own_forward(tmp_path, kind, model_type, tied):
+    decoder = kind(load(tmp_path, model_type, tied=tied))
+    slots = KVSlots(num_slots=6, max_columns=200)
+    sequences = [list(PROMPTS[index]) for index in PROMPT_OF_SLOT]
+    logits = [read_prompts(decoder, slots)]
+    drawn = torch.randint(VOCAB_SIZE, (NUM_STEPS, len(sequences)), generator=torch.Generator().manual_seed(1))
+    compared = {0: list(map(list, sequences))}
+    for step, tokens in enumerate(drawn, start=1):
+        positions = torch.tensor([len(sequence) for sequence in sequences])
+        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        logits.append(read_tokens(decoder, slots, tokens, positions))
+        if step in (1, 2, NUM_STEPS):
+            compared[step] = list(map(list, sequences))
+    for step, seen in compared.items():
+        assert (logits[step] - plain_logits(tmp_path, seen)).abs().max() < TOLERANCE
+
+
+def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
+    decoder = FusedDecoder(load(tmp_path))
+    slots = KVSlots(num_slots=4, max_columns=40)
+    read_prompts(decoder, slots)
+    with torch.inference_mode():
+        slots.move(torch.tensor([3]), torch.tensor([0]), columns=3)
+    logits = read_tokens(decoder, slots, torch.tensor([8, 8, 8]), torch.tensor([3, 5, 1]))
+    expected = plain_logits(tmp_path, [[*PROMPTS[2], 8], [*PROMPTS[0], 8], [*PROMPTS[1], 8]])
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+def test_projections_share_the_memory_of_the_parameters_and_see_new_weights(tmp_path):
+    model = load(tmp_path / "old")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    decoder = FusedDecoder(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
+    for first, second in ((attention.q_proj, attention.k_proj), (mlp.gate_proj, mlp.up_proj)):
+        assert first.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
+    place = attention.k_proj.weight.data_ptr()
+    FusedDecoder(model)
+    assert attention.k_proj.weight.data_ptr() == place, "joined twice"
+    new = write_tiny_model(tmp_path / "new", seed=9)
+    with torch.no_grad():
+        for (_, mine), (_, theirs) in zip(model.named_parameters(), new.named_parameters(), strict=True):
+            mine.copy_(theirs)
+    logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
+    expected = plain_logits(tmp_path / "new", [PROMPTS[index] for index in PROMPT_OF_SLOT])
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "unheard_of"),
+        ("hidden_act", "gelu"),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("rope_parameters", {"rope_type": "dynamic"}),
+    ],
+)
+def test_an_architecture_that_is_not_known_runs_its_own_code(tmp_path, key, value):
+    model = load(tmp_path)
+    assert isinstance(build_decoder(model), FusedDecoder)
+    # model_type is an attribute of the class; the others belong to the config.
+    object.__setattr__(model.config, key, value)
+    assert isinstance(build_decoder(model), ModuleDecoder)
+
+
+def test_a_window_shorter_than_the_sequences_is_refused(tmp_path):
+    model = load(tmp_path)
+    model.model.layers[0].self_attn.sliding_window = 4
+    with pytest.raises(ValueError, match="sequences of 5 tokens exceed the model's sliding window of 4"):
+        read_prompts(ModuleDecoder(model), KVSlots(num_slots=4, max_columns=20))
+
+
+def test_a_model_whose_logits_are_altered_behind_the_head_is_refused(tmp_path):
+    write_tiny_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"logit_scale": 0.5}))
+    engine = TorchEngine(TorchEngineConfig(), index=0, device="cpu", num_threads=None)
+    with pytest.raises(EngineError, match=r"start: .*: logit_scale=0\.5 in config\.json is not supported"):
+        engine.start(tmp_path)
