@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ModuleDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         """`model` must have been loaded with attn_implementation=SLOT_ATTENTION."""
         self._model = model
-        self._decoder = model.get_decoder()
+        self._decoder: Any = model.get_decoder()
         self._head = model.get_output_embeddings()
 
     @property
@@ -109,7 +109,8 @@ class FusedDecoder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder, config = model.get_decoder(), model.config
+        decoder: Any = model.get_decoder()
+        config = model.config
         self._model = model
         self._embedding = decoder.embed_tokens.weight
         self._head = model.get_output_embeddings()
@@ -185,18 +186,18 @@ class FusedDecoder:
 
 def build_decoder(model: PreTrainedModel) -> Decoder:
     """The fastest decoder that computes exactly what the model's own code does."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None) or {}
+    hf_config = model.config
+    rope = getattr(hf_config, "rope_parameters", None) or {}
     fits = (
-        config.model_type in FUSED_TYPES
-        and getattr(config, "hidden_act", "") == "silu"
+        hf_config.model_type in FUSED_TYPES
+        and getattr(hf_config, "hidden_act", "") == "silu"
         and rope.get("rope_type", "default") in STATIC_ROPE
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and set(getattr(hf_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     )
     return FusedDecoder(model) if fits else ModuleDecoder(model)
 
 
-def _block(layer: nn.Module) -> _Block:
+def _block(layer: Any) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Block(

@@ -69,9 +69,10 @@ class TorchEngine:
         if absent:
             # transformers would go on with random numbers in their place.
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
+        hf_config = model.config
         for key in ALTERED_LOGITS:
-            if getattr(model.config, key, None) not in (None, 1, 1.0):
-                value = getattr(model.config, key)
+            value = getattr(hf_config, key, None)
+            if value not in (None, 1, 1.0):
                 raise EngineError(f"{self._name} start: {model_path}: {key}={value} in config.json is not supported")
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._decoder = build_decoder(model)
