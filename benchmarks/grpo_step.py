@@ -24,6 +24,7 @@ the same odds at every position:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -269,7 +270,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--sides", nargs="+", default=["trl", "torch", "sglang"])
+    present = [side for side in ("trl", "torch", "sglang") if importlib.util.find_spec(side)]
+    parser.add_argument("--sides", nargs="+", default=present)
     parser.add_argument("--regimes", nargs="+", default=sorted(END_PROBABILITY))
     parser.add_argument("--trl-batch", type=int, default=16, help="samples of one forward of TRL")
     parser.add_argument("--word", action="append", default=[], help="one more word for Parity's command line")
