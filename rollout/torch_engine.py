@@ -117,8 +117,8 @@ class TorchEngine:
         """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
 
         Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
-        in shared memory become the parameters as they lie: what was digested is what is held. Others are copied, read
-        back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a later sync
+        in shared memory become the parameters as they lie, but for projections that the decoder joins. Others are
+        copied, read back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a later sync
         has succeeded.
         """
         model = self._started_model("load_weights")
@@ -157,6 +157,7 @@ class TorchEngine:
         """Move the model to the host; it keeps its weights."""
         model: torch.nn.Module = self._started_model("sleep")
         model.to("cpu")
+        self._decoder = None  # it holds the tensors that have moved
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -164,6 +165,7 @@ class TorchEngine:
         """Move the model back."""
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
+        self._decoder = build_decoder(self._started_model("wake"))
 
     @property
     def policy_version(self) -> int:
