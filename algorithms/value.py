@@ -34,24 +34,25 @@ class ValueStats(Stats):
     """What the critic predicted, and what the clip did."""
 
     def metrics(self, *, optimizer_steps: int = 1) -> dict[str, float | None]:
-        """`value/*`: means over valid response tokens. Reads the device; None where there is no such token.
+        """`critic/*`: means over valid response tokens. Reads the device; None where there is no such token.
 
-        value/loss: the aggregated loss, a sum divided by the `optimizer_steps` that were merged. clip_frac: tokens
-        without gradient, because V has left the clip range and lies closer to R than the range does. explained_var:
-        1 - Var(R - V_old) / Var(R), how much of the returns the critic knew before the update; 1 is perfect, 0 or
-        less is no better than a constant, None if all returns are equal. mean, returns_mean: in units of reward.
-        error_max: the largest |V - R|. invalid_tokens: response tokens left out for a non-finite input.
+        critic/loss: the aggregated loss, a sum divided by the `optimizer_steps` that were merged. clip_frac: tokens
+        without gradient, because V has left the clip range and lies closer to R than the range does.
+        explained_variance: 1 - Var(R - V_old) / Var(R), how much of the returns the critic knew before the update; 1
+        is perfect, 0 or less is no better than a constant, None if all returns are equal. value_mean, returns_mean: in
+        units of reward. error_max: the largest |V - R|. invalid_tokens: response tokens left out for a non-finite
+        input.
         """
         sums = dict(zip(VALUE_SUMS, self.sums.tolist(), strict=True))
         tokens = sums["tokens"]
         return {
-            "value/loss": sums["loss"] / optimizer_steps,
-            "value/clip_frac": mean_or_none(sums["clipped"], tokens),
-            "value/explained_var": _explained(sums),
-            "value/mean": mean_or_none(sums["value"], tokens),
-            "value/returns_mean": mean_or_none(sums["returns"], tokens),
-            "value/error_max": max_or_none(self.maxes.tolist()[0], tokens),
-            "value/invalid_tokens": sums["invalid"],
+            "critic/loss": sums["loss"] / optimizer_steps,
+            "critic/clip_frac": mean_or_none(sums["clipped"], tokens),
+            "critic/explained_variance": _explained(sums),
+            "critic/value_mean": mean_or_none(sums["value"], tokens),
+            "critic/returns_mean": mean_or_none(sums["returns"], tokens),
+            "critic/error_max": max_or_none(self.maxes.tolist()[0], tokens),
+            "critic/invalid_tokens": sums["invalid"],
         }
 
 
@@ -83,7 +84,7 @@ def value_loss(
         coefficients: [T] float32 from `algorithms.aggregate.token_coefficients`.
         clip: c, in units of reward; None for the plain squared error.
 
-    A response token with a non-finite value, old value or return is left out and counted (`value/invalid_tokens`).
+    A response token with a non-finite value, old value or return is left out and counted (`critic/invalid_tokens`).
 
     Raises:
         ValueError: a wrong shape or dtype.

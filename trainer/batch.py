@@ -30,7 +30,7 @@ class MicroBatch:
     rollout_logprobs: Tensor
     """[T] float32, 0 off the mask."""
     advantages: Tensor
-    """[T] float32, 0 off the mask."""
+    """[T] float32, 0 off the mask; NaN on it until a critic has set them."""
     sample_keys: list[tuple[int, int]]
     """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
     sample_numbers: Tensor
@@ -39,6 +39,10 @@ class MicroBatch:
     """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
     ref_logprobs: Tensor | None = None
     """[T] float32, set by the worker when there is a reference policy."""
+    old_values: Tensor | None = None
+    """[T] float32, values before the first update of the step in units of reward, set by the critic."""
+    returns: Tensor | None = None
+    """[T] float32, what the values are trained towards, in units of reward, set by the critic."""
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +80,8 @@ class MicroBatch:
             sample_numbers=self.sample_numbers.to(device),
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
+            old_values=None if self.old_values is None else self.old_values.to(device),
+            returns=None if self.returns is None else self.returns.to(device),
         )
 
 

@@ -135,8 +135,11 @@ class Cluster:
         """Seconds of the step that moving sides on and off shared GPUs took; they are part of the phases too."""
         return self._turns.metrics()
 
-    def spawn_policy(self, model_path: Path) -> PolicyGroup:
-        """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model."""
+    def spawn_policy(self, model_path: Path, critic_path: Path | None = None) -> PolicyGroup:
+        """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model.
+
+        A critic starts from `critic_path`, or like the policy from `model_path`.
+        """
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
@@ -146,6 +149,7 @@ class Cluster:
             setup = PolicySetup(
                 config=self._config,
                 model_path=model_path.resolve(),
+                critic_path=None if critic_path is None else critic_path.resolve(),
                 rank=rank,
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",

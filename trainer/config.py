@@ -60,6 +60,7 @@ from trainer.components import (
     BatchConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     EvalConfig,
     HFModelConfig,
     ModelConfig,
@@ -90,6 +91,7 @@ class TrainConfig(Checked):
     correction: CorrectionConfig = field(default_factory=TISConfig)
     loss: LossConfig = field(default_factory=PPOClipConfig)
     reference: ReferenceKLConfig = field(default_factory=ReferenceKLConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -111,6 +113,15 @@ class TrainConfig(Checked):
     def needs_prepass(self) -> bool:
         """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
         return self.advantage.baseline_scope is BaselineScope.kept or self.has_kl_in_reward
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learnt beside the policy, and advantages are those of tokens."""
+        return self.advantage.estimator is Estimator.gae
+
+    def policy_learns(self, step: int) -> bool:
+        """Whether the policy is updated in rollout step `step` (1-based): not while only the critic learns."""
+        return step > self.critic.warmup_rollout_steps
 
     @property
     def has_reference(self) -> bool:
@@ -135,8 +146,11 @@ class TrainConfig(Checked):
 
     @property
     def forwards_per_token(self) -> int:
-        """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1."""
-        return 3 + self.needs_old_logprobs_pass + self.has_reference
+        """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1, critic 4.
+
+        The critic pays for the values before the first update, and for a forward and a backward of its own.
+        """
+        return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
 
     def problems(self) -> Iterator[Problem]:
         unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
@@ -188,6 +202,7 @@ class TrainConfig(Checked):
             yield from combination_problems(self.correction, self.loss)
             yield from self._advantage_problems()
             yield from self._reference_problems()
+        yield from self._critic_problems()
 
     def _checkpoint_problems(self) -> Iterator[Problem]:
         """Rules between what is saved and what is evaluated."""
@@ -231,7 +246,7 @@ class TrainConfig(Checked):
                 key="batch.group_size",
                 rule=f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
                 value=self.batch.group_size,
-                remedy="Vetted: 8. reinforce and reinforce_pp need no groups.",
+                remedy="Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
             )
         if self.batch.group_size < 2 and isinstance(self.collect, DynamicCollectConfig):
             yield Problem(
@@ -259,6 +274,34 @@ class TrainConfig(Checked):
                     value=self.advantage.baseline_scope,
                     remedy=f"Set it to all, or choose another correction than {self.correction.mode} as it is set.",
                 )
+
+    def _critic_problems(self) -> Iterator[Problem]:
+        """Rules between the critic, the estimator that needs it, and the length of the run."""
+        if not self.has_critic:
+            for key, value in self.critic.changed().items():
+                yield Problem(
+                    key=f"critic.{key}",
+                    rule=f"has no effect with advantage.estimator={self.advantage.estimator.name}, which has no critic",
+                    value=value,
+                    remedy="Use advantage.estimator=gae, or remove it.",
+                )
+            return
+        if self.critic.warmup_rollout_steps >= self.run.num_steps:
+            yield Problem(
+                key="critic.warmup_rollout_steps",
+                rule=f"must be < run.num_steps ({self.run.num_steps}), or the policy never learns",
+                value=self.critic.warmup_rollout_steps,
+                remedy="Vetted: 0.",
+            )
+        reject = self.correction.spec().reject if _is_option("correction", self.correction) else None
+        if reject is not None and reject.opsm is not None:
+            yield Problem(
+                key="correction.reject.opsm",
+                rule="must be null with advantage.estimator=gae: it reads the sign of the advantage of a response, and "
+                "here every token has its own",
+                value=reject.opsm,
+                remedy="Use another criterion, for example correction.reject.veto.",
+            )
 
     def _reference_problems(self) -> Iterator[Problem]:
         """Rules between the KL to the reference and the correction."""

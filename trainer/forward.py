@@ -33,6 +33,19 @@ class TokenScores(NamedTuple):
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
 
 
+def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
+    """Hidden state [R, H] from which each response token is predicted, sequences not seeing each other."""
+    hidden: Tensor = decoder(
+        input_ids=micro.token_ids[None],
+        position_ids=micro.position_ids[None],
+        use_cache=False,  # with a cache, packed sequences would attend to each other
+        cu_seqlens=micro.cu_seqlens,
+        max_seqlen=micro.max_seqlen,
+    ).last_hidden_state[0]
+    # Token t is predicted from position t - 1; a response never starts a sequence.
+    return hidden[micro.response_index - 1]
+
+
 def head_floor(
     hidden: Tensor, targets: Tensor, head: nn.Linear, *, engine_dtype: torch.dtype, temperature: float
 ) -> Tensor:
@@ -85,17 +98,8 @@ class ScoringModel(nn.Module):
 
         `gradient_of` tells the head the gradient of the loss while it scores: `trainer/token_gradient.py`.
         """
-        decoder = self.causal_lm.get_decoder()
         head = self.causal_lm.get_output_embeddings()
-        hidden = decoder(
-            input_ids=micro.token_ids[None],
-            position_ids=micro.position_ids[None],
-            use_cache=False,  # with a cache, packed sequences would attend to each other
-            cu_seqlens=micro.cu_seqlens,
-            max_seqlen=micro.max_seqlen,
-        ).last_hidden_state[0]
-        # Token t is predicted from position t - 1; a response never starts a sequence.
-        hidden = hidden[micro.response_index - 1]
+        hidden = states_before(self.causal_lm.get_decoder(), micro)
         targets = micro.token_ids[micro.response_index]
         options = HeadOptions(
             temperature=temperature,

@@ -72,7 +72,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
         saver = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker)
         # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
         with Cluster(config, log_dir=run_dir / "logs") as cluster, saver, termination_requests() as termination:
-            policy = cluster.spawn_policy(task.model_path)
+            policy = cluster.spawn_policy(task.model_path, task.critic_path)
             engines = cluster.spawn_engines(task.model_path)
             policy.wait_ready()
             for info in engines.wait_ready():

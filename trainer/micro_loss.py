@@ -181,21 +181,36 @@ def rebase_advantages(config: TrainConfig, minis: Sequence[MiniBatch], samples: 
             micro.advantages = torch.where(micro.response_mask, per_token, 0.0)
 
 
-def _kept_and_penalty(config: TrainConfig, micro: MicroBatch) -> Tensor:
-    """Kept tokens and the KL that is taken off the reward, of each sequence -> [2, N] float64."""
+def kept_tokens(config: TrainConfig, micro: MicroBatch) -> Tensor:
+    """The tokens [T] bool that the correction keeps, before the first update."""
+    return micro_correction(config, micro, _needed_old_logprobs(micro)).keep
+
+
+def kl_in_reward(config: TrainConfig, micro: MicroBatch) -> Tensor | None:
+    """The KL to the reference that is taken off the reward of each token -> [T] in units of reward; None for none."""
+    if not config.has_kl_in_reward:
+        return None
+    if micro.ref_logprobs is None:
+        raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
+    return reference_kl_penalty(
+        _needed_old_logprobs(micro),
+        ref_logprobs=micro.ref_logprobs,
+        response_mask=micro.response_mask,
+        config=config.reference,
+    )
+
+
+def _needed_old_logprobs(micro: MicroBatch) -> Tensor:
     if micro.old_logprobs is None:
         raise RuntimeError("advantages that depend on pi_old need it before the first update")
-    keep = micro_correction(config, micro, micro.old_logprobs).keep
-    penalty = torch.zeros_like(micro.rollout_logprobs)
-    if config.has_kl_in_reward and micro.ref_logprobs is not None:
-        penalty = reference_kl_penalty(
-            micro.old_logprobs,
-            ref_logprobs=micro.ref_logprobs,
-            response_mask=micro.response_mask,
-            config=config.reference,
-        )
-    columns = (keep.double(), penalty.double())
-    return torch.stack([segment_sum(column, micro.cu_seqlens) for column in columns])
+    return micro.old_logprobs
+
+
+def _kept_and_penalty(config: TrainConfig, micro: MicroBatch) -> Tensor:
+    """Kept tokens and the KL that is taken off the reward, of each sequence -> [2, N] float64."""
+    penalty = kl_in_reward(config, micro)
+    columns = (kept_tokens(config, micro), torch.zeros_like(micro.rollout_logprobs) if penalty is None else penalty)
+    return torch.stack([segment_sum(column.double(), micro.cu_seqlens) for column in columns])
 
 
 def _advantages(config: AdvantageConfig, samples: StepSamples, *, kept: Tensor | None) -> Tensor:

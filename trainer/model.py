@@ -42,27 +42,27 @@ def load_causal_lm(path: Path) -> PreTrainedModel:
     return model
 
 
-def decoder_layers(causal_lm: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     """The repeated blocks of the decoder: the units that FSDP shards one by one."""
-    lists = [list(module) for module in causal_lm.get_decoder().children() if isinstance(module, nn.ModuleList)]
+    lists = [list(module) for module in decoder.children() if isinstance(module, nn.ModuleList)]
     if not lists:
-        raise ValueError(f"{type(causal_lm).__name__} has no list of decoder layers to shard")
+        raise ValueError(f"{type(decoder).__name__} has no list of decoder layers to shard")
     return max(lists, key=len)
 
 
-def checkpoint_activations(causal_lm: PreTrainedModel, *, every: int) -> None:
+def checkpoint_activations(decoder: nn.Module, *, every: int) -> None:
     """Have every `every`-th decoder layer keep only its input for the backward pass; 0 does nothing.
 
     In place and before `shard`: then FSDP gathers a layer before it is computed again. Parameter names stay. That
     of transformers is not used because it is off in eval mode, in which the policy is trained.
     """
     if every:
-        for layer in decoder_layers(causal_lm)[::every]:
+        for layer in decoder_layers(decoder)[::every]:
             checkpoint(layer, preserve_rng_state=False)  # nothing in eval mode draws random numbers
 
 
-def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType, *, on_host: bool = False) -> None:
-    """Apply FSDP2 in place: one unit per decoder layer, the rest (embedding, final norm, head) in the root.
+def shard(model: nn.Module, decoder: nn.Module, mesh: DeviceMesh, dtype: DType, *, on_host: bool = False) -> None:
+    """Apply FSDP2 in place: one unit per layer of its `decoder`, the rest (embedding, final norm, head) in the root.
 
     Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
     `on_host`: shards and their gradients lie on the host, and a unit is on the device only while it computes.
@@ -70,7 +70,7 @@ def shard(model: ScoringModel, mesh: DeviceMesh, dtype: DType, *, on_host: bool 
     precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
     # Memory can be pinned only where there is a CUDA device to copy to.
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-    for layer in decoder_layers(model.causal_lm):
+    for layer in decoder_layers(decoder):
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 

@@ -6,13 +6,14 @@ tokens, sequences) are counted here, over the whole optimizer step, so that no l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from algorithms.advantage import ADVANTAGES
-from algorithms.config import AdvantageConfig
+from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import Sample, SampleGroup
 from trainer.batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
 from trainer.planner import DEFAULT_COST, BinCost, attention_pad_frac, plan
@@ -134,7 +135,14 @@ def _reward_of(sample: Sample) -> float:
 
 
 def assign_advantages(groups: Sequence[SampleGroup], config: AdvantageConfig) -> None:
-    """Set the advantage of every sample from the rewards of the step, all samples forming the baseline."""
+    """Set the advantage of every sample from the rewards of the step, all samples forming the baseline.
+
+    NaN with `gae`: the ranks make one per token of it, once they have the values (`trainer/critic.py`).
+    """
+    if config.estimator is Estimator.gae:
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.advantage = math.nan
+        return
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
     group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
     samples = [sample for group in groups for sample in group.samples]

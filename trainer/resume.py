@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from algorithms.config import Estimator
 from trainer.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from trainer.components import Resume
 from trainer.config import TrainConfig
@@ -19,6 +20,8 @@ MOVABLE = ("model.path", "data.train_path", "data.eval_path")
 """Among them, but only places: the prompts are compared by digest, the weights by name and shape."""
 OWN = ("run.dir", "run.recipe", "run.resume")
 """Keys that may always differ."""
+ESTIMATOR = "advantage.estimator"
+"""Key that decides whether there is a critic, whose weights a checkpoint must then hold."""
 _ABSENT = "(absent)"
 
 
@@ -39,7 +42,20 @@ def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | Non
             f"{checkpoint.path} belongs to another run: {'; '.join(other)}. "
             "Set them as they were, or begin a new run in another run.dir."
         )
+    _require_critic(checkpoint, config)
     return checkpoint
+
+
+def _require_critic(checkpoint: Checkpoint, config: TrainConfig) -> None:
+    """Check that a critic was saved exactly if the run has one."""
+    record = checkpoint.state.config
+    saved = record.get(ESTIMATOR, config.advantage.estimator.name)
+    had_critic = saved == Estimator.gae.name
+    if had_critic != config.has_critic:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {'a' if had_critic else 'no'} critic: {ESTIMATOR} was {saved} and is "
+            f"{config.advantage.estimator.name}. Set it as it was, or begin a new run from what `parity export` writes."
+        )
 
 
 def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, str]:

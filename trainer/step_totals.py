@@ -12,6 +12,7 @@ from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_
 from algorithms.kl import k3
 from algorithms.masked import segment_mean
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
+from algorithms.stats import mean_or_none
 from trainer.batch import MicroBatch, StepSamples
 from trainer.micro_loss import StepFactor
 
@@ -36,8 +37,11 @@ class StepTotals:
         """Add the loss of a micro-batch of the running optimizer step."""
         self._step_loss = stats if self._step_loss is None else self._step_loss.merge(stats)
 
-    def end_step(self, factor: StepFactor, *, grad_norm: float, overflowed: bool = False) -> None:
-        """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient."""
+    def end_step(self, factor: StepFactor, *, grad_norm: float | None, overflowed: bool = False) -> None:
+        """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient.
+
+        `grad_norm` is None where the policy does not learn.
+        """
         if self._step_loss is None:
             raise RuntimeError("no micro-batch was trained on")
         scaled = self._step_loss.scaled(policy=self._floor.new_tensor(factor.gradient))
@@ -46,7 +50,7 @@ class StepTotals:
         self._factors.append(factor)
         if overflowed:
             self.overflow_steps += 1
-        else:
+        elif grad_norm is not None:
             self._grad_norms.append(grad_norm)
 
     def add_mismatch(
@@ -129,7 +133,7 @@ class StepTotals:
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
             **self._loss.metrics(optimizer_steps=num_steps),
-            "optim/grad_norm": sum(self._grad_norms) / len(self._grad_norms) if self._grad_norms else None,
+            "optim/grad_norm": mean_or_none(sum(self._grad_norms), len(self._grad_norms)),
         }
 
     def _reference_metrics(self) -> dict[str, float | None]:

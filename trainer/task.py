@@ -26,6 +26,8 @@ class Task:
 
     model_path: Path
     """Local Hugging Face directory; trainer and engines load the same files."""
+    critic_path: Path
+    """Local directory of the model that a critic starts from."""
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
@@ -39,10 +41,33 @@ def resolve_model(config: TrainConfig, *, progress: Callable[[int, int, float], 
         return build_base_model(model, config.data, progress=progress)
     if not isinstance(model, HFModelConfig):
         raise ValueError(f"model={model.kind} cannot be used with data={config.data.kind}")
-    path = Path(model.path).expanduser()
-    if path.is_dir():
-        return path
-    return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=SNAPSHOT_FILES))
+    return _directory(model.path, model.revision)
+
+
+def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The model that a critic starts from as a local directory: that of the policy if the config names no other.
+
+    Raises:
+        ValueError: it has another vocabulary than the policy, whose tokens it must read.
+    """
+    critic = config.critic
+    if critic.path is None:
+        return model_path
+    path = _directory(critic.path, critic.revision)
+    if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
+            "Use a model of the same family, or null for that of the policy."
+        )
+    return path
+
+
+def _directory(path: str, revision: str | None) -> Path:
+    """A local directory as it is, anything else fetched from the hub."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
 
 
 def load_task(config: TrainConfig, *, progress: Callable[[int, int, float], None]) -> Task:
@@ -55,6 +80,7 @@ def load_task(config: TrainConfig, *, progress: Callable[[int, int, float], None
 
     return Task(
         model_path=model_path,
+        critic_path=resolve_critic(config, model_path, tokenizer),
         tokenizer=tokenizer,
         dataset=load_dataset(config.data, tokenizer),
         stop_token_ids=stop_token_ids(tokenizer, model_path),

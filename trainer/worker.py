@@ -2,7 +2,8 @@
 
 Verbs: setup, train, logprobs, publish_weights, copy_weights, save_checkpoint, saved_checkpoint, load_checkpoint,
 ceilings, memory, stop. All ranks must be called together where a verb contains collectives: all but copy_weights,
-ceilings, memory and stop. Inside `train`: forward -> pi_old -> correction -> loss -> backward -> optimizer step.
+ceilings, memory and stop. Inside `train`: the critic, if there is one (`trainer/critic.py`); then forward -> pi_old ->
+correction -> loss -> backward -> optimizer step.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
 from trainer.components import Offload
 from trainer.config import TrainConfig
+from trainer.critic import Critic, load_value_model
 from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
 from trainer.host_copy import HostCopy
@@ -61,6 +63,8 @@ class PolicySetup:
     """Torch threads on a CPU."""
     engine_threads: int = 1
     """Compute threads of a rollout engine on a CPU, for its ceilings."""
+    critic_path: Path | None = None
+    """Model that the critic starts from, if there is one; None for that of the policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +125,7 @@ class PolicyWorker:
         # The policy as the run starts with it.
         self._reference_on_host = HostCopy()
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
+        self._critic = self._load_critic(mesh)
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._publisher = WeightPublisher(
             tensor_shapes(model),
@@ -135,6 +140,12 @@ class PolicyWorker:
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
         )
 
+    def _load_critic(self, mesh: DeviceMesh) -> Critic | None:
+        if not self._config.has_critic:
+            return None
+        path = self._setup.critic_path or self._setup.model_path
+        return Critic(load_value_model(path, mesh, self._config, self._device), self._config)
+
     def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
         """The model of the run, sharded, and its number of parameters; frozen if it is not `trained`."""
         policy = self._config.policy
@@ -144,9 +155,9 @@ class PolicyWorker:
         model.requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
-            checkpoint_activations(causal_lm, every=policy.activation_checkpoint_every)
+            checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
         on_host = policy.offload is Offload.parameters
-        shard(model, mesh, policy.dtype, on_host=on_host)
+        shard(model, causal_lm.get_decoder(), mesh, policy.dtype, on_host=on_host)
         load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
         return model, num_parameters
 
@@ -168,15 +179,20 @@ class PolicyWorker:
         if self._reference is not None:
             self._fill_ref_logprobs(minis, self._reference)
         samples = samples.to(self._device)
-        if self._config.needs_prepass:
+        critic_metrics: dict[str, float | None] = {}
+        if self._critic is not None:
+            critic_metrics = self._critic.train(minis, samples, step=step)
+        elif self._config.needs_prepass:
             rebase_advantages(self._config, minis, samples)
         totals = StepTotals(self._device)
+        learns = self._config.policy_learns(step)
         taken = sum(
-            self._optimizer_step(mini, index=index, samples=samples, totals=totals) for index, mini in enumerate(minis)
+            self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns)
+            for index, mini in enumerate(minis)
         )
-        metrics = totals.metrics()
-        metrics["optim/lr"] = rate
-        metrics["optim/skipped_steps"] = float(len(minis) - taken)
+        metrics = totals.metrics() | critic_metrics
+        metrics["optim/lr"] = rate if learns else None
+        metrics["optim/skipped_steps"] = float(len(minis) - taken) if learns else 0.0
         if self._policy.loss_scale is not None:
             metrics["optim/loss_scale"] = self._policy.loss_scale
             metrics["optim/overflow_steps"] = float(totals.overflow_steps)
@@ -217,7 +233,8 @@ class PolicyWorker:
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""
-        self._shards.save({"policy": self._policy.state_dict()}, path, asynchronous=asynchronous)
+        state = {name: part.state_dict() for name, part in self._learnt().items()}
+        self._shards.save(state, path, asynchronous=asynchronous)
 
     def saved_checkpoint(self, wait: bool) -> ShardReport | None:
         """What this rank wrote in the last save; None while it is writing, unless `wait`."""
@@ -228,9 +245,11 @@ class PolicyWorker:
 
         False if it was another number, so that the random number generators were seeded anew.
         """
-        state = self._policy.state_dict()
-        load_shards({"policy": state}, path)  # into the tensors of the state
-        self._policy.load_state_dict(state)
+        parts = self._learnt()
+        state = {name: part.state_dict() for name, part in parts.items()}
+        load_shards(state, path)  # into the tensors of the state
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
         return load_rng(
             path,
             rank=self._setup.rank,
@@ -239,6 +258,10 @@ class PolicyWorker:
             seed=self._config.run.seed,
             step=step,
         )
+
+    def _learnt(self) -> dict[str, Trainable[ScoringModel] | Critic]:
+        """What a checkpoint holds, by name."""
+        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
 
     def ceilings(self) -> tuple[Ceilings, Ceilings | None]:
         """What a rank, and an engine, can do at most: measured once per hardware, then cached.
@@ -313,17 +336,24 @@ class PolicyWorker:
                 for micro in mini.micro_batches:
                     micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
 
-    def _optimizer_step(self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals) -> bool:
-        """Forward, backward and update of one mini-batch; False if nothing could be learnt from it."""
+    def _optimizer_step(
+        self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals, learns: bool
+    ) -> bool:
+        """Forward, backward and update of one mini-batch; False if nothing could be learnt from it.
+
+        If the policy does not learn in this step, the forward alone is run: for what it measures.
+        """
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
             gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor)
-            scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
+            with torch.set_grad_enabled(learns):
+                scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
             # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
             old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
             part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini)
-            self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
+            if learns:
+                self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             counts += part.counts
             totals.add_loss(part.stats)
             # Later mini-batches without a pi_old show drift and mismatch together and are left out.
@@ -332,6 +362,9 @@ class PolicyWorker:
             totals.add_floor(scores.floor_delta)
         dist.all_reduce(counts)
         factor = step_factor(self._config, counts, mini)
+        if not learns:
+            totals.end_step(factor, grad_norm=None)
+            return False
         norm = self._policy.gradient_norm(factor.gradient)
         totals.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
         if factor.kept_tokens == 0 and math.isfinite(norm):

@@ -10,7 +10,7 @@ from algorithms.config.checked import Checked, Problem
 
 
 class Estimator(Enum):
-    """How the rewards of a step become one advantage per sample. r: reward of the sample."""
+    """How the rewards of a step become one advantage per sample, or per token (gae). r: reward of the sample."""
 
     grpo = "grpo"
     """(r - mean) / (std + epsilon) over the group, std with n - 1."""
@@ -24,6 +24,8 @@ class Estimator(Enum):
     """(r - mean) / (std + epsilon) over the response tokens of the step (REINFORCE++); needs no groups."""
     reinforce_pp_baseline = "reinforce_pp_baseline"
     """r - mean of the group, then whitened over the response tokens of the step (REINFORCE++-baseline)."""
+    gae = "gae"
+    """One advantage per token from the values of a critic, whitened over the response tokens of the step (PPO)."""
 
 
 class BaselineScope(Enum):
@@ -37,14 +39,18 @@ class BaselineScope(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig(Checked):
-    """From the rewards of a step to one advantage per sample."""
+    """From the rewards of a step to advantages."""
 
     estimator: Estimator = Estimator.grpo
     """Which formula. Vetted: grpo."""
     epsilon: float = 1e-6
-    """Added to the standard deviation (grpo, reinforce_pp, reinforce_pp_baseline). Vetted: 1e-6."""
+    """Added to the standard deviation (grpo, reinforce_pp, reinforce_pp_baseline, gae). Vetted: 1e-6."""
     baseline_scope: BaselineScope = BaselineScope.all
     """Which samples form the baseline when the correction rejects whole responses. Vetted: all."""
+    gamma: float = 1.0
+    """Discount per response token (gae). Vetted: 1 (verl, NeMo-RL), for a reward at the end of the response."""
+    gae_lambda: float = 1.0
+    """lambda of GAE: 1 trusts the rewards, 0 the critic. Vetted: 1 (verl, NeMo-RL)."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.epsilon > 0:
@@ -56,3 +62,14 @@ class AdvantageConfig(Checked):
                 value=self.baseline_scope,
                 remedy="Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
             )
+        for key in ("gamma", "gae_lambda"):
+            value = getattr(self, key)
+            if not 0 <= value <= 1:
+                yield Problem(key=key, rule="must lie in [0, 1]", value=value, remedy="Vetted: 1.")
+            elif value != 1 and self.estimator is not Estimator.gae:
+                yield Problem(
+                    key=key,
+                    rule=f"has no effect with estimator={self.estimator.name}, which gives one advantage per sample",
+                    value=value,
+                    remedy="Use estimator=gae, or remove it.",
+                )

@@ -50,7 +50,7 @@ def test_without_a_clip_it_is_the_squared_error() -> None:
     output, gradient = evaluate(None)
     assert output.loss.item() == (0.5625 + 2 * 1 + 4 * 4) / 2
     assert gradient.tolist() == [-0.75, 2 * -1, 4 * 2, 0]
-    assert output.stats.metrics()["value/clip_frac"] == 0
+    assert output.stats.metrics()["critic/clip_frac"] == 0
 
 
 def test_statistics() -> None:
@@ -59,24 +59,24 @@ def test_statistics() -> None:
     # Residuals R - V_old are 1, 2, -1: variance 2 - 4/9 = 14/9. Returns 2, 3, 0: variance 13/3 - 25/9 = 14/9.
     assert metrics == pytest.approx(
         {
-            "value/loss": (0.5625 + 4.5 + 16) / 4,
-            "value/clip_frac": 1 / 3,
-            "value/explained_var": 0.0,
-            "value/mean": 5.25 / 3,
-            "value/returns_mean": 5 / 3,
-            "value/error_max": 2.0,
-            "value/invalid_tokens": 0,
+            "critic/loss": (0.5625 + 4.5 + 16) / 4,
+            "critic/clip_frac": 1 / 3,
+            "critic/explained_variance": 0.0,
+            "critic/value_mean": 5.25 / 3,
+            "critic/returns_mean": 5 / 3,
+            "critic/error_max": 2.0,
+            "critic/invalid_tokens": 0,
         }
     )
 
 
 def test_explained_variance_of_a_perfect_and_of_a_half_right_critic() -> None:
     perfect, _ = evaluate(None, old=[2.0, 3.0, 0.0, 0.0])
-    assert perfect.stats.metrics()["value/explained_var"] == 1
+    assert perfect.stats.metrics()["critic/explained_variance"] == 1
     half, _ = evaluate(None, returns=[2.0, -2.0, 0.0, 0.0], old=[1.0, -1.0, 0.0, 0.0])
-    assert half.stats.metrics()["value/explained_var"] == pytest.approx(0.75)
+    assert half.stats.metrics()["critic/explained_variance"] == pytest.approx(0.75)
     constant, _ = evaluate(None, returns=[0.9, 0.9, 0.9, 0.0])
-    assert constant.stats.metrics()["value/explained_var"] is None
+    assert constant.stats.metrics()["critic/explained_variance"] is None
 
 
 def test_statistics_of_micro_batches_add_up() -> None:
@@ -97,17 +97,17 @@ def test_a_token_that_is_not_finite_is_left_out_and_counted(name: str, bad: floa
     assert output.loss.item() == (0.5625 + 4 * 4) / 2
     assert gradient.tolist() == [-0.75, 0, 8, 0]
     metrics = output.stats.metrics()
-    assert metrics["value/invalid_tokens"] == 1 and metrics["value/mean"] == (1.25 + 2.0) / 2
+    assert metrics["critic/invalid_tokens"] == 1 and metrics["critic/value_mean"] == (1.25 + 2.0) / 2
 
 
 def test_without_response_tokens_there_is_a_graph_and_no_metric() -> None:
     output, gradient = evaluate(0.5, mask=[False] * 4)
     assert output.loss.item() == 0 and gradient.tolist() == [0] * 4
     metrics = output.stats.metrics()
-    assert metrics.pop("value/loss") == 0 and metrics.pop("value/invalid_tokens") == 0
+    assert metrics.pop("critic/loss") == 0 and metrics.pop("critic/invalid_tokens") == 0
     assert set(metrics.values()) == {None}
     empty, _ = evaluate(0.5, values=[], old=[], returns=[], mask=[], coefficients=[])
-    assert empty.loss.item() == 0 and empty.stats.metrics()["value/mean"] is None
+    assert empty.loss.item() == 0 and empty.stats.metrics()["critic/value_mean"] is None
 
 
 def test_wrong_shapes_are_named() -> None:

@@ -105,6 +105,7 @@ LOSSES_AND_ESTIMATORS = (
     ("loss=gspo", "advantage.estimator=reinforce_pp"),
     ("loss=reinforce", "advantage.estimator=reinforce", "batch.group_size=1"),
     ("loss=sapo", "advantage.baseline_scope=kept", "correction=mis"),
+    ("loss=ppo_clip", "advantage.estimator=gae", "batch.group_size=1", "critic.optim.lr=1e-3"),
 )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 from test_packing import make_sample
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
@@ -92,12 +94,13 @@ def by_aggregation(aggregation: Aggregation) -> LossConfig:
 
 
 @contextmanager
-def lone_worker(config: TrainConfig, model_path: Path) -> Iterator[PolicyWorker]:
+def lone_worker(config: TrainConfig, model_path: Path, *, critic_path: Path | None = None) -> Iterator[PolicyWorker]:
     """One FSDP2 rank in this process: the same worker without an actor around it."""
     worker = PolicyWorker(
         PolicySetup(
             config=config,
             model_path=model_path,
+            critic_path=critic_path,
             rank=0,
             init_method=f"file://{model_path / secrets.token_hex(8)}",
             device="cpu",
@@ -116,3 +119,9 @@ def count_forwards(worker: PolicyWorker) -> list[int]:
     tokens: list[int] = []
     worker._policy.model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].num_tokens))
     return tokens
+
+
+def full_gradient(model: nn.Module) -> torch.Tensor:
+    """The whole gradient [P] of a sharded model; a collective."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from policy_cases import by_aggregation, count_forwards, lone_worker, make_config, make_samples, save_policy
-from torch.distributed.tensor import DTensor
+from policy_cases import (
+    by_aggregation,
+    count_forwards,
+    full_gradient,
+    lone_worker,
+    make_config,
+    make_samples,
+    save_policy,
+)
 
 from algorithms.config import (
     PRESETS,
@@ -108,8 +115,7 @@ def gradient(config: TrainConfig, model_path: Path, samples: Sequence[Sample], *
     """Gradient [P] of one optimizer step over all parameters; clipping is off."""
     config = replace(config, optim=replace(config.optim, max_grad_norm=1e9))
     _, worker = train(config, model_path, [samples], max_tokens=max_tokens)
-    grads = [parameter.grad for parameter in worker._policy.model.parameters() if parameter.grad is not None]
-    return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
+    return full_gradient(worker._policy.model)
 
 
 @pytest.mark.parametrize("mini_batch_prompts", [None, 2])

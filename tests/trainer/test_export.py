@@ -11,6 +11,7 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from algorithms.config import AdvantageConfig, Estimator
 from rollout.data import StreamState
 from rollout.hf import AutoModelForCausalLM, AutoTokenizer
 from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
@@ -20,11 +21,12 @@ from trainer.model import full_tensors
 from trainer.packing import pack
 
 
-def test_the_exported_model_is_the_trained_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
+def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estimator) -> None:
     start = save_policy(tmp_path / "start")
     words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(start)
-    config = make_config(start, num_workers=1)
+    config = make_config(start, num_workers=1, advantage=AdvantageConfig(estimator=estimator))
     batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, start) as worker:
         worker.train(batch.ranks[0], batch.samples, 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from policy_cases import make_config
 
+from algorithms.config import AdvantageConfig, Estimator
 from rollout.data import StreamState
 from trainer.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 from trainer.cli.commands import run as parity
@@ -65,6 +66,20 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) ->
     assert "run.seed 0 -> 7" in str(caught.value)
     assert f"data.num_heldout {config.data.num_heldout} -> 55" in str(caught.value)  # type: ignore[attr-defined]
     assert "run.dir" in str(caught.value).partition("Set them")[2]
+
+
+@pytest.mark.parametrize(("before", "after"), [(Estimator.gae, Estimator.grpo), (Estimator.rloo, Estimator.gae)])
+def test_a_checkpoint_with_and_one_without_a_critic_are_not_exchanged(
+    tmp_path: Path, before: Estimator, after: Estimator
+) -> None:
+    config = make(tmp_path, resume=Resume.auto)
+    saved = replace(config, advantage=AdvantageConfig(estimator=before))
+    save(saved, 4)
+    assert checkpoint_to_resume(saved, tmp_path / "run") is not None
+    with pytest.raises(
+        CheckpointError, match=f"holds .* critic: advantage.estimator was {before.name} and is {after.name}"
+    ):
+        checkpoint_to_resume(replace(config, advantage=AdvantageConfig(estimator=after)), tmp_path / "run")
 
 
 def test_what_may_change_is_listed(tmp_path: Path) -> None:
