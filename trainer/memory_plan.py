@@ -16,6 +16,7 @@ from rollout.config import SGLangConfig
 from trainer.cli.estimate import (
     EngineMemory,
     RankMemory,
+    critic_shape,
     engine_memory,
     model_shape,
     rank_memory,
@@ -92,11 +93,12 @@ class MemoryPlan:
             yield f"unknown: {self.unknown}"
             return
         rank, engine, policy = self.rank, self.engine, self.config.policy
-        reference = " (policy and reference)" if self.config.has_reference else ""
+        others = ["reference"] * self.config.has_reference + ["critic"] * self.config.has_critic
+        models = f" ({' and '.join(['policy', *others])})" if others else ""
         host = f", on the host {size(rank.on_host)}" if rank.on_host else ""
         yield (
             f"each of {_plural(policy.num_workers, 'rank')}: {size(rank.on_device)}{host} = weights "
-            f"{size(rank.weights)}{reference} + gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} "
+            f"{size(rank.weights)}{models} + gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} "
             f"+ gathered {size(rank.gathered)} + logits {size(rank.logits)} + activations {size(rank.activations)}"
         )
         yield (
@@ -115,12 +117,12 @@ def may_take_turns(config: TrainConfig) -> bool:
 def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
     """The plan for GPUs of `device_bytes` each; None where there is none or its size is unknown."""
     try:
-        shape = model_shape(config)
+        shape, critic = model_shape(config), critic_shape(config)
     except UnknownShapeError as error:
         return MemoryPlan(config=config, rank=None, engine=None, unknown=str(error), device_bytes=device_bytes)
     return MemoryPlan(
         config=config,
-        rank=rank_memory(config, shape),
+        rank=rank_memory(config, shape, critic),
         engine=engine_memory(config, shape),
         unknown="",
         device_bytes=device_bytes,

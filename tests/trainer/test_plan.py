@@ -12,19 +12,21 @@ from algorithms.config import (
     AdvantageConfig,
     BaselineScope,
     BypassConfig,
+    Estimator,
     MISConfig,
     RecomputeConfig,
     ReferenceKLConfig,
     RejectedDenominator,
 )
 from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
-from trainer.cli.estimate import batch_shape, engine_memory, model_shape, rank_memory
+from trainer.cli.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
     CheckpointConfig,
     ClusterConfig,
+    CriticConfig,
     EvalConfig,
     HFModelConfig,
     PolicyConfig,
@@ -193,6 +195,31 @@ def test_forwards_and_their_reason() -> None:
     assert "on which the advantages depend" in forwards(kept)
     referenced = replace(config, reference=ReferenceKLConfig(coef=1e-3))
     assert forwards(referenced).startswith("4 forward equivalents") and "1 for the reference" in forwards(referenced)
+
+
+def test_a_critic_is_counted_and_described(tmp_path: Path) -> None:
+    config = arithmetic_config()
+    with_critic = replace(
+        config,
+        advantage=AdvantageConfig(estimator=Estimator.gae, gae_lambda=0.95),
+        critic=CriticConfig(warmup_rollout_steps=2),
+    )
+    assert "critic" not in plan(config)
+    assert forwards(with_critic).startswith("7 forward equivalents")
+    assert forwards(with_critic).endswith("and 4 for the critic: 1 for the values, 3 to train it")
+    text = plan(with_critic)
+    assert "starts from the model of the policy, lr 1e-05, value clip 0.5; GAE with gamma 1, lambda 0.95" in text
+    assert "whitened; the first 2 steps without the policy" in text
+    shape = model_shape(config)
+    assert critic_shape(config) is None and critic_shape(with_critic) == shape
+    alone, both = rank_memory(config, shape), rank_memory(with_critic, shape, shape)
+    # float32 weights, gradients and two moments, on two ranks; both roots are gathered at one time.
+    assert both.critic == shape.num_parameters // 2 * 16 and alone.critic == 0
+    assert both.gathered - alone.gathered == shape.root_parameters * 4
+    assert both.total - alone.total == both.critic + both.gathered - alone.gathered
+    assert f"+ critic {size(both.critic)}; activations" in text
+    elsewhere = replace(with_critic, critic=CriticConfig(path="some/model"))
+    assert "memory      unknown: some/model is not a local directory" in plan(elsewhere)
 
 
 def test_placement_is_compared_with_the_machine() -> None:

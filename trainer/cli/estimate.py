@@ -43,7 +43,7 @@ class RankMemory:
     """Bytes of one FSDP rank, the allocator's overhead on top."""
 
     weights: int
-    """Shards of the policy and of the reference."""
+    """Shards of the policy, the reference and the critic."""
     gradients: int
     optimizer: int
     gathered: int
@@ -108,18 +108,27 @@ def batch_shape(config: TrainConfig) -> BatchShape:
     )
 
 
-def rank_memory(config: TrainConfig, shape: ModelShape) -> RankMemory:
-    """Memory of one FSDP rank."""
+def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> RankMemory:
+    """Memory of one FSDP rank; `critic` has the sizes of the model that the critic starts from, None without one.
+
+    The critic keeps no head over the vocabulary: one that is not tied to the embedding is not counted.
+    """
     ranks, compute_bytes = config.policy.num_workers, DTYPE_BYTES[config.policy.dtype]
     shard = math.ceil(shape.num_parameters / ranks)
     # Embedding and head stay gathered from the forward to the end of the backward pass: they are in the root unit.
-    whole = shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
+    whole = _whole_parameters(shape)
+    critic_shard = 0
+    if critic is not None:
+        head = 0 if critic.is_tied else critic.head_parameters
+        critic_shard = math.ceil((critic.num_parameters - head) / ranks)
+        # The critic learns while the root of the policy is still gathered from the forward for pi_old.
+        whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
     head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
     logits_bytes = config.policy.logprob_chunk_tokens * shape.vocab_size * head_bytes
     return RankMemory(
-        weights=shard * MASTER_BYTES * (1 + config.has_reference),
-        gradients=shard * MASTER_BYTES,
-        optimizer=shard * ADAMW_BYTES,
+        weights=(shard * (1 + config.has_reference) + critic_shard) * MASTER_BYTES,
+        gradients=(shard + critic_shard) * MASTER_BYTES,
+        optimizer=(shard + critic_shard) * ADAMW_BYTES,
         gathered=whole * compute_bytes,
         logits=logits_bytes + min(SOFTMAX_SCRATCH_BYTES, 2 * logits_bytes),
         activations=activation_bytes(config, shape),
@@ -157,6 +166,11 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     return sum(dry_run_lengths(config)) * per_token
 
 
+def _whole_parameters(shape: ModelShape) -> int:
+    """Parameters of a model that are gathered at one time."""
+    return shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
+
+
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
     """Memory of one rollout engine."""
     number_bytes = DTYPE_BYTES[config.rollout.dtype]
@@ -173,11 +187,22 @@ def model_shape(config: TrainConfig) -> ModelShape:
     if isinstance(config.model, ArithmeticModelConfig):
         return arithmetic_shape(config.model)
     if isinstance(config.model, HFModelConfig):
-        directory = Path(config.model.path).expanduser()
-        if not directory.is_dir():
-            raise UnknownShapeError(f"{config.model.path} is not a local directory, so its size is not known here")
-        return directory_shape(directory)
+        return _local_shape(config.model.path)
     raise UnknownShapeError(f"no size is known for model={config.model.kind}")
+
+
+def critic_shape(config: TrainConfig) -> ModelShape | None:
+    """Sizes of the model that the critic of `config` starts from, None without a critic; raises as `model_shape`."""
+    if not config.has_critic:
+        return None
+    return model_shape(config) if config.critic.path is None else _local_shape(config.critic.path)
+
+
+def _local_shape(path: str) -> ModelShape:
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise UnknownShapeError(f"{path} is not a local directory, so its size is not known here")
+    return directory_shape(directory)
 
 
 def _prompt_cap(config: TrainConfig) -> int:

@@ -81,6 +81,8 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "objective", objective(config.correction, config.loss) + reference_term(config.reference)
     for note in combination_notes(config.correction, config.loss):
         yield "note", note
+    if config.has_critic:
+        yield "critic", _critic(config)
     yield "forwards", forwards(config)
     for line in _memory(config):
         yield "memory", line
@@ -104,8 +106,21 @@ def forwards(config: TrainConfig) -> str:
     else:
         reason = "none for pi_old: with one optimizer step per rollout the training forward is pi_old"
     reference = ", and 1 for the reference" if config.has_reference else ""
+    critic = ", and 4 for the critic: 1 for the values, 3 to train it" if config.has_critic else ""
     total = config.forwards_per_token
-    return f"{total} forward equivalents per token: 1 forward, 2 for its backward, {reason}{reference}"
+    return f"{total} forward equivalents per token: 1 forward, 2 for its backward, {reason}{reference}{critic}"
+
+
+def _critic(config: TrainConfig) -> str:
+    """What the critic starts from and how it learns."""
+    critic, advantage = config.critic, config.advantage
+    clip = "no value clip" if critic.value_clip is None else f"value clip {critic.value_clip:g}"
+    alone = critic.warmup_rollout_steps
+    first = f"; the first {_plural(alone, 'step')} without the policy" if alone else ""
+    return (
+        f"starts from {critic.path or 'the model of the policy'}, lr {critic.optim.lr:g}, {clip}; GAE with gamma "
+        f"{advantage.gamma:g}, lambda {advantage.gae_lambda:g}, whitened{first}"
+    )
 
 
 def _checkpoints(config: TrainConfig) -> str:

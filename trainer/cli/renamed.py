@@ -23,6 +23,9 @@ RENAMED: Final[dict[str, str]] = {
     "adv_estimator": "advantage.estimator",
     "entropy_coeff": "loss.entropy_coef",
     "kl_loss_coef": "reference.coef",
+    "lam": "advantage.gae_lambda",
+    "cliprange_value": "critic.value_clip",
+    "critic_warmup": "critic.warmup_rollout_steps",
     "kl_loss_type": "reference.estimator",
     "use_kl_in_reward": "reference.placement=reward",
     "kl_ctrl": "reference.coef",
@@ -82,6 +85,10 @@ RENAMED: Final[dict[str, str]] = {
     "truncated_importance_sampling_ratio": "correction.cap",
     "behav_imp_weight_cap": "correction.cap",
     "eps_clip_low": "loss.clip_low",
+    "lambd": "advantage.gae_lambda",
+    "value_clip": "critic.value_clip",
+    "critic_learning_rate": "critic.optim.lr",
+    "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
 """Last part of a key elsewhere -> what to write here."""
 

@@ -142,6 +142,24 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        title="Critic",
+        text="How much of the returns the critic knew before each step: 1 is everything, 0 no more than their mean.",
+        charts=(
+            Chart(
+                id="explained", title="Explained variance of the returns", form="percent",
+                series=(Series(key="critic/explained_variance", label="explained", slot=2),),
+            ),
+            Chart(
+                id="values", title="Values and returns", unit="reward",
+                series=(
+                    Series(key="critic/value_mean", label="mean value", slot=0),
+                    Series(key="critic/returns_mean", label="mean return", slot=6, dashed=True),
+                ),
+            ),
+            Chart(id="value_loss", title="Value loss", series=(Series(key="critic/loss", label="loss", slot=5),)),
+        ),
+    ),
+    Section(
         title="Where the time goes",
         text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
         charts=(
