@@ -216,7 +216,7 @@ def completions(line: str, cwd: Path) -> list[str]:
 
 def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity ", tmp_path) == ["train", "recipes", "export", "doctor"]
-    assert completions("parity train arithmetic_", tmp_path) == ["arithmetic_dapo", "arithmetic_grpo"]
+    assert completions("parity train arithmetic_", tmp_path) == ["arithmetic_dapo", "arithmetic_grpo", "arithmetic_ppo"]
     assert completions("parity train arithmetic_grpo corr", tmp_path) == ["correction.", "correction="]
     assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
     assert completions("parity train arithmetic_grpo --dry-run correction=bypass correction.", tmp_path) == [

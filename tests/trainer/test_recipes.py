@@ -49,7 +49,13 @@ def leaves(content: DictConfig, above: str = "") -> Iterator[tuple[str, object]]
 
 
 def test_there_are_recipes_and_only_yaml() -> None:
-    assert {"arithmetic_grpo", "arithmetic_dapo", "gsm8k_grpo_qwen2.5_0.5b"} <= set(RECIPES)
+    assert {
+        "arithmetic_grpo",
+        "arithmetic_dapo",
+        "arithmetic_ppo",
+        "gsm8k_grpo_qwen2.5_0.5b",
+        "gsm8k_ppo_qwen2.5_0.5b",
+    } <= set(RECIPES)
     for directory in (recipe_dir(), config_dir()):
         assert {path.suffix for path in directory.rglob("*") if path.is_file()} == {".yaml"}
 
