@@ -180,8 +180,14 @@ class StepAccounting:
         shape, rates = self._hardware.shape, self._policy_rates()
         if shape is None or rates is None:
             return {}
-        more = self._config.forwards_per_token - 3
-        flops = training_flops(shape, trained) + more * sequence_flops(shape, trained)
+        has_critic = self._config.has_critic
+        more = self._config.forwards_per_token - 3 - 4 * has_critic
+        # Without an optimizer step the policy may have run its forward alone (critic.warmup_rollout_steps).
+        own = training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
+        flops = own + more * sequence_flops(shape, trained)
+        if has_critic and self._config.critic.path is None:
+            # It has no head over the vocabulary: nothing of it is scored.
+            flops += 4 * sequence_flops(shape, [Lengths(each.prompt + each.response, 0) for each in trained])
         compute_bytes = DTYPE_BYTES[self._config.policy.dtype]
         cast_bytes = compute_bytes if compute_bytes < 4 else 0
         update_s = optimizer_floor(shape.num_parameters, rates, cast_bytes=cast_bytes)
