@@ -20,7 +20,12 @@ import torch.multiprocessing as mp
 from rollout.config import ArithmeticDataConfig, SamplingConfig, TorchEngineConfig
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
 from trainer.cli.estimate import dry_run_lengths, model_shape, rank_memory
-from trainer.components import BatchConfig, HFModelConfig, Offload, PolicyConfig
+from trainer.components import (
+    BatchConfig,
+    HFModelConfig,
+    Offload,
+    PolicyConfig,
+)
 from trainer.config import TrainConfig
 from trainer.worker import PolicySetup, PolicyWorker
 

@@ -37,7 +37,12 @@ from rollout.config import ArithmeticDataConfig, DType, SamplingConfig, TorchEng
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import FinishReason, Sample
 from trainer.batch import TrainBatch
-from trainer.components import BatchConfig, HFModelConfig, OptimConfig, PolicyConfig
+from trainer.components import (
+    BatchConfig,
+    HFModelConfig,
+    OptimConfig,
+    PolicyConfig,
+)
 from trainer.config import TrainConfig
 from trainer.packing import pack
 from trainer.worker import PolicySetup, PolicyWorker

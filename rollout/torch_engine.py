@@ -118,8 +118,8 @@ class TorchEngine:
 
         Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
         in shared memory become the parameters as they lie, but for projections that the decoder joins. Others are
-        copied, read back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a later sync
-        has succeeded.
+        copied, read back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a
+        later sync has succeeded.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()

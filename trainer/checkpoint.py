@@ -24,7 +24,7 @@ from pathlib import Path
 import xxhash
 
 from rollout.data import StreamState
-from trainer.components import CHECKPOINTS
+from trainer.recording import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 

@@ -58,18 +58,16 @@ from rollout.config import (
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
-    CheckpointConfig,
     ClusterConfig,
     CriticConfig,
-    EvalConfig,
     HFModelConfig,
     ModelConfig,
     OptimConfig,
     PolicyConfig,
     Residency,
     RunConfig,
-    TrackingConfig,
 )
+from trainer.recording import CheckpointConfig, EvalConfig, TrackingConfig
 
 BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
 """Estimators whose baseline is the group, which therefore must have two members."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from algorithms.aggregate import token_coefficients
 from algorithms.config import BaselineScope
@@ -30,10 +30,12 @@ from algorithms.returns import Moments, gae, moments, token_rewards, whiten
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from rollout.hf import PreTrainedModel
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
+from trainer.components import Offload
 from trainer.config import TrainConfig
 from trainer.forward import states_before
 from trainer.micro_loss import kept_tokens, kl_in_reward
-from trainer.model import load_causal_lm, shard
+from trainer.model import checkpoint_activations, shard, shard_exactly
+from trainer.model_load import empty_causal_lm, load_rows
 from trainer.optim import learning_rate
 from trainer.trainable import StateDict, Trainable
 
@@ -68,12 +70,16 @@ class ValueModel(nn.Module):
 
 def load_value_model(path: Path, mesh: DeviceMesh, config: TrainConfig, device: torch.device) -> ValueModel:
     """The critic that starts from the model in `path`, sharded like the policy; its output is a unit in float32."""
-    model = ValueModel(load_causal_lm(path))
-    model.to(device)
+    policy, causal_lm = config.policy, empty_causal_lm(path)
+    model = ValueModel(causal_lm)
+    on_host = policy.offload is Offload.parameters
+    place = torch.device("cpu") if on_host else device
+    model.output.to(place)
     model.eval()  # no dropout, as in the policy
-    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    fully_shard(model.output, mesh=mesh, mp_policy=exact)
-    shard(model, model.decoder, mesh, config.policy.dtype)
+    checkpoint_activations(model.decoder, every=policy.activation_checkpoint_every)
+    shard_exactly(model.output, mesh, on_host=on_host)
+    shard(model, model.decoder, mesh, policy.dtype, on_host=on_host)
+    load_rows(model.decoder, path, device=place, prefix=f"{causal_lm.base_model_prefix}.")
     return model
 
 
@@ -83,7 +89,9 @@ class Critic:
     def __init__(self, model: ValueModel, config: TrainConfig) -> None:
         """`model` is sharded already."""
         self._config = config
-        self._values = Trainable(model, config.critic.optim, name="critic")
+        self._values = Trainable(
+            model, config.critic.optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
+        )
 
     def train(self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int) -> dict[str, float | None]:
         """Set old_values, returns and advantages of every micro-batch, then take one optimizer step per mini-batch.
@@ -104,7 +112,8 @@ class Critic:
         dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
         dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
         metrics = stats.metrics(optimizer_steps=len(parts))
-        metrics["critic/grad_norm"] = sum(norm for _, norm, _ in parts) / len(parts)
+        norms = [norm for _, norm, _ in parts if norm is not None]
+        metrics["critic/grad_norm"] = sum(norms) / len(norms) if norms else None
         metrics["critic/skipped_steps"] = float(sum(not taken for _, _, taken in parts))
         metrics["critic/lr"] = rate
         metrics["critic/advantage_mean"] = spread.mean.item()
@@ -120,6 +129,14 @@ class Critic:
         """Take what `state_dict` returned, filled by torch.distributed.checkpoint."""
         self._values.load_state_dict(state)
 
+    def sleep(self) -> None:
+        """Move everything to the host; safe to call twice."""
+        self._values.sleep()
+
+    def wake(self) -> None:
+        """Move everything back; safe to call twice."""
+        self._values.wake()
+
     def _set_old_values(self, micros: Sequence[MicroBatch]) -> None:
         """Values with the weights at the start of the step, in a forward of their own."""
         with torch.no_grad():
@@ -128,8 +145,11 @@ class Critic:
         if isinstance(self._values.model, FSDPModule):
             self._values.model.reshard()  # no backward has followed: the root still holds its gathered weights
 
-    def _optimizer_step(self, mini: MiniBatch) -> tuple[ValueStats, float, bool]:
-        """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, whether taken."""
+    def _optimizer_step(self, mini: MiniBatch) -> tuple[ValueStats, float | None, bool]:
+        """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, whether taken.
+
+        The norm is None where float16 overflowed.
+        """
         self._values.zero_grad()
         stats: ValueStats | None = None
         for position, micro in enumerate(mini.micro_batches):
@@ -139,7 +159,8 @@ class Critic:
         if stats is None:
             raise RuntimeError("no micro-batch was trained on")
         norm = self._values.gradient_norm(1.0)
-        return stats, norm, self._values.update(norm)
+        overflowed = self._values.overflowed(norm)
+        return stats, None if overflowed else norm, self._values.update(norm)
 
 
 def set_token_advantages(config: TrainConfig, micros: Sequence[MicroBatch], samples: StepSamples) -> Moments:

@@ -67,12 +67,24 @@ def shard(model: nn.Module, decoder: nn.Module, mesh: DeviceMesh, dtype: DType, 
     Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
     `on_host`: shards and their gradients lie on the host, and a unit is on the device only while it computes.
     """
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
-    # Memory can be pinned only where there is a CUDA device to copy to.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    precision, offload = _precision(dtype), _offload(mesh, on_host=on_host)
     for layer in decoder_layers(decoder):
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def shard_exactly(module: nn.Module, mesh: DeviceMesh, *, on_host: bool = False) -> None:
+    """Make `module` an FSDP2 unit that computes in float32 whatever the rest of its model does; before `shard`."""
+    fully_shard(module, mesh=mesh, mp_policy=_precision(DType.float32), offload_policy=_offload(mesh, on_host=on_host))
+
+
+def _precision(dtype: DType) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
+
+
+def _offload(mesh: DeviceMesh, *, on_host: bool) -> OffloadPolicy:
+    # Memory can be pinned only where there is a CUDA device to copy to.
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> None:

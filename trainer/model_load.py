@@ -75,22 +75,23 @@ def parameters_without_memory() -> Iterator[None]:
         handle.remove()
 
 
-def load_rows(causal_lm: PreTrainedModel, path: Path, *, device: torch.device) -> None:
-    """Fill the parameters of `causal_lm`, which is sharded and without memory, with this rank's rows.
+def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str = "") -> None:
+    """Fill the parameters of `model`, which is sharded and without memory, with this rank's rows.
 
     Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
     the files becomes float32. Tied parameters stay one object.
 
     Args:
         device: where the shards go; the host with policy.offload=parameters.
+        prefix: what stands before the model's names in the files, if it is a part of what they hold.
 
     Raises:
         ValueError: a parameter is not in the files, or has another shape there.
         OSError: the directory holds no safetensors weights.
     """
-    files = weight_files(path)
+    files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
@@ -102,12 +103,12 @@ def load_rows(causal_lm: PreTrainedModel, path: Path, *, device: torch.device) -
     state: dict[str, nn.Parameter] = {}
     for parameter, name in stored.items():
         loaded = nn.Parameter(
-            read_shard(parameter, files[name], name, device=device), requires_grad=parameter.requires_grad
+            read_shard(parameter, files[name], prefix + name, device=device), requires_grad=parameter.requires_grad
         )
         state |= dict.fromkeys(names[parameter], loaded)
-    buffers = dict(causal_lm.named_buffers())
-    present = {name: value for name, value in causal_lm.state_dict(keep_vars=True).items() if name in buffers}
-    causal_lm.load_state_dict({**state, **present}, strict=True, assign=True)
+    buffers = dict(model.named_buffers())
+    present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
+    model.load_state_dict({**state, **present}, strict=True, assign=True)
 
 
 def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:

@@ -22,8 +22,8 @@ from trainer.checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
 )
-from trainer.components import CheckpointConfig
 from trainer.policy_group import PolicyGroup
+from trainer.recording import CheckpointConfig
 from trainer.shards import ShardReport
 from trainer.tracking.tracker import Tracker
 

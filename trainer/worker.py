@@ -281,6 +281,8 @@ class PolicyWorker:
     def sleep(self) -> None:
         """Move everything to the host; safe to call twice. Not yet run on a GPU."""
         self._policy.sleep()
+        if self._critic is not None:
+            self._critic.sleep()
         if self._reference is not None and not self._reference_on_host.holds:
             self._reference_on_host.take(self._reference.parameters(), device=self._device)
         if self._device.type == "cuda":
@@ -289,6 +291,8 @@ class PolicyWorker:
     def wake(self) -> None:
         """Move everything back; safe to call twice."""
         self._policy.wake()
+        if self._critic is not None:
+            self._critic.wake()
         self._reference_on_host.give_back(device=self._device)
 
     def stop(self) -> None:

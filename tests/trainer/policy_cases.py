@@ -16,7 +16,12 @@ from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, Lo
 from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
 from rollout.hf import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
-from trainer.components import BatchConfig, HFModelConfig, OptimConfig, PolicyConfig
+from trainer.components import (
+    BatchConfig,
+    HFModelConfig,
+    OptimConfig,
+    PolicyConfig,
+)
 from trainer.config import TrainConfig
 from trainer.worker import PolicySetup, PolicyWorker
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rollout.config import ArithmeticDataConfig, DynamicCollectConfig
 from rollout.types import FinishReason
-from trainer.components import ArithmeticModelConfig, RunConfig, TrackingConfig, WandbMode
+from trainer.components import ArithmeticModelConfig, RunConfig
 from trainer.config import SamplingConfig, TrainConfig
+from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import SampleRow, Tracker
 

@@ -15,10 +15,10 @@ from algorithms.config import AdvantageConfig, Estimator
 from rollout.data import StreamState
 from rollout.hf import AutoModelForCausalLM, AutoTokenizer
 from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
-from trainer.components import CheckpointConfig, EvalConfig
 from trainer.export import export_model
 from trainer.model import full_tensors
 from trainer.packing import pack
+from trainer.recording import CheckpointConfig, EvalConfig
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])

@@ -16,7 +16,14 @@ from rollout.config import ArithmeticDataConfig, DType, SGLangConfig, TorchEngin
 from rollout.sglang.engine import SGLangEngine
 from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
 from trainer.cluster import bundle_numbers, required_bundles
-from trainer.components import ArithmeticModelConfig, ClusterConfig, HFModelConfig, Offload, PolicyConfig, Residency
+from trainer.components import (
+    ArithmeticModelConfig,
+    ClusterConfig,
+    HFModelConfig,
+    Offload,
+    PolicyConfig,
+    Residency,
+)
 from trainer.config import TrainConfig
 from trainer.dry_run import _sample
 from trainer.memory_plan import USABLE, may_take_turns, memory_plan

@@ -24,15 +24,14 @@ from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
-    CheckpointConfig,
     ClusterConfig,
     CriticConfig,
-    EvalConfig,
     HFModelConfig,
     PolicyConfig,
 )
 from trainer.config import TrainConfig
 from trainer.model_shape import UnknownShapeError
+from trainer.recording import CheckpointConfig, EvalConfig
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -214,10 +213,12 @@ def test_a_critic_is_counted_and_described(tmp_path: Path) -> None:
     assert critic_shape(config) is None and critic_shape(with_critic) == shape
     alone, both = rank_memory(config, shape), rank_memory(with_critic, shape, shape)
     # float32 weights, gradients and two moments, on two ranks; both roots are gathered at one time.
-    assert both.critic == shape.num_parameters // 2 * 16 and alone.critic == 0
+    shard = shape.num_parameters // 2
+    assert (both.weights - alone.weights, both.optimizer - alone.optimizer) == (shard * 4, shard * 8)
+    assert both.gradients - alone.gradients == shard * 4
     assert both.gathered - alone.gathered == shape.root_parameters * 4
-    assert both.total - alone.total == both.critic + both.gathered - alone.gathered
-    assert f"+ critic {size(both.critic)}; activations" in text
+    assert both.on_device - alone.on_device == shard * 16 + both.gathered - alone.gathered
+    assert f"weights {size(both.weights)} (policy and critic)" in text
     elsewhere = replace(with_critic, critic=CriticConfig(path="some/model"))
     assert "memory      unknown: some/model is not a local directory" in plan(elsewhere)
 

@@ -17,8 +17,9 @@ from algorithms.config import AdvantageConfig, Estimator
 from rollout.data import StreamState
 from trainer.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 from trainer.cli.commands import run as parity
-from trainer.components import HFModelConfig, Resume, TrackingConfig, WandbMode
+from trainer.components import HFModelConfig, Resume
 from trainer.config import TrainConfig
+from trainer.recording import TrackingConfig, WandbMode
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.termination import RunTerminated, termination_requests
 from trainer.tracking.run_dir import has_checkpoint, is_run, release_directory, take_directory

@@ -18,9 +18,9 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 
 from rollout.data import StreamState
 from trainer.checkpoint import CheckpointError, RunState, newest_checkpoint
-from trainer.components import CheckpointConfig
 from trainer.packing import pack
 from trainer.policy_group import PolicyGroup
+from trainer.recording import CheckpointConfig
 from trainer.saving import MAX_CONSECUTIVE_FAILURES, Saver
 from trainer.shards import ShardReport
 from trainer.tracking.tracker import Tracker

@@ -25,8 +25,9 @@ from algorithms.histograms import mismatch_histograms
 from rollout.config import ArithmeticDataConfig, SGLangConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.cli.compose import resolve
-from trainer.components import ArithmeticModelConfig, RunConfig, TrackingConfig, WandbMode
+from trainer.components import ArithmeticModelConfig, RunConfig
 from trainer.config import MISConfig, SamplingConfig, TrainConfig
+from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
@@ -355,7 +356,7 @@ def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
     script = f"""
 import io, os, sys, time
 from pathlib import Path
-from trainer.components import TrackingConfig, WandbMode
+from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.wandb_sink import WandbSink
 sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
                  report=lambda line: None)

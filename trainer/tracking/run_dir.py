@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from trainer.components import CHECKPOINTS, Resume
+from trainer.components import Resume
+from trainer.recording import CHECKPOINTS
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"

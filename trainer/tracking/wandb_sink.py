@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from trainer.components import TrackingConfig, WandbMode
+from trainer.recording import TrackingConfig, WandbMode
 
 logger = logging.getLogger(__name__)
 

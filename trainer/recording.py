@@ -1,0 +1,98 @@
+"""Configuration of what a run measures, saves and records: evaluation, checkpoints, tracking.
+
+`trainer.config` puts it together with `trainer.components`. Imports no torch, no Ray and no SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from algorithms.config import Checked, Problem
+
+CHECKPOINTS = "checkpoints"
+"""Directory in run.dir that `trainer/checkpoint.py` writes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig(Checked):
+    """Held-out evaluation, greedy and sampled. The first and the last step are always evaluated."""
+
+    every: int = 0
+    """Also evaluate after every this many rollout steps; 0 for the first and last only."""
+    max_prompts: int = 200
+    """Held-out prompts used."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.every < 0:
+            yield Problem(key="every", rule="must be >= 0", value=self.every)
+        if self.max_prompts < 1:
+            yield Problem(key="max_prompts", rule="must be >= 1", value=self.max_prompts)
+
+
+BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")
+"""Metrics that are measured on the very weights that a checkpoint holds; more is better."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig(Checked):
+    """Checkpoints of weights, optimizer and place in the data, in run.dir/checkpoints."""
+
+    every: int = 0
+    """Save after every this many rollout steps, and after the last; 0 never saves."""
+    keep: int = 2
+    """Newest checkpoints that stay on the disk; the one before helps if the last is damaged."""
+    best_metric: str | None = None
+    """Also keep the checkpoint with the highest eval/accuracy or eval/accuracy_sampled; null keeps the newest only."""
+    asynchronous: bool = False
+    """Copy to host memory while the step waits and write in the background; otherwise the step waits for the disk."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.every < 0:
+            yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never saves.")
+        if self.keep < 1:
+            yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="Vetted: 2.")
+        if self.best_metric is not None and self.best_metric not in BEST_METRICS:
+            yield Problem(
+                key="best_metric",
+                rule=f"must be null or a metric of the saved weights: {' or '.join(BEST_METRICS)}",
+                value=self.best_metric,
+                remedy="All others describe the weights before the step.",
+            )
+        elif self.best_metric is not None and self.every == 0:
+            rule = "has no effect: nothing is saved"
+            yield Problem(key="best_metric", rule=rule, value=self.best_metric, remedy="Set checkpoint.every.")
+
+
+class WandbMode(Enum):
+    """Where W&B rows go; metrics.jsonl is always written."""
+
+    auto = "auto"
+    """Online when a key and the network are there, offline otherwise."""
+    online = "online"
+    """Online; falls back to offline, with a warning, rather than stop a run."""
+    offline = "offline"
+    disabled = "disabled"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrackingConfig(Checked):
+    """What is recorded besides metrics.jsonl, samples.jsonl and histograms.jsonl."""
+
+    wandb: WandbMode = WandbMode.auto
+    """Where W&B rows go."""
+    project: str = "parity"
+    """W&B project."""
+    entity: str | None = None
+    """W&B user or team; null for the default."""
+    wandb_timeout_s: float = 20.0
+    """Deadline in seconds for reaching W&B before the run goes on offline."""
+    samples_per_step: int = 8
+    """Samples written to samples.jsonl per step."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.samples_per_step < 0:
+            yield Problem(key="samples_per_step", rule="must be >= 0", value=self.samples_per_step)
+        if not self.wandb_timeout_s > 0:
+            yield Problem(key="wandb_timeout_s", rule="must be > 0 seconds", value=self.wandb_timeout_s)
