@@ -1,6 +1,7 @@
 """Configuration of the trainer's own parts: run, model, batch, optimizer, critic, workers, cluster.
 
-`trainer.config` puts them together with those of `trainer.recording`, `algorithms` and `rollout`. Imports no torch, no Ray and no SGLang.
+`trainer.config` puts them together with those of `trainer.recording`, `algorithms` and `rollout`. Imports no torch, no
+Ray and no SGLang.
 """
 
 from __future__ import annotations
