@@ -1,6 +1,7 @@
 """One GRPO step, end to end: Parity's own loop against TRL's GRPOTrainer, with the same model on the same cores.
 
     python benchmarks/grpo_step.py [--rounds 3] [--steps 12] [--sides trl torch sglang] [--regimes equal ragged]
+        [--dtype float32]
 
 Needs TRL beside Parity (`pip install --no-deps trl==1.16.0`). The sides take turns, each in a fresh process that has
 the machine to itself, so that neither is slowed by the other's idle threads or daemons.
@@ -14,9 +15,10 @@ Two measures: seconds by the clock, which mean something only on a machine that 
 of all processes of a side (Ray's among them), which do not depend on who else waits for the cores. Waiting threads
 sleep on both sides (OMP_WAIT_POLICY=PASSIVE), or spinning would count as work.
 
-Both run in float32 with beta=0, one optimizer step per rollout and no forward for pi_old. The model is the demo's
-architecture at a width of 256 with random weights, of which one row of the head gives the end-of-sequence token
-the same odds at every position:
+Both run in --dtype, which is that of forward and backward: float32 master weights under autocast in TRL, under FSDP2
+and in the engine in Parity. TRL's own default is bfloat16. Both have beta=0, one optimizer step per rollout, no
+forward for pi_old and one process that trains. The model is the demo's architecture at a width of 256 with random
+weights, of which one row of the head gives the end-of-sequence token the same odds at every position:
     equal    it never comes: every response has the maximal length
     ragged   it comes with probability 1/32: lengths are geometric, cut at the maximum
 """
@@ -134,7 +136,9 @@ def rewarded(response: str) -> bool:
 def parity_words(args: argparse.Namespace) -> Iterator[str]:
     """What the command line of this run would be."""
     yield f"rollout={args.side}"
-    yield "rollout.dtype=float32"
+    yield f"rollout.dtype={args.dtype}"
+    yield f"policy.dtype={args.dtype}"
+    yield "policy.num_workers=1"
     yield f"run.num_steps={args.steps + WARM_UP + 1}"
     yield f"run.seed={SEED}"
     yield f"batch.prompts_per_step={PROMPTS}"
@@ -207,7 +211,7 @@ def child(args: argparse.Namespace) -> None:
 def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
     """The same script in a fresh process."""
     command = [sys.executable, __file__, "--side", side, "--model", str(model), "--steps", str(args.steps)]
-    command += ["--trl-batch", str(args.trl_batch), "--threads", str(args.threads)]
+    command += ["--trl-batch", str(args.trl_batch), "--threads", str(args.threads), "--dtype", args.dtype]
     for word in args.word:
         command += ["--word", word]
     environment = os.environ | {
@@ -228,8 +232,8 @@ def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
 def table(results: dict[tuple[str, str], list[list[Step]]], args: argparse.Namespace) -> str:
     lines = [
         f"{PROMPTS * GROUP_SIZE} samples of at most {MAX_NEW_TOKENS} tokens, groups of {GROUP_SIZE}; {args.threads} "
-        f"threads; {args.rounds} rounds of {args.steps} steps; medians, in brackets the range of the rounds. Ratios "
-        "are of response tokens per second.",
+        f"threads; {args.dtype}; {args.rounds} rounds of {args.steps} steps; medians, in brackets the range of the "
+        "rounds. Ratios are of response tokens per second.",
         "",
         "| lengths | side | s / step | processor s / step | tokens / step | times TRL, clock | times TRL, processor "
         "| anatomy, s |",
@@ -274,6 +278,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", default=present)
     parser.add_argument("--regimes", nargs="+", default=sorted(END_PROBABILITY))
     parser.add_argument("--trl-batch", type=int, default=16, help="samples of one forward of TRL")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--word", action="append", default=[], help="one more word for Parity's command line")
     parser.add_argument("--side", help="run this side, in this process")
     parser.add_argument("--model", type=Path, help="model directory of --side")

@@ -70,7 +70,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
             args=GRPOConfig(
                 output_dir=scratch,
                 use_cpu=True,
-                bf16=False,
+                bf16=args.dtype == "bfloat16",
                 gradient_checkpointing=False,
                 per_device_train_batch_size=args.trl_batch,
                 gradient_accumulation_steps=samples // args.trl_batch,
