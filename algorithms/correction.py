@@ -20,14 +20,14 @@ T: packed tokens, N: sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from algorithms.bits import bits_mask, keep_where, mask_bits, valid_bits
+from algorithms import bits
+from algorithms.bits import keep_where, mask_bits, outside
 from algorithms.chunks import sequence_chunks
 from algorithms.config import (
     WHOLE_RESPONSE_LEVELS,
@@ -51,8 +51,9 @@ from algorithms.config import (
     WeightSpec,
 )
 from algorithms.kl import bounded_exp
-from algorithms.masked import require_packed, segment_mean, segment_sum
-from algorithms.rejection import Gap, Verdict, expand_responses, expand_sequences, verdicts
+from algorithms.masked import divide_by_count, require_packed, segment_mean, segment_sum
+from algorithms.rejection import Gap, decide
+from algorithms.segments import Segments
 
 __all__ = [
     "BypassConfig",
@@ -70,7 +71,6 @@ __all__ = [
     "SelfNormalize",
     "TISConfig",
     "VanillaISConfig",
-    "Verdict",
     "correct",
     "valid_tokens",
     "weight_total",
@@ -86,36 +86,16 @@ class Correction(NamedTuple):
     """[T] float32, importance weight; 0 on rejected response tokens, 1 off the mask."""
     keep: Tensor
     """[T] bool, True for response tokens that enter the loss; False off the mask."""
-    clipped: Tensor | None = None
-    """[T] bool, True for kept tokens whose weight was cut to its upper bound; None where there is no such bound."""
-    raised: Tensor | None = None
-    """[T] bool, True for kept tokens whose weight was raised to its lower bound; None where there is no such bound."""
-    raw_weight: Tensor | None = None
-    """[T] float32, the weight before its bounds, up to e^+-20; 1 where there is none. None for a weight of 1."""
-    verdicts: tuple[Verdict, ...] = ()
-    """What each rejection criterion decided, in the order of the config."""
+    criteria: tuple[str, ...] = ()
+    """[V] rejection criteria in use, in the order of the config."""
+    effects: Tensor | None = None
+    """[4 + V, N] float64, by response: EFFECTS, then the response tokens that each criterion rejects. None if they
+    were not counted."""
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Correction:
-        """The same change to every tensor."""
 
-        def given(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return Correction(
-            anchor_logprobs=change(self.anchor_logprobs),
-            weight=change(self.weight),
-            keep=change(self.keep),
-            clipped=given(self.clipped),
-            raised=given(self.raised),
-            raw_weight=given(self.raw_weight),
-            verdicts=tuple(verdict._replace(keep=change(verdict.keep)) for verdict in self.verdicts),
-        )
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that is there, in a fixed order."""
-        given = (self.anchor_logprobs, self.weight, self.keep, self.clipped, self.raised, self.raw_weight)
-        yield from (tensor for tensor in given if tensor is not None)
-        yield from (verdict.keep for verdict in self.verdicts)
+EFFECTS: Final = ("raw_weight", "cut_weight", "clipped", "raised")
+"""Sum over valid tokens of the weight before its bounds, up to e^+-20 each, 1 without a weight; sum over kept tokens of
+what the upper bound took off; numbers of kept tokens cut to the upper bound, and raised to the lower bound."""
 
 
 def correct(
@@ -161,30 +141,28 @@ def correct(
         **{name: tensor for name, tensor in given.items() if tensor is not None},
     )
     with torch.no_grad():
-        chunks = sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0])
-        corrections = (
-            _correct(
+        anchor, weight = torch.empty_like(rollout_logprobs), torch.empty_like(rollout_logprobs)
+        keep, effects = torch.empty_like(response_mask), []
+        for tokens, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0]):
+            *per_token, part_effects = _correct(
                 spec,
                 old_logprobs=None if old_logprobs is None else old_logprobs[tokens],
                 rollout_logprobs=rollout_logprobs[tokens],
-                response_mask=response_mask[tokens],
+                response_mask=response_mask[tokens].clone(),
                 cu_seqlens=part_cu_seqlens,
                 advantages=None if advantages is None else advantages[tokens],
             )
-            for tokens, part_cu_seqlens in chunks
-        )
-        return _joined([tokens for tokens, _ in chunks], corrections, num_tokens=response_mask.shape[0])
+            # Each piece is copied to its place while it is in the cache.
+            for whole, part in zip((anchor, weight, keep), per_token, strict=True):
+                whole[tokens] = part
+            effects.append(part_effects)
+        return Correction(anchor, weight, keep, tuple(spec.reject.active()), torch.cat(effects, dim=1))
 
 
 def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Response tokens whose log-probs are log-probabilities: finite on both sides, log mu <= 1e-4 -> [T] bool."""
-    return bits_mask(_valid_bits(old_logprobs, rollout_logprobs, response_mask))
-
-
-def _valid_bits(old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """`valid_tokens` as bits; a difference is finite exactly if both sides are."""
     difference = rollout_logprobs if old_logprobs is None else old_logprobs - rollout_logprobs
-    return valid_bits(difference, rollout_logprobs).bitwise_and_(mask_bits(response_mask))
+    return bits.valid_tokens(difference, rollout_logprobs, response_mask)
 
 
 def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
@@ -203,19 +181,6 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
     return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
 
 
-def _joined(places: list[slice], parts: Iterator[Correction], *, num_tokens: int) -> Correction:
-    """The corrections of consecutive sequences as one, each copied to its place while it is in the cache."""
-    first = next(parts)
-    if len(places) == 1:
-        return first
-    whole = first.each(lambda tensor: tensor.new_empty(num_tokens))
-    targets = list(whole.tensors())
-    for place, part in zip(places, chain([first], parts), strict=True):
-        for target, tensor in zip(targets, part.tensors(), strict=True):
-            target[place] = tensor
-    return whole
-
-
 def _correct(
     spec: CorrectionSpec,
     *,
@@ -224,38 +189,46 @@ def _correct(
     response_mask: Tensor,
     cu_seqlens: Tensor,
     advantages: Tensor | None,
-) -> Correction:
-    """`correct` of a few whole sequences, small enough for a processor's cache."""
-    bits = _valid_bits(old_logprobs, rollout_logprobs, response_mask)
-    rollout = keep_where(bits, rollout_logprobs)
-    trainer = rollout if old_logprobs is None else keep_where(bits, old_logprobs)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Anchor, weight, keep and effects of a few whole sequences, small enough for a processor's cache."""
+    valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
+    is_valid = mask_bits(valid)
+    rollout = keep_where(is_valid, rollout_logprobs)
+    trainer = rollout if old_logprobs is None else keep_where(is_valid, old_logprobs)
     gap = Gap(
         delta=trainer - rollout,
-        valid=bits_mask(bits),
+        valid=valid,
+        valid_bits=is_valid,
         response_mask=response_mask,
         cu_seqlens=cu_seqlens,
+        segments=Segments(cu_seqlens, num_tokens=response_mask.shape[0]),
         trainer_logprobs=trainer,
         rollout_logprobs=rollout,
         advantages=advantages,
     )
+    keep, rejected = decide(spec.reject, gap)
     bounded = _bounded(spec.weight, gap)
-    decided = verdicts(spec.reject, gap)
-    keep = bounded.keep
-    for verdict in decided:
-        keep = keep & verdict.keep
+    keep = keep & bounded.keep
     kept = mask_bits(keep)
     # 1 off the mask, and where a token is kept without a weight.
     off_mask = (~response_mask).view(torch.uint8).to(rollout.dtype)
-    weight = off_mask + (-kept if bounded.weight is None else keep_where(kept, bounded.weight))
-    return Correction(
-        anchor_logprobs=trainer if spec.anchor is Anchor.old else rollout,
-        weight=weight,
-        keep=keep,
-        clipped=None if bounded.clipped is None else bounded.clipped & keep,
-        raised=None if bounded.raised is None else bounded.raised & keep,
-        raw_weight=bounded.raw_weight,
-        verdicts=decided,
+    return (
+        trainer if spec.anchor is Anchor.old else rollout,
+        off_mask + (-kept if bounded.weight is None else keep_where(kept, bounded.weight)),
+        keep,
+        torch.stack([*_weight_effects(bounded, gap, keep, kept), *rejected]),
     )
+
+
+def _weight_effects(bounded: _Bounded, gap: Gap, keep: Tensor, kept: Tensor) -> list[Tensor]:
+    """EFFECTS of some sequences, [N] float64 each."""
+    segments, none = gap.segments, torch.zeros_like(gap.num_valid)
+    if bounded.raw is None:
+        return [gap.num_valid, none, none, none]
+    raw = segments.sum(keep_where(gap.valid_bits, bounded.raw).double())
+    cut = none if bounded.cut is None else segments.sum(keep_where(kept, bounded.cut).double())
+    counts = (none if flags is None else segments.count(flags & keep) for flags in (bounded.clipped, bounded.raised))
+    return [raw, cut, *counts]
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token
@@ -275,18 +248,18 @@ def _token_level(gap: Gap) -> _LogWeight:
 
 
 def _sequence_level(gap: Gap) -> _LogWeight:
-    return _whole_responses(gap, segment_sum(gap.delta, gap.cu_seqlens))
+    return _whole_responses(gap, gap.total)
 
 
 def _geometric_level(gap: Gap) -> _LogWeight:
-    return _whole_responses(gap, segment_mean(gap.delta, gap.valid, gap.cu_seqlens))
+    return _whole_responses(gap, divide_by_count(gap.total, gap.num_valid))
 
 
 def _whole_responses(gap: Gap, log_ratio: Tensor) -> _LogWeight:
     """One log-ratio per sequence [N] -> one per token, valid where no token of the response is invalid."""
-    complete = expand_responses(gap, torch.ones_like(log_ratio, dtype=torch.bool))
-    valid = gap.valid & complete
-    return _LogWeight(log_ratio=torch.where(valid, expand_sequences(gap, log_ratio), 0.0), valid=valid)
+    valid = gap.valid & gap.segments.expand(gap.complete)
+    log_ratio = gap.segments.expand(log_ratio.to(gap.delta.dtype))
+    return _LogWeight(log_ratio=keep_where(mask_bits(valid), log_ratio), valid=valid)
 
 
 def _prefix_level(gap: Gap) -> _LogWeight:
@@ -296,7 +269,7 @@ def _prefix_level(gap: Gap) -> _LogWeight:
     """
     invalid = gap.response_mask & ~gap.valid
     valid = gap.valid & (_running_sum(gap, invalid.double()) == 0)
-    log_ratio = _running_sum(gap, gap.delta.double()).to(gap.delta.dtype)
+    log_ratio = _running_sum(gap, gap.delta64).to(gap.delta.dtype)
     return _LogWeight(log_ratio=torch.where(valid, log_ratio, 0.0), valid=valid)
 
 
@@ -304,7 +277,7 @@ def _running_sum(gap: Gap, values: Tensor) -> Tensor:
     """Inclusive sum of values [T] float64 from the first token of each sequence."""
     total = values.cumsum(0)
     before = torch.cat([total.new_zeros(1), total])[gap.cu_seqlens[:-1].long()]
-    return total - expand_sequences(gap, before)
+    return total - gap.segments.expand(before)
 
 
 def _segment_level(gap: Gap) -> _LogWeight:
@@ -317,7 +290,7 @@ def _segment_level(gap: Gap) -> _LogWeight:
     run = (gap.response_mask & (starts[:num_tokens] | ~continues)).long().cumsum(0)
     # There are at most T runs; run 0 is what lies before the first.
     zeros = gap.delta.new_zeros(num_tokens + 1, dtype=torch.float64)
-    totals = zeros.index_add(0, run, gap.delta.double())[run].to(gap.delta.dtype)
+    totals = zeros.index_add(0, run, gap.delta64)[run].to(gap.delta.dtype)
     invalid = zeros.index_add(0, run, (gap.response_mask & ~gap.valid).double())[run]
     valid = gap.valid & (invalid == 0)
     return _LogWeight(log_ratio=torch.where(valid, totals, 0.0), valid=valid)
@@ -342,12 +315,14 @@ class _Bounded(NamedTuple):
     """[T] finite; None for a weight of 1."""
     keep: Tensor
     """[T] bool."""
+    raw: Tensor | None = None
+    """[T] before its bounds."""
+    cut: Tensor | None = None
+    """[T] what the upper bound took off."""
     clipped: Tensor | None = None
     """[T] bool, cut to the upper bound."""
     raised: Tensor | None = None
     """[T] bool, raised to the lower bound."""
-    raw_weight: Tensor | None = None
-    """[T] before the bounds."""
 
 
 def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
@@ -355,23 +330,17 @@ def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
     if weight is None:
         return _Bounded(weight=None, keep=gap.valid)
     log_ratio, valid = LEVELS[weight.level](gap)
-    raw = bounded_exp(log_ratio)
-    low, high = weight.low, weight.high
-    never = torch.zeros_like(valid)
-    below = never if low is None else log_ratio < math.log(low)
-    above = never if high is None else log_ratio > math.log(high)
-    bounded = _Bounded(weight=raw, keep=valid, raw_weight=raw)
-    match weight.bound:
-        case Bound.none:
-            return bounded
-        case Bound.truncate:
-            return bounded._replace(weight=_fill(raw, above, high), keep=valid & ~below, clipped=above)
-        case Bound.clip:
-            return bounded._replace(weight=_fill(_fill(raw, above, high), below, low), clipped=above, raised=below)
-        case Bound.mask:
-            return bounded._replace(keep=valid & ~(above | below))
-
-
-def _fill(weight: Tensor, where: Tensor, bound: float | None) -> Tensor:
-    """weight with `bound` written where it binds."""
-    return weight if bound is None else weight.masked_fill(where, bound)
+    raw = gap.ratio.to(log_ratio.dtype) if weight.level is Level.token else bounded_exp(log_ratio)
+    free = _Bounded(weight=raw, keep=valid, raw=raw)
+    if weight.bound is Bound.none:
+        return free
+    lowest = -math.inf if weight.low is None else math.log(weight.low)
+    highest = math.inf if weight.high is None else math.log(weight.high)
+    if weight.bound is Bound.mask:
+        return free._replace(keep=valid & ~outside(log_ratio, lowest, highest))
+    below_high = raw.clamp(max=weight.high)
+    clipped = outside(log_ratio, -math.inf, highest)
+    cut = free._replace(weight=below_high, cut=raw - below_high, clipped=clipped)
+    if weight.bound is Bound.truncate:
+        return cut if weight.low is None else cut._replace(keep=valid & ~outside(log_ratio, lowest, math.inf))
+    return cut._replace(weight=below_high.clamp(min=weight.low), raised=outside(log_ratio, lowest, math.inf))

@@ -122,7 +122,7 @@ def mismatch_stats(
         correction=correction,
         context=StepContext() if context is None else context,
     )
-    criteria = () if correction is None else tuple(verdict.criterion for verdict in correction.verdicts)
+    criteria = () if correction is None else correction.criteria
     return MismatchStats(sums=sums, maxes=maxes, criteria=criteria)
 
 

@@ -216,7 +216,7 @@ class _Host:
             "is/applied_mean": mean_or_none(sums["weight"], corrected),
             "is/clip_frac_hi": mean_or_none(sums["clipped"], corrected),
             "is/clip_frac_lo": mean_or_none(sums["raised"], corrected),
-            "is/clip_mass": mean_or_none(sums["clipped_weight"], sums["raw_weight"]),
+            "is/clip_mass": mean_or_none(sums["cut_weight"], sums["raw_weight"]),
         }
 
     @staticmethod

@@ -1,10 +1,9 @@
 """Log-probs, the correction and its context -> the sums of all mismatch metrics, without reading a value.
 
-`algorithms.token_sums` passes over the tokens once and leaves one row of sums per block of 64 tokens. Here blocks add
-up to sequences, and blocks that hold the border of two sequences are taken apart. `algorithms.mismatch_report` turns
-the sums into metrics.
+`algorithms.token_sums` passes over the tokens once; here its sums per sequence become sums over sequences.
+`algorithms.mismatch_report` turns the sums into metrics.
 
-T: packed tokens, N: sequences, B: blocks, V: rejection criteria, R: rows, what is summed per sequence.
+T: packed tokens, N: sequences, V: rejection criteria.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.correction import Correction
+from algorithms.correction import EFFECTS, Correction
 from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed
 from algorithms.sketch import SEQUENCE_KIND, UNREAD_KIND, add_log_ratios, flat_sketch, new_table
-from algorithms.token_sums import BLOCK, FLAGS, TOKEN_SUMS, Measured, Tokens, measure, pass_over
+from algorithms.token_sums import TOKEN_SUMS, SequenceSums, Tokens, pass_over
 
-DIRECT_TOKENS: Final = 2**16
-"""Tokens that are summed one by one at a time, a multiple of BLOCK: bounds the memory for it."""
 NUM_LAGS: Final = 8
 """Buckets of the weight lag 0, 1, ..., the last one for all larger lags."""
 
+NUMBERS: Final = ("tokens", "valid", "kept")
+"""Of response tokens."""
 SEQUENCE_SUMS: Final = (
     "sequences",
     "invalid_samples",
@@ -49,8 +48,8 @@ SEQUENCE_SUMS: Final = (
 )
 """Sums over sequences: up to mean_weight_squared those with a valid token, then those with a response token."""
 COUNTS: Final = ("corrected_tokens", "corrected_valid", "corrected_sequences", "entropy_tokens")
-"""FLAGS and sequences, of the micro-batches that had a correction or an entropy only."""
-SCALARS: Final = (*TOKEN_SUMS, *FLAGS, *SEQUENCE_SUMS, *COUNTS)
+"""NUMBERS and sequences, of the micro-batches that had a correction or an entropy only."""
+SCALARS: Final = (*TOKEN_SUMS, *NUMBERS, *EFFECTS, *SEQUENCE_SUMS, *COUNTS)
 
 
 class StepContext(NamedTuple):
@@ -77,9 +76,9 @@ def mismatch_sums(
 ) -> tuple[Tensor, Tensor]:
     """(sums, maxes) of one micro-batch on its device; arguments as in `algorithms.diagnostics.mismatch_stats`.
 
-    sums [K] float64: SCALARS, tokens by criterion [V], sequences by criterion [V], k3 and tokens by lag
-    [2, NUM_LAGS], and the sketch of the log-ratios of kept tokens, other tokens and sequences. maxes [M] float64:
-    MISMATCH_MAXES.
+    sums [K] float64: SCALARS, rejected tokens by criterion [V], sequences with such a token by criterion [V], k3 and
+    tokens by lag [2, NUM_LAGS], and the sketch of the log-ratios of kept tokens, other tokens and sequences.
+    maxes [M] float64: MISMATCH_MAXES.
     """
     per_token = {"advantages": context.advantages, "entropy": context.entropy}
     require_packed(
@@ -89,7 +88,6 @@ def mismatch_sums(
         **{name: tensor for name, tensor in per_token.items() if tensor is not None},
     )
     _require_per_sequence(cu_seqlens.numel() - 1, rewards=context.rewards, lags=context.lags)
-    with_k3 = context.lags is not None
     with torch.no_grad():
         tokens = Tokens(
             old_logprobs=old_logprobs.detach(),
@@ -97,23 +95,23 @@ def mismatch_sums(
             response_mask=response_mask,
             keep=None if correction is None else correction.keep,
             weight=None if correction is None else correction.weight,
-            raw_weight=None if correction is None else correction.raw_weight,
-            clipped=None if correction is None else correction.clipped,
-            raised=None if correction is None else correction.raised,
             advantages=context.advantages,
             entropy=context.entropy,
-            verdicts=() if correction is None else tuple(verdict.keep for verdict in correction.verdicts),
         )
         table = new_table(response_mask.device)
-        totals, maxes, blocks = pass_over(tokens, table, with_k3=with_k3)
-        flags = blocks[3 + with_k3 :].sum(1)
-        sequences = _sequences(tokens, blocks, cu_seqlens, with_k3=with_k3)
-        per_sequence, by_criterion = _per_sequence(sequences[:3], sequences[3 + with_k3 :], context, tokens.keep)
-        counts = torch.stack([flags[0], flags[1], per_sequence[0], flags[1]])
+        totals, maxes, sequences = pass_over(tokens, cu_seqlens, table, with_k3=context.lags is not None)
+        numbers = torch.stack([sequences.tokens, sequences.valid, sequences.kept]).sum(1)
+        per_sequence = _per_sequence(sequences, context, corrected=correction is not None)
+        counts = torch.stack([numbers[0], numbers[1], per_sequence[0], numbers[1]])
         counts[:3] *= float(correction is not None)
         counts[3] *= float(context.entropy is not None)
-        sums = [totals, flags[: len(FLAGS)], per_sequence, counts, flags[len(FLAGS) :], by_criterion]
-        _sketch_sequences(table, sequences[0], valid=sequences[3 + with_k3 + 1])
+        effects = totals.new_zeros(len(EFFECTS), cu_seqlens.numel() - 1)
+        if correction is not None and correction.effects is not None:
+            effects = correction.effects
+        by_weight, rejected = effects[: len(EFFECTS)].sum(1), effects[len(EFFECTS) :]
+        sums = [totals, numbers, by_weight, per_sequence, counts, rejected.sum(1), (rejected > 0).sum(1).double()]
+        kind = torch.where(sequences.valid > 0, SEQUENCE_KIND, UNREAD_KIND).to(torch.int32)
+        add_log_ratios(table, sequences.delta, kind=kind)
         return torch.cat([*sums, _by_lag(sequences, context.lags), flat_sketch(table)]), maxes
 
 
@@ -123,50 +121,11 @@ def _require_per_sequence(num_sequences: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be [N] = [{num_sequences}], got {list(tensor.shape)}: one per sequence.")
 
 
-def _sequences(tokens: Tokens, blocks: Tensor, cu_seqlens: Tensor, *, with_k3: bool) -> Tensor:
-    """Sums per block [R, B] -> sums per sequence [R, N] float64. Blocks with a border are measured again by token."""
-    num_tokens, num_sequences = tokens.response_mask.shape[0], cu_seqlens.numel() - 1
-    # One slot more than sequences takes what belongs to none.
-    sums = blocks.new_zeros(blocks.shape[0], num_sequences + 1)
-    if num_tokens == 0:
-        return sums[:, :num_sequences]
-    ends = cu_seqlens[1:].long()
-    if num_sequences * BLOCK > num_tokens:
-        # Short sequences: most blocks hold a border, so every token is taken by itself.
-        for start in range(0, num_tokens, DIRECT_TOKENS):
-            part = tokens.cut(start, min(start + DIRECT_TOKENS, num_tokens))
-            places = torch.arange(start, start + part.response_mask.shape[0], device=blocks.device)
-            owner = torch.searchsorted(ends, places, right=True)
-            _add_tokens(sums, measure(part, with_k3=with_k3), owner)
-        return sums[:, :num_sequences]
-    borders = torch.div(cu_seqlens.long(), BLOCK, rounding_mode="floor").clamp_(max=blocks.shape[1] - 1)
-    starts = torch.arange(0, num_tokens, BLOCK, device=blocks.device)
-    owner = torch.searchsorted(ends, starts, right=True).index_fill_(0, borders, num_sequences)
-    sums.scatter_add_(1, owner.expand_as(blocks), blocks)
-
-    offsets = torch.arange(BLOCK, device=blocks.device)
-    positions = borders.unsqueeze(1) * BLOCK + offsets
-    # Two borders in one block: its tokens count once.
-    repeated = torch.cat([torch.zeros_like(borders[:1], dtype=torch.bool), borders[1:] == borders[:-1]])
-    outside = ((positions >= num_tokens) | repeated.unsqueeze(1)).view(-1)
-    index = positions.view(-1).clamp_(max=num_tokens - 1)
-    owner = torch.searchsorted(ends, index, right=True).masked_fill_(outside, num_sequences)
-    _add_tokens(sums, measure(tokens.each(lambda tensor: tensor.index_select(0, index)), with_k3=with_k3), owner)
-    return sums[:, :num_sequences]
-
-
-def _add_tokens(sums: Tensor, measured: Measured, owner: Tensor) -> None:
-    """Add measured tokens [n] to the sums [R, N + 1] of their sequences; owner [n] int64."""
-    columns = torch.cat([torch.stack(measured.rows), measured.flags.double()])
-    sums.scatter_add_(1, owner.expand_as(columns), columns)
-
-
-def _per_sequence(rows: Tensor, flags: Tensor, context: StepContext, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-    """SEQUENCE_SUMS, and the responses that each criterion touches [V]; float64."""
-    delta, rollout, weight = rows
-    tokens, valid, kept = flags[:3]
+def _per_sequence(sums: SequenceSums, context: StepContext, *, corrected: bool) -> Tensor:
+    """SEQUENCE_SUMS, float64."""
+    delta, weight, tokens, valid, kept = sums.delta, sums.weight, sums.tokens, sums.valid, sums.kept
     seen, response = valid > 0, tokens > 0
-    mean_delta, mean_rollout = delta / valid.clamp(min=1), rollout / valid.clamp(min=1)
+    mean_delta, mean_rollout = delta / valid.clamp(min=1), sums.rollout / valid.clamp(min=1)
     ratio = bounded_exp(delta)
     mean_weight = weight / valid.clamp(min=1)
     invalid = valid < tokens
@@ -184,8 +143,8 @@ def _per_sequence(rows: Tensor, flags: Tensor, context: StepContext, keep: Tenso
         mean_weight.square(),
     ]
     over_seen = [torch.where(seen, values.double(), 0.0) for values in over_seen]
-    whole = response & (kept == tokens) if keep is not None else torch.zeros_like(response)
-    touched = response & (kept < tokens) if keep is not None else torch.zeros_like(response)
+    whole = response & (kept == tokens) if corrected else torch.zeros_like(response)
+    touched = response & (kept < tokens) if corrected else torch.zeros_like(response)
     rewards = tokens.new_zeros(()) if context.rewards is None else context.rewards.double()
     rewarded = whole.double() * float(context.rewards is not None)
     over_responses = [
@@ -199,19 +158,13 @@ def _per_sequence(rows: Tensor, flags: Tensor, context: StepContext, keep: Tenso
         torch.where(touched, rewards, 0.0),
     ]
     columns = [over_seen[0], invalid.double(), *over_seen[1:], *(values.double() for values in over_responses)]
-    return torch.stack(columns).sum(1), (flags[len(FLAGS) :] > 0).sum(1).double()
+    return torch.stack(columns).sum(1)
 
 
-def _by_lag(sequences: Tensor, lags: Tensor | None) -> Tensor:
+def _by_lag(sequences: SequenceSums, lags: Tensor | None) -> Tensor:
     """k3 summed over tokens and the tokens, by lag -> [2 NUM_LAGS] float64."""
-    sums = sequences.new_zeros(2, NUM_LAGS)
+    sums = sequences.k3.new_zeros(2, NUM_LAGS)
     if lags is not None:
-        # Row 3 is k3; the flags begin behind it, and valid tokens are the second.
-        columns = torch.stack([sequences[3], sequences[5]])
+        columns = torch.stack([sequences.k3, sequences.valid])
         sums.scatter_add_(1, lags.clamp(0, NUM_LAGS - 1).expand_as(columns), columns)
     return sums.view(-1)
-
-
-def _sketch_sequences(table: Tensor, delta: Tensor, *, valid: Tensor) -> None:
-    """Count the log-ratios of the sequences [N]; those without a valid token land where nobody reads."""
-    add_log_ratios(table, delta, kind=torch.where(valid > 0, SEQUENCE_KIND, UNREAD_KIND).to(torch.int32))

@@ -55,7 +55,7 @@ def add_log_ratios(table: Tensor, log_ratios: Tensor, *, kind: Tensor | None = N
     if kind is not None:
         bins = bins.add_(kind, alpha=GROUP_BINS)
     index = bins.to(torch.int64)
-    table[0].scatter_add_(0, index, log_ratios.new_ones(()).expand_as(log_ratios))
+    table[0].scatter_add_(0, index, torch.ones_like(log_ratios))
     table[1].scatter_add_(0, index, log_ratios)
 
 

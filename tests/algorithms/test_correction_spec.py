@@ -37,7 +37,7 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.combine import combination_notes, combination_problems, resolved_loss
-from algorithms.correction import Correction, correct, weight_total
+from algorithms.correction import EFFECTS, Correction, correct, weight_total
 
 ROLLOUT = -3.0
 
@@ -109,10 +109,11 @@ def test_clip_raises_and_cuts_and_says_so() -> None:
     correction = on_turns(config, [0.1, -2.0, 3.0], [True] * 3, 3)
     assert weights(correction) == [e(0.1), 0.5, 2.0]
     assert correction.keep.all()
-    assert correction.raised is not None and correction.raised.tolist() == [False, True, False]
-    assert correction.clipped is not None and correction.clipped.tolist() == [False, False, True]
-    assert correction.raw_weight is not None
-    assert [round(value, 4) for value in correction.raw_weight.tolist()] == [e(0.1), e(-2.0), e(3.0)]
+    assert correction.effects is not None
+    effects = dict(zip(EFFECTS, correction.effects[:, 0].tolist(), strict=True))
+    raw = [math.exp(0.1), math.exp(-2.0), math.exp(3.0)]
+    expected = {"raw_weight": sum(raw), "cut_weight": raw[2] - 2, "clipped": 1, "raised": 1}
+    assert effects == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------- self-normalisation
@@ -162,13 +163,9 @@ def test_a_batch_in_pieces_gives_the_same_correction(name: str, monkeypatch: pyt
     monkeypatch.setattr(chunks, "CHUNK_TOKENS", 10)
     assert len(chunks.sequence_chunks(batch.cu_seqlens, num_tokens=76)) > 3
     pieces = corrected(batch, MODES[name])
-    for field in ("anchor_logprobs", "weight", "keep", "clipped", "raised", "raw_weight"):
-        one, other = getattr(whole, field), getattr(pieces, field)
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(other, one, rtol=1e-6, atol=0)
-    for one, other in zip(whole.verdicts, pieces.verdicts, strict=True):
-        assert one.criterion == other.criterion and torch.equal(one.keep, other.keep)
+    for field in ("anchor_logprobs", "weight", "keep", "effects"):
+        torch.testing.assert_close(getattr(pieces, field), getattr(whole, field), rtol=1e-6, atol=0)
+    assert pieces.criteria == whole.criteria
 
 
 def test_pieces_are_whole_sequences_and_hold_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,8 @@ def test_minus_infinity_is_rejected_vetoed_and_counted(side: str) -> None:
         assert gradient_of(batch, config)[0] == 0, name
     assert corrected(batch, RecomputeConfig()).keep.tolist() == [False, True, True, True]
     vetoed = corrected(batch, VETO)
-    assert vetoed.keep.tolist() == vetoed.verdicts[0].keep.tolist() == [False, False, True, True]
+    assert vetoed.keep.tolist() == [False, False, True, True]
+    assert vetoed.effects is not None and vetoed.effects[-1].tolist() == [2, 0]
     metrics, others = metrics_of(batch, VETO), metrics_of(batch_of([0.2, 0.3, 0.4], 1, 2))
     assert (metrics["invalid_tokens"], metrics["invalid_samples"], metrics["num_tokens"]) == (1, 1, 4)
     assert (metrics["rs/veto_frac"], metrics["rs/veto_seq_frac"]) == (0.5, 0.5)

@@ -21,8 +21,7 @@ from algorithms.correction import (
     VanillaISConfig,
 )
 from algorithms.diagnostics import MismatchStats, StepContext, mismatch_metrics, mismatch_stats
-from algorithms.rejection import Verdict
-from algorithms.token_sums import BLOCK
+from algorithms.segments import BLOCK
 
 PLAIN = [
     *("k1", "k2", "k3", "k3_p99", "k3_max", "js", "chi2_token", "chi2_seq", "tv", "mult_err", "pearson"),
@@ -194,13 +193,18 @@ def by_hand() -> tuple[Batch, Correction, StepContext]:
         anchor_logprobs=batch.old_logprobs,
         weight=torch.tensor([1.0, 2.0, raw[2], 1.0, 0.0, 0.0, 1.0, 1.8]),
         keep=torch.tensor([False, True, True, False, False, False, False, True]),
-        clipped=torch.tensor([False, True, False, False, True, False, False, False]),
-        raised=torch.tensor([False, False, False, False, False, False, False, True]),
-        raw_weight=raw,
-        verdicts=(
-            Verdict("token_ratio", torch.tensor([True, True, True, True, False, True, True, True])),
-            Verdict("mean_k3", torch.tensor([True, True, True, True, False, False, True, True])),
-            Verdict("veto", torch.ones(8, dtype=torch.bool)),
+        criteria=("token_ratio", "mean_k3", "veto"),
+        effects=torch.tensor(
+            [
+                [raw[1] + raw[2], raw[4] + raw[5], raw[7]],
+                [raw[1] - 2, 0.0, 0.0],
+                [1.0, 0.0, 0.0],
+                [0.0, 0.0, 1.0],
+                [0.0, 1.0, 0.0],
+                [0.0, 2.0, 0.0],
+                [0.0, 0.0, 0.0],
+            ],
+            dtype=torch.float64,
         ),
     )
     context = StepContext(

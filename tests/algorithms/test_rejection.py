@@ -11,9 +11,9 @@ from algorithm_cases import packed
 from torch import Tensor
 
 from algorithms.config import ConfigError, CustomConfig, RejectConfig
-from algorithms.correction import Correction, correct
+from algorithms.correction import EFFECTS, Correction, correct
 from algorithms.kl import bernoulli_kl
-from algorithms.rejection import CRITERIA
+from algorithms.rejection import RESPONSE_CRITERIA, TOKEN_CRITERIA
 
 ROLLOUT = -3.0
 A, B = (0.1, -0.3, 0.9), (0.0, -2.5)
@@ -72,27 +72,34 @@ WORKED: list[tuple[RejectConfig, list[bool]]] = [
 ]
 
 
+def rejected_tokens(correction: Correction) -> list[list[float]]:
+    """By criterion and response."""
+    assert correction.effects is not None
+    return correction.effects[len(EFFECTS) :].tolist()
+
+
 @pytest.mark.parametrize(("reject", "expected"), WORKED, ids=lambda value: str(value)[:60])
 def test_worked_by_hand(reject: RejectConfig, expected: list[bool]) -> None:
     correction = rejected_by(reject, A, B)
     assert correction.keep.tolist() == expected
-    [verdict] = correction.verdicts
-    assert verdict.criterion == reject.active()[0]
-    assert verdict.keep.tolist() == expected
+    assert list(correction.criteria) == reject.active()
+    # A is the first three tokens, B the last two.
+    assert rejected_tokens(correction) == [[3 - sum(expected[:3]), 2 - sum(expected[3:])]]
     assert correction.weight.tolist() == [float(kept) for kept in expected]
 
 
 def test_every_key_is_a_criterion_and_every_criterion_a_key() -> None:
-    assert set(CRITERIA) == {field.name for field in fields(RejectConfig)}
+    assert not TOKEN_CRITERIA.keys() & RESPONSE_CRITERIA.keys()
+    criteria = TOKEN_CRITERIA.keys() | RESPONSE_CRITERIA.keys()
+    assert criteria == {field.name for field in fields(RejectConfig)}
     named = {name for reject, _ in WORKED for name in reject.active()}
-    assert set(CRITERIA) - named == {"prob_diff", "dppo_tv", "dppo_kl", "opsm"}  # below
+    assert criteria - named == {"prob_diff", "dppo_tv", "dppo_kl", "opsm"}  # below
 
 
 def test_criteria_are_anded_and_each_says_what_it_rejected() -> None:
     correction = rejected_by(RejectConfig(token_ratio=[0.08, 2.0], veto=0.1), A, B)
-    assert [verdict.criterion for verdict in correction.verdicts] == ["token_ratio", "veto"]
-    by_name = {verdict.criterion: verdict.keep.tolist() for verdict in correction.verdicts}
-    assert by_name == {"token_ratio": [True, True, False, True, True], "veto": NONE_OF_B}
+    assert correction.criteria == ("token_ratio", "veto")
+    assert rejected_tokens(correction) == [[1, 0], [0, 2]]
     assert correction.keep.tolist() == [True, True, False, False, False]
 
 
@@ -168,7 +175,7 @@ def test_the_veto_sees_the_log_ratio_before_any_clamp_and_the_mask_only() -> Non
     assert keep.tolist() == [False, True, False]
 
 
-def test_a_verdict_is_true_off_the_mask() -> None:
+def test_only_response_tokens_count_as_rejected() -> None:
     correction = correct(
         CustomConfig(reject=RejectConfig(veto=0.5)),
         old_logprobs=torch.tensor([0.0, -9.0, -1.0]),
@@ -176,7 +183,7 @@ def test_a_verdict_is_true_off_the_mask() -> None:
         response_mask=torch.tensor([False, True, True]),
         cu_seqlens=packed(3),
     )
-    assert correction.verdicts[0].keep.tolist() == [True, False, False]
+    assert rejected_tokens(correction) == [[2]]
     assert correction.keep.tolist() == [False, False, False]
 
 
