@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 RENDEZVOUS_PORTS = range(20000, 30000)
 """Below the range from which Linux takes the ports of outgoing connections."""
 
+ONEDNN_KERNELS = 32
+"""Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
+that it keeps otherwise take hundreds of MiB within a hundred steps."""
+
 
 class PlacementError(RuntimeError):
     """The resources of the run cannot be had: says what is required and what is available."""
@@ -233,7 +237,11 @@ class Cluster:
         if self._placement is None:
             raise RuntimeError("workers are spawned inside `with Cluster(...)`")
         resources = worker_resources(self._config)[worker]
-        environment = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_KERNELS),
+        }
         if self._config.cluster.address is None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         return {
