@@ -3,9 +3,11 @@
     python benchmarks/memory_slope.py [--steps 200] [--keep DIRECTORY]
 
 Ray, two FSDP2 ranks, one engine, GRPO on arithmetic, a checkpoint every 50 steps, as `parity train` runs them; the base
-model is built in a hurry (once, then cached), because what it knows does not matter here. The slope is that of Theil
-and Sen over the later half of the steps, with the lower end of its interval; private memory, without pages that
-processes share. Exit status 1 if the alarm of `trainer/memory.py` was raised. Prints Markdown.
+model is built in a hurry (once, then cached), because what it knows does not matter here. The learning rate is 1e-12,
+so that responses stay as long as they are: memory follows the largest batch so far, and a policy that learns to write
+longer ones would show that instead of a leak. The slope is that of Theil and Sen over the later half of the steps, with
+the lower end of its interval; private memory, without pages that processes share. Exit status 1 if the alarm of
+`trainer/memory.py` was raised. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main() -> int:
         run_dir = arguments.keep or Path(scratch) / "run"
         words = [
             "rollout=torch", "model.num_steps=120", "tracking.wandb=disabled", "eval.every=50", "checkpoint.every=50",
-            "batch.mini_batch_prompts=8", f"run.num_steps={arguments.steps}", f"run.dir={run_dir}",
+            "batch.mini_batch_prompts=8", "optim.lr=1e-12", f"run.num_steps={arguments.steps}", f"run.dir={run_dir}",
         ]  # fmt: skip
         resolution = resolve(RECIPE, words, own_dir=None, multirun=False)
         [run] = resolution.runs
