@@ -63,7 +63,7 @@ def rank_main(rank: int, variant: str, path: Path, results: Path) -> None:
     own_rows = variant == VARIANTS[1]
     causal_lm = empty_causal_lm(path) if own_rows else load_causal_lm(path)
     model = ScoringModel(causal_lm, chunk_tokens=512)
-    shard(model, mesh, DType.bfloat16)
+    shard(model, causal_lm.get_decoder(), mesh, DType.bfloat16)
     if own_rows:
         load_rows(causal_lm, path, device=torch.device("cpu"))
     dist.barrier()

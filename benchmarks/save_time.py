@@ -61,7 +61,7 @@ def build(width: int, layers: int) -> Trainable[ScoringModel]:
         tie_word_embeddings=True,
     )
     model = ScoringModel(Qwen2ForCausalLM(config).to(dtype=torch.float32), chunk_tokens=SIZE)
-    shard(model, init_device_mesh("cpu", (1,)), DType.float32)
+    shard(model, model.causal_lm.get_decoder(), init_device_mesh("cpu", (1,)), DType.float32)
     trainable = Trainable(model, OptimConfig(), name="policy")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
