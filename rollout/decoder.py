@@ -9,6 +9,7 @@ N: sequences, U: prompts, P: padded prompt length, V: vocabulary, H: heads, K: k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,7 +46,35 @@ class Decoder(Protocol):
         ...
 
 
-class ModuleDecoder:
+class _HiddenDecoder(ABC):
+    """What every decoder does with its hidden states."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
+        """Final hidden states [B, T, hidden] of tokens and positions [B, T]."""
+
+    @abstractmethod
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B, hidden] -> [B, V]."""
+
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
+        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
+        hidden = self._hidden(token_ids, positions, forward)
+        return self._logits(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
+
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
+        return self._logits(self._hidden(tokens[:, None], positions[:, None], forward)[:, 0])
+
+
+class ModuleDecoder(_HiddenDecoder):
     """The model's own forward, with `slot_attention` for its attention."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -61,14 +90,6 @@ class ModuleDecoder:
     @property
     def dtype(self) -> torch.dtype:
         return self._model.dtype
-
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        hidden = self._hidden(token_ids, positions, forward)
-        return self._logits(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
-
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        return self._logits(self._hidden(tokens[:, None], positions[:, None], forward)[:, 0])
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
         hidden: Tensor = self._decoder(
@@ -101,7 +122,7 @@ class _Block:
     down_bias: Tensor | None
 
 
-class FusedDecoder:
+class FusedDecoder(_HiddenDecoder):
     """The blocks of Llama and its kin as plain functions: norms, one product for q, k and v, one for gate and up.
 
     Projections that are computed together lie in one buffer, of which the model's parameters become views.
@@ -130,14 +151,6 @@ class FusedDecoder:
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
-
-    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
-        positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
-        hidden = self._hidden(token_ids, positions, forward)
-        return self._logits(hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1])
-
-    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        return self._logits(self._hidden(tokens[:, None], positions[:, None], forward)[:, 0])
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
         """Final hidden states [B, T, hidden] of tokens and positions [B, T], before the last norm."""

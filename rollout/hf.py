@@ -14,23 +14,21 @@ from transformers import (  # noqa: E402  (the operators must be declared before
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are not head(hidden): the plain head would be wrong for them."""
-
 __all__ = [
-    "ALTERED_LOGITS",
     "AttentionInterface",
     "AutoConfig",
     "AutoModelForCausalLM",
     "AutoTokenizer",
     "PreTrainedModel",
     "PreTrainedTokenizerBase",
+    "PretrainedConfig",
     "Qwen2Config",
     "Qwen2ForCausalLM",
 ]

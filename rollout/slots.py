@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.hf import AttentionInterface
+from rollout.model_limits import check_attention
 
 SLOT_ATTENTION = "parity_slots"
 """Value of `attn_implementation` that selects this attention."""
 
 FIRST_COLUMNS = 64
 """Columns beyond the first prompts; memory doubles when they are used up."""
-
-UNSUPPORTED = ("softcap", "s_aux")
-"""Attention variants (logit soft-capping, sinks) that `slot_attention` does not compute."""
 
 
 class KVSlots:
@@ -138,12 +136,7 @@ def slot_attention(
     kind = kwargs["forward_kind"]
     if not isinstance(kind, Prefill | Step):
         raise TypeError("slot attention needs a Prefill or a Step")
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"slot attention does not support {name}")
-    window = kwargs.get("sliding_window")
-    if isinstance(window, int) and window < kind.longest:
-        raise ValueError(f"sequences of {kind.longest} tokens exceed the model's sliding window of {window}")
+    check_attention(kwargs, longest=kind.longest, name="slot")
     index = module.layer_idx
     if not isinstance(index, int):
         raise TypeError(f"{type(module).__name__} has no layer_idx")

@@ -18,7 +18,8 @@ from rollout.config import TorchEngineConfig
 from rollout.decoder import Decoder, build_decoder
 from rollout.decoding import decode
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
-from rollout.hf import ALTERED_LOGITS, AutoModelForCausalLM, PreTrainedModel
+from rollout.hf import AutoModelForCausalLM, PreTrainedModel
+from rollout.model_limits import altered_logits
 from rollout.slots import SLOT_ATTENTION
 from rollout.types import GenerateRequest, Generation, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
@@ -69,11 +70,8 @@ class TorchEngine:
         if absent:
             # transformers would go on with random numbers in their place.
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
-        hf_config = model.config
-        for key in ALTERED_LOGITS:
-            value = getattr(hf_config, key, None)
-            if value not in (None, 1, 1.0):
-                raise EngineError(f"{self._name} start: {model_path}: {key}={value} in config.json is not supported")
+        if altered := altered_logits(model.config):
+            raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._decoder = build_decoder(model)
         self._version = 0

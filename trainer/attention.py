@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.hf import AttentionInterface
+from rollout.model_limits import check_attention
 
 PACKED_ATTENTION = "parity_packed"
 """Value of `attn_implementation` that selects this function."""
-
-UNSUPPORTED = ("softcap", "s_aux")
-"""Attention variants (logit soft-capping, sinks) that this function does not compute."""
 
 
 def packed_attention(
@@ -36,17 +34,12 @@ def packed_attention(
     never sees padding behind it, so no mask is needed. Needs `cu_seqlens` [N+1] and `max_seqlen` as keyword
     arguments of the model's forward.
     """
-    window = kwargs.get("sliding_window")
     cu_seqlens, max_seqlen = kwargs["cu_seqlens"], kwargs["max_seqlen"]
     if not isinstance(cu_seqlens, Tensor) or not isinstance(max_seqlen, int):
         raise TypeError("packed attention needs cu_seqlens (Tensor) and max_seqlen (int)")
     if attention_mask is not None:
         raise ValueError("packed attention takes cu_seqlens, not an attention mask")
-    if isinstance(window, int) and window < max_seqlen:
-        raise ValueError(f"sequences of {max_seqlen} tokens exceed the model's sliding window of {window}")
-    for name in UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"packed attention does not support {name}")
+    check_attention(kwargs, longest=max_seqlen, name="packed")
     rows, columns = token_grid(cu_seqlens.to(query.device), query.shape[2])
     num_sequences = cu_seqlens.numel() - 1
 

@@ -21,17 +21,17 @@ from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.weights import DTYPES, TensorShape
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
-from trainer.model_load import check_logits
+from trainer.model_load import load_hf_config
 
 
 def load_causal_lm(path: Path) -> PreTrainedModel:
     """A whole float32 causal language model from safetensors, without remote code.
 
-    A rank does not need it: see `trainer/model_load.py`. Raises ValueError like `check_logits`.
+    A rank does not need it: see `trainer/model_load.py`. Raises ValueError like `load_hf_config`.
     """
-    check_logits(path)
     model = AutoModelForCausalLM.from_pretrained(
         path,
+        config=load_hf_config(path),
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,

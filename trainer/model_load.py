@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from rollout.hf import ALTERED_LOGITS, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from rollout.hf import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from rollout.model_limits import altered_logits
 from trainer.attention import PACKED_ATTENTION
 from trainer.host_copy import with_local_part
 
@@ -32,22 +33,20 @@ LISTED_NAMES = 5
 """Tensor names shown in a message; the rest is counted."""
 
 
-def check_logits(path: Path) -> None:
-    """Raise ValueError for models whose logits are more than head(hidden states)."""
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for name in ALTERED_LOGITS:
-        value = getattr(hf_config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(f"model.path={path}: {name}={value} is not supported by the packed scorer")
+def load_hf_config(path: Path) -> PretrainedConfig:
+    """config.json of a model; ValueError for one whose logits are more than head(hidden states)."""
+    hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if altered := altered_logits(hf_config):
+        raise ValueError(f"model.path={path}: {altered} is not supported by the packed scorer")
+    return hf_config
 
 
 def empty_causal_lm(path: Path) -> PreTrainedModel:
     """A float32 causal language model whose parameters have a shape and no memory (device meta), without remote code.
 
-    Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `check_logits`.
+    Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
     """
-    check_logits(path)
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    hf_config = load_hf_config(path)
     with parameters_without_memory():
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=PACKED_ATTENTION

@@ -1,0 +1,33 @@
+"""What a Hugging Face decoder may not need: engine and trainer refuse the same models, for the same reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config fields of models whose logits are not head(hidden): the plain head would be wrong for them."""
+
+UNSUPPORTED_ATTENTION = ("softcap", "s_aux")
+"""Attention variants (logit soft-capping, sinks) that neither attention of ours computes."""
+
+
+def altered_logits(hf_config: object) -> str | None:
+    """What a model does to its logits behind the head, as "field=value"; None if nothing."""
+    for name in ALTERED_LOGITS:
+        value = getattr(hf_config, name, None)
+        if value not in (None, 1, 1.0):
+            return f"{name}={value}"
+    return None
+
+
+def check_attention(options: Mapping[str, object], *, longest: int, name: str) -> None:
+    """Raise ValueError if a layer asks with its `options` for what attention `name` does not compute.
+
+    `longest` is the length of the longest sequence, tokens.
+    """
+    for option in UNSUPPORTED_ATTENTION:
+        if options.get(option) is not None:
+            raise ValueError(f"{name} attention does not support {option}")
+    window = options.get("sliding_window")
+    if isinstance(window, int) and window < longest:
+        raise ValueError(f"sequences of {longest} tokens exceed the model's sliding window of {window}")
