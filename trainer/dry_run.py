@@ -5,25 +5,20 @@ Called by `trainer/worker.py` on every rank. Gradients are dropped and no weight
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from rollout.types import FinishReason, Sample
 from trainer.config import TrainConfig
+from trainer.device_memory import read_peak, start_peak
 from trainer.forward import ScoringModel
 from trainer.memory_plan import memory_plan, size
 from trainer.packing import micro_batch
 from trainer.trainable import Trainable
 
-logger = logging.getLogger(__name__)
-
-FORGET_PEAK = Path("/proc/self/clear_refs")
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """What the messages of torch's allocators have in common; on a CPU there is no type of its own."""
 
@@ -56,7 +51,7 @@ def dry_run(
         RuntimeError: the memory does not suffice; names the keys that change it.
     """
     started = time.perf_counter()
-    before = _start_peak(device)
+    before = start_peak(device)
     try:
         micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)]).to(device)
         scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
@@ -73,7 +68,7 @@ def dry_run(
         ) from error
     finally:
         policy.zero_grad()
-    peak = _read_peak(device) - before
+    peak = (read_peak(device) or before) - before
     planned = memory_plan(config, device_bytes=None).rank
     return DryRunReport(
         num_tokens=sum(lengths),
@@ -95,23 +90,3 @@ def _sample(index: int, length: int) -> Sample:
         finish_reason=FinishReason.length,
         advantage=0.0,
     )
-
-
-def _start_peak(device: torch.device) -> int:
-    """Begin to measure; bytes held now."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
-    try:
-        FORGET_PEAK.write_text("5", encoding="ascii")
-    except OSError as error:
-        logger.debug("the peak of the whole life of the process is read instead: %s", error)
-    return int(psutil.Process().memory_info().rss)
-
-
-def _read_peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    [line] = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024

@@ -1,9 +1,9 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, train, logprobs, publish_weights, copy_weights, save_checkpoint, saved_checkpoint, load_checkpoint,
-ceilings, memory, stop. All ranks must be called together where a verb contains collectives: all but copy_weights,
-ceilings, memory and stop. Inside `train`: the critic, if there is one (`trainer/critic.py`); then forward -> pi_old ->
-correction -> loss -> backward -> optimizer step.
+Verbs: setup, dry_run, train, logprobs, publish_weights, copy_weights, save_checkpoint, saved_checkpoint,
+load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called together where a verb contains
+collectives: all but copy_weights, ceilings, memory and stop. Inside `train`: the critic, if there is one
+(`trainer/critic.py`); then forward -> pi_old -> correction -> loss -> backward -> optimizer step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
-from rollout.process_memory import MemoryUse, memory_use, peak_bytes, reset_peak
+from rollout.process_memory import MemoryUse, memory_use
 from rollout.shared_weights import WeightPublisher
 from rollout.types import SharedWeights, WeightBucket
 from rollout.weights import DTYPES
@@ -32,6 +32,7 @@ from trainer.ceilings import Ceilings, find_ceilings
 from trainer.components import Offload
 from trainer.config import TrainConfig
 from trainer.critic import Critic, load_value_model
+from trainer.device_memory import read_peak, start_peak
 from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
 from trainer.host_copy import HostCopy
@@ -167,7 +168,7 @@ class PolicyWorker:
         `samples` are those of the whole step, all ranks.
         """
         started = time.perf_counter()
-        self._reset_peak()
+        start_peak(self._device)
         minis = [
             replace(mini, micro_batches=[micro.to(self._device) for micro in mini.micro_batches])
             for mini in mini_batches
@@ -197,7 +198,7 @@ class PolicyWorker:
             metrics["optim/loss_scale"] = self._policy.loss_scale
             metrics["optim/overflow_steps"] = float(totals.overflow_steps)
         metrics["perf/worker_train_s"] = time.perf_counter() - started
-        peak = self._peak_bytes()
+        peak = read_peak(self._device)
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
         return TrainReport(
             metrics=metrics,
@@ -228,7 +229,7 @@ class PolicyWorker:
         return self._publisher.publish(tensors, policy_version=policy_version)
 
     def copy_weights(self) -> list[WeightBucket]:
-        """What rank 0 published last, for engines on other machines. Only this verb is for rank 0 alone."""
+        """What rank 0 published last, for engines on other machines. For rank 0 alone."""
         return self._publisher.copies()
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
@@ -299,18 +300,6 @@ class PolicyWorker:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _reset_peak(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            reset_peak()
-
-    def _peak_bytes(self) -> int | None:
-        """Highest memory since `_reset_peak`: allocated on the GPU, resident on a CPU."""
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return peak_bytes()
 
     # ---------------------------------------------------------------- the training step
 
