@@ -26,6 +26,8 @@ def token_gradient(config: TrainConfig, micro: MicroBatch, *, mini: MiniBatch, f
     `factor` multiplies the loss before its backward.
     """
     old_logprobs = micro.old_logprobs
+    if micro.response_index.numel() <= config.policy.logprob_chunk_tokens:
+        return None  # the head has one chunk, whose logits it keeps: it would not ask
     if not is_token_local(config.correction, config.policy_loss, is_corrected=old_logprobs is not None):
         return None
     known = None if old_logprobs is None else micro_correction(config, micro, old_logprobs)
