@@ -134,27 +134,6 @@ def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence
         copy.result()
 
 
-def pack_buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, bucket_bytes: int, dtype: torch.dtype
-) -> list[WeightBucket]:
-    """`plan_buckets` and `write_tensors` for tensors that are all there, into memory of this process."""
-    named = list(named_tensors)
-    shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
-    data = np.zeros(num_bytes_of(plan), dtype=np.uint8)
-    write_tensors(named, plan, data)
-    return [
-        WeightBucket(
-            policy_version=policy_version,
-            index=index,
-            num_buckets=len(plan),
-            tensors=bucket.tensors,
-            data=data[bucket.start : bucket.start + bucket.num_bytes],
-        )
-        for index, bucket in enumerate(plan)
-    ]
-
-
 def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield the tensors of a bucket as views of its buffer, which must outlive them. Never write to a view.
 

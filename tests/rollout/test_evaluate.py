@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, RewardConfig, SamplingConfig, TorchEngineConfig
@@ -11,7 +12,6 @@ from rollout.evaluate import evaluate
 from rollout.rewards import Scorer
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, Prompt
-from rollout.weights import pack_buckets
 
 SAMPLING = SamplingConfig(temperature=0.9, max_new_tokens=5)
 STOP = (EOS_TOKEN_ID, 7)

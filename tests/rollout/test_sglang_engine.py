@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, SGLangConfig
@@ -28,7 +29,7 @@ from rollout.sglang.scratch import Scratch
 from rollout.sglang.weight_update import WeightUpdate, describe_bucket
 from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightBucket
-from rollout.weights import TensorShape, pack_buckets
+from rollout.weights import TensorShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

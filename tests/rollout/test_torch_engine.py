@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket_cases import pack_buckets
 from safetensors.torch import load_file, save_file
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
@@ -16,7 +17,7 @@ from rollout.engine import EngineError, WeightSyncError
 from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rollout.weights import TensorShape, pack_buckets
+from rollout.weights import TensorShape
 from rollout.worker import EngineSetup, RolloutWorker
 
 TOLERANCE = 1e-5

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from bucket_cases import pack_buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.engine import WeightSyncError
-from rollout.weights import ALIGNMENT, check_bucket, check_buckets, pack_buckets, tensor_digest, unpack
+from rollout.weights import ALIGNMENT, check_bucket, check_buckets, tensor_digest, unpack
 
 MIXED = {
     "matrix": torch.linspace(-1, 1, 15).reshape(3, 5),
