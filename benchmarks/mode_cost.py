@@ -94,7 +94,7 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
                     token_ids=[draw.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + count)],
                     response_mask=[False] * PROMPT_TOKENS + [True] * count,
                     rollout_logprobs=[0.0] * PROMPT_TOKENS + [-1.0] * count,
-                    policy_version=0,
+                    token_versions=[0] * (PROMPT_TOKENS + count),
                     finish_reason=FinishReason.stop,
                     reward=draw.random(),
                     advantage=draw.gauss(0, 1),

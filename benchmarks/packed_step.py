@@ -58,7 +58,7 @@ def make_samples(args: argparse.Namespace) -> list[Sample]:
                 token_ids=[generator.randrange(2, 16) for _ in range(PROMPT + response)],
                 response_mask=[False] * PROMPT + [True] * response,
                 rollout_logprobs=[0.0] * (PROMPT + response),
-                policy_version=0,
+                token_versions=[0] * (PROMPT + response),
                 finish_reason=FinishReason.stop,
                 reward=0.0,
                 advantage=1.0,

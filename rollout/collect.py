@@ -100,7 +100,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         token_ids=[*prompt, *generation.token_ids],
         response_mask=[False] * len(prompt) + [True] * len(generation.token_ids),
         rollout_logprobs=[0.0] * len(prompt) + generation.logprobs,
-        policy_version=generation.policy_version,
+        token_versions=[0] * len(prompt) + generation.token_versions,
         finish_reason=generation.finish_reason,
     )
 
@@ -246,7 +246,7 @@ class Collector:
         seen_versions: set[int] = set()
         for position, (request, generation) in enumerate(zip(requests, generations, strict=True)):
             stats.tokens_generated += len(generation.token_ids)
-            seen_versions.add(generation.policy_version)
+            seen_versions.update(generation.token_versions)
             reason = invalid_reason(request, generation, policy_version=stats.policy_version)
             if reason is None:
                 groups[position // size].samples.append(make_sample(request, generation))

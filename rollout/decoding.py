@@ -217,7 +217,7 @@ class _Batch:
             generation = Generation(
                 token_ids=tokens[:count],
                 logprobs=logprobs[:count],
-                policy_version=policy_version,
+                token_versions=[policy_version] * count,
                 finish_reason=reason,
             )
             finished.append((request, generation))

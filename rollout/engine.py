@@ -1,5 +1,7 @@
 """The Engine protocol: what a rollout worker can ask of an engine, whatever samples the tokens behind it.
 
+An engine is a generator with a queue: requests are submitted and sampled while the caller does something else, and
+polled when they have ended. Weights may be replaced in between; every token carries the version that sampled it.
 `rollout/sglang/engine.py` (a real SGLang server over HTTP) and `rollout/torch_engine.py` (embedded transformers)
 implement it; `rollout/worker.py` hosts one of them in a Ray actor.
 """
@@ -7,11 +9,14 @@ implement it; `rollout/worker.py` hosts one of them in a Ray actor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout.types import GenerateRequest, Generation, WeightBucket
+from rollout.types import Completion, GenerateRequest, Generation, WeightBucket
+
+POLL_S = 5.0
+"""Seconds of one poll where nothing else is to be done meanwhile."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,19 +57,54 @@ class WeightSyncError(EngineError):
 
 
 class Engine(Protocol):
-    """One rollout engine. Every call has a deadline and raises EngineError when it passes."""
+    """One rollout engine. Every call has a deadline and raises EngineError when it passes.
+
+    `submit`, `poll` and `abort` may be called by any thread, also while another verb runs; the rest by one at a time.
+    """
 
     def start(self, model_path: Path) -> EngineInfo:
         """Load the model's architecture, tokenizer ids and initial weights; return when generate() may be called."""
         ...
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Sample one response per request, in the order of the requests."""
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        """Queue requests and return at once; they are taken up in the order of submission.
+
+        `tickets` name them, one each, and are used once only. Raises ValueError for a request that can never be served
+        (none is queued then) and EngineError if the engine has failed.
+        """
         ...
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended since the last poll, each once; waits at most `timeout_s` for the first.
+
+        Raises EngineError if the engine has failed, or if a request took longer than rollout.generate_timeout_s,
+        counted from the time it was taken up.
+        """
+        ...
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End the unfinished requests among `tickets`, None for all; `poll` returns them with FinishReason.abort.
+
+        Their generations hold the tokens so far, possibly none. Safe to call twice; unknown tickets are ignored.
+        """
+        ...
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Submit `requests`, wait for all; one response each, in their order. For a caller that is alone."""
+        # Below zero, where no caller of `submit` has its own.
+        positions = {-1 - position: position for position in range(len(requests))}
+        self.submit(list(positions), requests)
+        generations: dict[int, Generation] = {}
+        while len(generations) < len(requests):
+            for ticket, generation in self.poll(POLL_S):
+                generations[positions[ticket]] = generation
+        return [generations[position] for position in range(len(requests))]
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
         """Replace all weights, drop every cache derived from the old ones, verify digests, set the version.
 
+        Allowed while requests are unfinished: sampling pauses, what they have so far is read again with the new
+        weights, sampling goes on. Tokens that are there keep their log-probs and versions.
         Raises WeightSyncError naming the tensor if a digest, a name or the version disagrees.
         """
         ...
@@ -85,3 +125,30 @@ class Engine(Protocol):
     def stop(self) -> None:
         """End every process and free every resource; safe to call twice."""
         ...
+
+
+def continuation(request: GenerateRequest) -> GenerateRequest:
+    """`request` as an engine without resumed requests is asked it: what is there belongs to the prompt."""
+    begun = request.resumed
+    if begun is None:
+        return request
+    return replace(
+        request,
+        prompt_token_ids=[*request.prompt_token_ids, *begun.token_ids],
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(begun.token_ids)),
+        resumed=None,
+    )
+
+
+def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
+    """The response to `request` of which `rest` was sampled last: what was resumed, then `rest`."""
+    begun = request.resumed
+    if begun is None:
+        return rest
+    complete = begun.logprobs is not None and rest.logprobs is not None
+    return Generation(
+        token_ids=begun.token_ids + rest.token_ids,
+        logprobs=[*(begun.logprobs or ()), *(rest.logprobs or ())] if complete else None,
+        token_versions=begun.token_versions + rest.token_versions,
+        finish_reason=rest.finish_reason,
+    )

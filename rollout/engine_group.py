@@ -15,10 +15,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rollout.engine import EngineError, EngineInfo, WeightReport
+from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse
 from rollout.residency import Turns
-from rollout.types import GenerateRequest, Generation, SharedWeights
+from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,16 @@ def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -
         ray.kill(worker)
 
 
-def split_by_load(requests: Sequence[GenerateRequest], num_parts: int) -> list[list[int]]:
-    """Indices of `requests` for each of `num_parts` engines.
+def load_of(request: GenerateRequest) -> int:
+    """Tokens that are still to be sampled at most."""
+    begun = 0 if request.resumed is None else len(request.resumed.token_ids)
+    return request.sampling.max_new_tokens - begun
+
+
+def split_by_load(
+    requests: Sequence[GenerateRequest], num_parts: int, *, loads: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices of `requests` for each of `num_parts` engines, which have `loads` tokens to sample already.
 
     The requests of one prompt stay together (they share a prefix); the heaviest group goes to the lightest
     engine, counting prompt tokens once and response tokens at their bound.
@@ -91,11 +99,10 @@ def split_by_load(requests: Sequence[GenerateRequest], num_parts: int) -> list[l
         groups.setdefault(request.prompt_id, []).append(index)
 
     def load(indices: list[int]) -> int:
-        responses = sum(requests[i].sampling.max_new_tokens for i in indices)
-        return len(requests[indices[0]].prompt_token_ids) + responses
+        return len(requests[indices[0]].prompt_token_ids) + sum(load_of(requests[i]) for i in indices)
 
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0] * num_parts
+    loads = list(loads or [0] * num_parts)
     for indices in sorted(groups.values(), key=lambda indices: (-load(indices), indices[0])):
         part = min(range(num_parts), key=lambda p: (loads[p], p))
         parts[part].extend(indices)
@@ -125,6 +132,13 @@ class EngineGroup:
         self._generate_timeout_s = generate_timeout_s
         self._sync_timeout_s = sync_timeout_s
         self._turns = turns or Turns()
+        self._next_ticket = 0
+        self._held: list[dict[int, GenerateRequest]] = [{} for _ in self._workers]
+        """By engine: the requests that it has not answered yet, by ticket."""
+        self._polls: dict[ray.ObjectRef[Any], int] = {}
+        """Polls that have not been answered yet, and whose they are; one per engine at most."""
+        self._early: list[Completion] = []
+        """Answers that came while `generate` waited for others."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -133,21 +147,74 @@ class EngineGroup:
         """Return when every engine is ready; they began to start when the group was made."""
         return self._gather(self._starting, phase="engine start", deadline_s=self._start_timeout_s)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One response per request, in the order of the requests, spread over the engines."""
-        parts = split_by_load(requests, len(self._workers))
+    @property
+    def unfinished(self) -> int:
+        """Tickets that `poll` has not returned yet."""
+        return sum(map(len, self._held)) + len(self._early)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        """Queue requests, spread over the engines; a ticket for each, unique in the run."""
+        tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
+        self._next_ticket += len(requests)
+        loads = [sum(map(load_of, held.values())) for held in self._held]
+        parts = split_by_load(requests, len(self._workers), loads=loads)
         refs: list[ray.ObjectRef[Any]] = []
         names: list[str] = []
-        for worker, name, part in zip(self._workers, self._names, parts, strict=True):
+        for worker, name, held, part in zip(self._workers, self._names, self._held, parts, strict=True):
             if part:
-                refs.append(worker.generate.remote([requests[index] for index in part]))
+                given = {tickets[index]: requests[index] for index in part}
+                refs.append(worker.submit.remote(list(given), list(given.values())))
                 names.append(name)
-        deadline_s = self._generate_timeout_s + GRACE_S
-        answers = gather(refs, names=names, phase="generate", deadline_s=deadline_s)
-        generations: dict[int, Generation] = {}
-        for part, answer in zip([part for part in parts if part], answers, strict=True):
-            generations.update(zip(part, answer, strict=True))
-        return [generations[index] for index in range(len(requests))]
+                held.update(given)
+        gather(refs, names=names, phase="generate", deadline_s=self._generate_timeout_s + GRACE_S)
+        return tickets
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended on any engine since the last poll; waits at most `timeout_s` for the first."""
+        early, self._early = self._early, []
+        return early or self._poll_engines(timeout_s)
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End the unfinished requests among `tickets`, None for all; `poll` returns what they have so far."""
+        for worker, held in zip(self._workers, self._held, strict=True):
+            if mine := [ticket for ticket in held if tickets is None or ticket in tickets]:
+                worker.abort.remote(mine)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One response per request, in the order of the requests, spread over the engines."""
+        waited = dict.fromkeys(self.submit(requests))
+        answers: dict[int, Generation] = {}
+        deadline = time.monotonic() + self._generate_timeout_s + 2 * GRACE_S
+        while len(answers) < len(waited):
+            if time.monotonic() > deadline:
+                silent = ", ".join(name for name, held in zip(self._names, self._held, strict=True) if held)
+                raise WorkerError(f"phase generate: no answer from {silent} within {self._generate_timeout_s:.0f} s")
+            for completion in self._poll_engines(POLL_S):
+                if completion.ticket in waited:
+                    answers[completion.ticket] = completion.generation
+                else:
+                    self._early.append(completion)
+        return [answers[ticket] for ticket in waited]
+
+    def _poll_engines(self, timeout_s: float) -> list[Completion]:
+        deadline = time.monotonic() + timeout_s
+        completions: list[Completion] = []
+        while not completions:
+            asked = set(self._polls.values())
+            for index, held in enumerate(self._held):
+                if held and index not in asked:
+                    self._polls[self._workers[index].poll.remote(POLL_S)] = index
+            # One that is ready wakes us; then all that are, so that no engine waits behind another.
+            remaining_s = max(0.0, deadline - time.monotonic())
+            if not self._polls or not ray.wait(list(self._polls), num_returns=1, timeout=remaining_s)[0]:
+                break
+            for ref in ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0)[0]:
+                index = self._polls.pop(ref)
+                [answer] = gather([ref], names=[self._names[index]], phase="generate", deadline_s=GRACE_S)
+                completions += answer
+                for completion in answer:
+                    del self._held[index][completion.ticket]
+        return completions
 
     def num_on(self, node: str) -> int:
         """Engines on a Ray node."""

@@ -69,7 +69,7 @@ def evaluate(
     generations = sampler.generate(requests)
     if len(generations) != len(requests):
         raise RuntimeError(f"evaluation: {len(requests)} responses were asked for, {len(generations)} came back")
-    policy_version = generations[0].policy_version
+    policy_version = next((each.token_versions[0] for each in generations if each.token_versions), 0)
     groups = [SampleGroup(prompt=prompt) for prompt in prompts]
     invalid: Counter[str] = Counter()
     for position, (request, generation) in enumerate(zip(requests, generations, strict=True)):

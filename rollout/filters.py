@@ -41,8 +41,8 @@ def is_aborted(request: GenerateRequest, generation: Generation, policy_version:
 
 
 def is_wrong_version(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
-    """Sampled from other weights than the step expects."""
-    return generation.policy_version != policy_version
+    """A token was sampled from other weights than the step expects."""
+    return any(version != policy_version for version in generation.token_versions)
 
 
 def is_empty(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
@@ -61,8 +61,11 @@ def has_no_logprobs(request: GenerateRequest, generation: Generation, policy_ver
 
 
 def has_wrong_length(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
-    """Log-probs and tokens cannot be matched."""
-    return generation.logprobs is not None and len(generation.logprobs) != len(generation.token_ids)
+    """Tokens cannot be matched with their log-probs or versions."""
+    return any(
+        values is not None and len(values) != len(generation.token_ids)
+        for values in (generation.logprobs, generation.token_versions)
+    )
 
 
 def has_bad_logprob(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
@@ -76,7 +79,7 @@ SAMPLE_FILTERS = (
     SampleFilter("empty", "no token was returned", is_empty),
     SampleFilter("too_long", "more tokens than sampling.max_new_tokens were returned", is_too_long),
     SampleFilter("no_logprobs", "the engine returned no log-probs", has_no_logprobs),
-    SampleFilter("wrong_length", "as many log-probs as tokens are needed", has_wrong_length),
+    SampleFilter("wrong_length", "as many log-probs and versions as tokens are needed", has_wrong_length),
     SampleFilter("bad_logprob", "a log-prob was NaN, infinite or positive", has_bad_logprob),
 )
 

@@ -20,6 +20,7 @@ from rollout.decoding import decode
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.model_limits import altered_logits
+from rollout.queued_engine import QueuedEngine
 from rollout.slots import SLOT_ATTENTION
 from rollout.types import GenerateRequest, Generation, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
@@ -28,11 +29,12 @@ LISTED_NAMES = 5
 """Tensor names shown in an error; the rest is counted."""
 
 
-class TorchEngine:
+class TorchEngine(QueuedEngine):
     """One model, continuous batched sampling. Not safe for concurrent calls."""
 
     def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
         """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
+        super().__init__()
         self._config = config
         self._index = index
         self._device = torch.device(device)
@@ -85,16 +87,16 @@ class TorchEngine:
             )
         return EngineInfo(name=f"torch {torch.__version__}", address="embedded", pids=(), start_s=start_s)
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Sample one response per request, in the order of the requests.
-
-        Raises ValueError for a request that cannot be served as it stands, EngineError when
-        rollout.generate_timeout_s has passed or the engine holds no usable weights.
-        """
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
         model = self._usable_model("generate")
-        decoder = self._decoder or build_decoder(model)
         for request in requests:
             self._check_request(request, model)
+
+    def _sample(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        if not requests:
+            return []
+        model = self._usable_model("generate")
+        decoder = self._decoder or build_decoder(model)
         deadline = time.monotonic() + self._config.generate_timeout_s
         try:
             with torch.inference_mode():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,19 +65,38 @@ class GenerateRequest:
     """0 .. group_size - 1: which sample of the group."""
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    """`max_new_tokens` bounds the whole response, the tokens of `resumed` included."""
+    resumed: Generation | None = None
+    """The first part of the response, where it was aborted before: the engine samples the rest."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """What an engine returned for one request. Tokens in, tokens out: never re-tokenized text."""
+    """What an engine returned for one request. Tokens in, tokens out: never re-tokenized text.
+
+    The whole response, also where a part of it was sampled earlier or under other weights.
+    """
 
     token_ids: list[int]
     """[R] response tokens, the end-of-sequence token included when it was sampled."""
     logprobs: list[float] | None
     """[R] log pi_rollout of each token; None if the engine returned none (the sample is then dropped)."""
-    policy_version: int
-    """Version of the weights that sampled the tokens."""
+    token_versions: list[int]
+    """[R] policy version of the weights that sampled each token."""
     finish_reason: FinishReason
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version of the response. Raises ValueError for an empty one."""
+        return min(self.token_versions)
+
+
+class Completion(NamedTuple):
+    """The answer to a request that was submitted, complete or aborted."""
+
+    ticket: int
+    """As it was submitted under."""
+    generation: Generation
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,8 +111,8 @@ class Sample:
     """[T] True where pi_rollout sampled the token. Never overwritten."""
     rollout_logprobs: list[float]
     """[T] log pi_rollout at the sampling temperature; 0.0 off the mask."""
-    policy_version: int
-    """Completed optimizer steps of the weights that sampled the response."""
+    token_versions: list[int]
+    """[T] completed optimizer steps of the weights that sampled the token; 0 off the mask."""
     finish_reason: FinishReason
     text: str = ""
     """The decoded response, for rewards and the sample log only: never tokenized again."""
@@ -103,11 +123,13 @@ class Sample:
     advantage: float | None = None
 
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.response_mask), len(self.rollout_logprobs)}
-        if len(lengths) != 1:
+        lengths = [
+            len(values) for values in (self.token_ids, self.response_mask, self.rollout_logprobs, self.token_versions)
+        ]
+        if len(set(lengths)) != 1:
             raise ValueError(
-                f"sample {self.prompt_id}/{self.sample_index}: token_ids, response_mask and rollout_logprobs "
-                f"differ in length: {len(self.token_ids)}, {len(self.response_mask)}, {len(self.rollout_logprobs)}"
+                f"sample {self.prompt_id}/{self.sample_index}: token_ids, response_mask, rollout_logprobs and "
+                f"token_versions differ in length: {', '.join(map(str, lengths))}"
             )
         if not any(self.response_mask):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: no response token")
@@ -123,6 +145,11 @@ class Sample:
     @property
     def num_response_tokens(self) -> int:
         return sum(self.response_mask)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version of the response."""
+        return min(version for version, on in zip(self.token_versions, self.response_mask, strict=True) if on)
 
 
 @dataclass(kw_only=True, slots=True)

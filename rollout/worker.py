@@ -10,7 +10,7 @@ from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse, memory_use
 from rollout.shared_weights import WeightReader
-from rollout.types import GenerateRequest, Generation, SharedWeights, WeightBucket
+from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +68,14 @@ class RolloutWorker:
         self._pids = info.pids
         return info
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        return self._engine.generate(requests)
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        self._engine.submit(tickets, requests)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        return self._engine.poll(timeout_s)
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        self._engine.abort(tickets)
 
     def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
         """From the memory of this machine, or as they came from another one."""

@@ -86,7 +86,7 @@ def _sample(index: int, length: int) -> Sample:
         token_ids=[0] * length,
         response_mask=[False] + [True] * (length - 1),
         rollout_logprobs=[0.0] * length,
-        policy_version=0,
+        token_versions=[0] * length,
         finish_reason=FinishReason.length,
         advantage=0.0,
     )

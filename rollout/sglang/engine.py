@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
+from rollout.queued_engine import QueuedEngine
 from rollout.sglang.client import ClientError
 from rollout.sglang.cpu_platform import PLATFORM_NAME
 from rollout.sglang.fusing import FusionError, checkpoint_names, plan_fusion
@@ -49,7 +50,7 @@ CPU_SERVER_ARGS: dict[str, Any] = {
 logger = logging.getLogger(__name__)
 
 
-class SGLangEngine:
+class SGLangEngine(QueuedEngine):
     """One SGLang server with a full copy of the weights. Not safe for concurrent calls.
 
     Seeds: on a CPU every response is drawn from its own `SamplingParams.seed` (see `cpu_srt.py`). On a GPU SGLang
@@ -72,6 +73,7 @@ class SGLangEngine:
 
         `sleeps` has the server allocate so that `sleep` can give the memory back.
         """
+        super().__init__()
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config
@@ -118,19 +120,17 @@ class SGLangEngine:
         logger.info("%s is ready at %s after %.1f s, log %s", self._name, info.address, info.start_s, setup.log_path)
         return info
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Sample one response per request, in the order of the requests.
-
-        Raises ValueError for a request that cannot be served as it stands; EngineError when the server refuses, dies,
-        answers something else than what was asked, or rollout.generate_timeout_s passes.
-        """
-        server = self._running("generate")
+    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+        self._running("generate")
         if self._broken:
             raise EngineError(f"{self._name} generate: the weights are unusable: {self._broken}; load weights again")
         for request in requests:
             self._check_request(request)
+
+    def _sample(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         if not requests:
             return []
+        server = self._running("generate")
         body = {
             "input_ids": [request.prompt_token_ids for request in requests],
             "sampling_params": [_sampling_params(request) for request in requests],
@@ -368,7 +368,7 @@ class SGLangEngine:
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs if complete else None,
-            policy_version=self._parse_version(meta["weight_version"], phase=where),
+            token_versions=[self._parse_version(meta["weight_version"], phase=where)] * len(token_ids),
             finish_reason=finish_reason,
         )
 

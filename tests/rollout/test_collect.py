@@ -255,7 +255,7 @@ def test_min_prompts_lets_a_short_step_pass(engine):
 
 DAMAGES = {
     "abort": lambda g: replace(g, finish_reason=FinishReason.abort),
-    "wrong_version": lambda g: replace(g, policy_version=5),
+    "wrong_version": lambda g: replace(g, token_versions=[5] * len(g.token_ids)),
     "empty": lambda g: replace(g, token_ids=[], logprobs=[]),
     "too_long": lambda g: replace(g, token_ids=[2] * 7, logprobs=[-1.0] * 7),
     "no_logprobs": lambda g: replace(g, logprobs=None),
@@ -295,7 +295,7 @@ def test_a_group_of_one_is_dropped(engine):
 def test_too_many_invalid_samples_stop_the_run(engine):
     def damage(position, generation):
         if position < 3:
-            return replace(generation, policy_version=5)
+            return replace(generation, token_versions=[5] * len(generation.token_ids))
         return replace(generation, logprobs=None) if position == 10 else generation
 
     with pytest.raises(RuntimeError) as caught:
@@ -382,6 +382,6 @@ def test_make_sample_refuses_a_generation_without_logprobs():
         prompt_token_ids=[3],
         sampling=SamplingParams(temperature=1.0, max_new_tokens=1, seed=0),
     )
-    generation = Generation(token_ids=[4], logprobs=None, policy_version=0, finish_reason=FinishReason.stop)
+    generation = Generation(token_ids=[4], logprobs=None, token_versions=[0], finish_reason=FinishReason.stop)
     with pytest.raises(ValueError, match="sample 1/2: no log-probs"):
         make_sample(request, generation)

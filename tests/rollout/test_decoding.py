@@ -106,7 +106,7 @@ def test_freed_slots_are_filled_at_once_and_every_response_stays_its_own():
     for request, generation, length in zip(requests, generations, lengths, strict=True):
         first = request.prompt_token_ids[-1] + 1
         assert generation.token_ids == list(range(first, first + length))
-        assert (generation.finish_reason, generation.policy_version) == (FinishReason.length, 3)
+        assert (generation.finish_reason, generation.token_versions) == (FinishReason.length, [3] * length)
     # Three full batches of four would take 30 + 30 + 30 tokens.
     assert len(decoder.rows) < 60
     assert max(decoder.rows) <= 4

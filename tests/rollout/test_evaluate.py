@@ -114,7 +114,7 @@ def test_two_evaluations_of_the_same_weights_agree_whatever_the_version(model_an
     ("damage", "reason"),
     [
         (lambda g: replace(g, finish_reason=FinishReason.abort), "abort 1"),
-        (lambda g: replace(g, policy_version=g.policy_version + 1), "wrong_version 1"),
+        (lambda g: replace(g, token_versions=[version + 1 for version in g.token_versions]), "wrong_version 1"),
         (lambda g: replace(g, logprobs=None), "no_logprobs 1"),
     ],
 )

@@ -28,7 +28,7 @@ REQUEST = GenerateRequest(
     prompt_token_ids=[3],
     sampling=SamplingParams(temperature=1.0, max_new_tokens=3, seed=0),
 )
-GOOD = Generation(token_ids=[4, 5], logprobs=[-0.1, -2.0], policy_version=7, finish_reason=FinishReason.stop)
+GOOD = Generation(token_ids=[4, 5], logprobs=[-0.1, -2.0], token_versions=[7, 7], finish_reason=FinishReason.stop)
 
 
 def name_of(generation):
@@ -43,9 +43,10 @@ def name_of(generation):
         ({"finish_reason": FinishReason.length}, None),
         ({"logprobs": [0.0, 5e-5]}, None),
         ({"finish_reason": FinishReason.abort}, "abort"),
-        ({"policy_version": 6}, "wrong_version"),
-        ({"policy_version": 8}, "wrong_version"),
-        ({"token_ids": [], "logprobs": []}, "empty"),
+        ({"token_versions": [6, 7]}, "wrong_version"),
+        ({"token_versions": [7, 8]}, "wrong_version"),
+        ({"token_versions": [7]}, "wrong_length"),
+        ({"token_ids": [], "logprobs": [], "token_versions": []}, "empty"),
         ({"token_ids": [1] * 4, "logprobs": [-1.0] * 4}, "too_long"),
         ({"logprobs": None}, "no_logprobs"),
         ({"logprobs": [-0.1]}, "wrong_length"),
@@ -61,7 +62,7 @@ def test_each_reason(change, reason):
 
 
 def test_a_sample_is_counted_once_under_the_first_reason():
-    aborted = replace(GOOD, finish_reason=FinishReason.abort, logprobs=None, token_ids=[], policy_version=1)
+    aborted = replace(GOOD, finish_reason=FinishReason.abort, logprobs=None, token_ids=[], token_versions=[1])
     assert name_of(aborted) == "abort"
     assert name_of(replace(aborted, finish_reason=FinishReason.stop)) == "wrong_version"
 
@@ -81,7 +82,7 @@ def group_of(*verdicts, rewards=None):
             token_ids=[3, 4],
             response_mask=[False, True],
             rollout_logprobs=[0.0, -1.0],
-            policy_version=0,
+            token_versions=[0, 0],
             finish_reason=FinishReason.stop,
             correct=verdict,
             reward=None if rewards is None else rewards[index],

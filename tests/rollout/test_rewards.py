@@ -125,7 +125,7 @@ def make_group(responses, *, answer):
             token_ids=[50, 51, *response],
             response_mask=[False, False] + [True] * len(response),
             rollout_logprobs=[0.0, 0.0] + [-0.5] * len(response),
-            policy_version=0,
+            token_versions=[0] * (2 + len(response)),
             finish_reason=FinishReason.stop,
         )
         for index, response in enumerate(responses)

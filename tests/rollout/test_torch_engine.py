@@ -332,6 +332,15 @@ def test_a_damaged_sync_is_named_and_changes_nothing(tmp_path, damage, message, 
     assert engine.generate(requests) == before
 
 
+def logprobs_of(worker, requests):
+    """Those of every response, in the order of the requests."""
+    worker.submit(range(len(requests)), requests)
+    answers = {}
+    while len(answers) < len(requests):
+        answers |= {completion.ticket: completion.generation.logprobs for completion in worker.poll(60)}
+    return [answers[ticket] for ticket in range(len(requests))]
+
+
 def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path):
     old, new = write_tiny_model(tmp_path / "old"), write_tiny_model(tmp_path / "new", seed=9)
     setup = EngineSetup(
@@ -349,15 +358,14 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
     for version, model in enumerate([old, new, old, new, old], start=1):
         shared = publisher.publish(model.named_parameters(), policy_version=version)
         if outcomes:
-            generations = worker.generate(requests)
-            assert [generation.logprobs for generation in generations] == outcomes[-1]
+            assert logprobs_of(worker, requests) == outcomes[-1]
         assert worker.load_weights(shared).in_place
-        outcomes.append([generation.logprobs for generation in worker.generate(requests)])
+        outcomes.append(logprobs_of(worker, requests))
     assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]
     assert len(publisher._regions) == 2
     # From another machine: the engine's own memory again, and the shared memory is free.
     assert not worker.load_weights(weights_of(new, version=6)).in_place
-    assert [generation.logprobs for generation in worker.generate(requests)] == outcomes[1]
+    assert logprobs_of(worker, requests) == outcomes[1]
     assert all(region.try_lock() for region in publisher._regions)
     worker.stop()
 

@@ -47,7 +47,7 @@ def make_samples(lengths: Sequence[tuple[int, int]] = ((3, 5), (6, 2), (1, 9))) 
             token_ids=torch.randint(VOCAB, (prompt + response,), generator=generator).tolist(),
             response_mask=[False] * prompt + [True] * response,
             rollout_logprobs=[0.0] * prompt + [-1.0] * response,
-            policy_version=0,
+            token_versions=[0] * (prompt + response),
             finish_reason=FinishReason.stop,
             advantage=1.0,
         )

@@ -20,7 +20,7 @@ def make_sample(
         token_ids=[(prompt_id * 31 + index * 7 + t) % 50 for t in range(total)],
         response_mask=[False] * prompt + [True] * response,
         rollout_logprobs=[0.0] * prompt + [-0.5 - 0.01 * t for t in range(response)],
-        policy_version=0,
+        token_versions=[0] * total,
         finish_reason=FinishReason.stop,
         reward=reward,
         advantage=0.25 * (index + 1),

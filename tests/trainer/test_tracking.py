@@ -254,8 +254,8 @@ def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
 def test_sample_rows_and_selection() -> None:
     sample = Sample(
         prompt_id=4, sample_index=1, token_ids=[1, 2, 3, 4], response_mask=[False, True, True, False],
-        rollout_logprobs=[0.0, -1.0, -0.5, 0.0], policy_version=3, finish_reason=FinishReason.length, text="no",
-        reward=0.0, correct=False, advantage=-1.0,
+        rollout_logprobs=[0.0, -1.0, -0.5, 0.0], token_versions=[0, 4, 3, 0],
+        finish_reason=FinishReason.length, text="no", reward=0.0, correct=False, advantage=-1.0,
     )  # fmt: skip
     group = SampleGroup(prompt=Prompt(prompt_id=4, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
     (made,) = sample_rows([group], k3={(4, 1): 2e-6})
