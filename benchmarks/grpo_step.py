@@ -44,6 +44,7 @@ import psutil
 PROMPTS = 8
 GROUP_SIZE = 8
 MAX_NEW_TOKENS = 128
+REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
 WIDTH, LAYERS = 256, 3
 END_PROBABILITY = {"equal": 0.0, "ragged": 1 / 32}
 WARM_UP = 4
@@ -125,11 +126,6 @@ def build_model(directory: Path, *, end_probability: float) -> None:
     model.save_pretrained(directory)
 
 
-def rewarded(response: str) -> bool:
-    """Half of the responses of an untrained model, so that groups disagree."""
-    return sum(map(ord, response)) % 2 == 0
-
-
 # ---------------------------------------------------------------- Parity
 
 
@@ -146,6 +142,7 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
     yield f"sampling.max_new_tokens={MAX_NEW_TOKENS}"
     yield "model=hf"
     yield f"model.path={args.model}"
+    yield f"reward.function={REWARD_FILE}:rewarded"
     yield "optim.lr=1e-6"
     yield "checkpoint.every=0"
     yield "eval.every=0"
@@ -156,7 +153,6 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
 
 def parity_steps(args: argparse.Namespace) -> list[Step]:
     """Run the real loop, from recipe to report, and read what it wrote."""
-    import rollout.rewards.functions as functions
     from trainer.cli.compose import resolve
     from trainer.loop import train
     from trainer.tracking.tracker import Tracker
@@ -169,7 +165,6 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
         clock.mark(step)
 
     Tracker.log = marked
-    functions.REWARDS["gsm8k"] = lambda response, answer: rewarded(response)
     recipe = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
     with tempfile.TemporaryDirectory() as run_dir:
         words = [*parity_words(args), f"run.dir={run_dir}/run"]

@@ -12,7 +12,8 @@ importlib.import_module("rollout.hf")  # declares torchvision's operators, befor
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from grpo_step import GROUP_SIZE, MAX_NEW_TOKENS, PROMPTS, SEED, WARM_UP, ProcessorClock, Step, rewarded  # noqa: E402
+from grpo_step import GROUP_SIZE, MAX_NEW_TOKENS, PROMPTS, SEED, WARM_UP, ProcessorClock, Step  # noqa: E402
+from half_rewarded import rewarded  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 

@@ -31,7 +31,7 @@ from rollout.filters import (
     invalid_reason,
     too_small,
 )
-from rollout.rewards import Scorer
+from rollout.rewards import Scorer, ScoreStats
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup, SamplingParams
 
 
@@ -127,6 +127,8 @@ class CollectStats:
     """Seconds in which the engines sampled."""
     reward_s: float = 0.0
     """Seconds in which responses were scored."""
+    scoring: ScoreStats = field(default_factory=ScoreStats)
+    """What scoring came across; responses without a score are not trained on."""
 
     @property
     def samples_valid(self) -> int:
@@ -137,7 +139,7 @@ class CollectStats:
         """Share of correct samples among all valid ones: not biased by the choice of groups."""
         return self.samples_correct / max(1, self.samples_valid)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """rollout/* and reward/* of the step. Means, std (population), maximum and fractions are over kept samples."""
         samples = [sample for group in self.kept for sample in group.samples]
         lengths = np.array([sample.num_response_tokens for sample in samples])
@@ -167,6 +169,7 @@ class CollectStats:
             "reward/std": float(rewards.std()),
             "reward/accuracy": float(np.mean([bool(sample.correct) for sample in samples])),
             "reward/generated_accuracy": self.generated_accuracy,
+            **self.scoring.metrics(),
         }
 
 
@@ -221,8 +224,11 @@ class Collector:
             groups = self._sample_groups(prompts, stats=stats, seeds=seeds, step=step)
             begin = time.monotonic()
             self._scorer.score(groups)
+            for group in groups:
+                group.samples = [sample for sample in group.samples if sample.reward is not None]
             stats.reward_s += time.monotonic() - begin
             self._admit(groups, filters, stats)
+        stats.scoring = self._scorer.take_stats()
         if len(stats.kept) < least:
             raise RuntimeError(self._too_few(step, stats, least=least))
         return Collected(groups=stats.kept, stats=stats)

@@ -230,19 +230,42 @@ class RewardConfig(Checked):
     """How a response is scored."""
 
     function: str = "exact_match"
-    """Name in rollout.rewards.REWARDS."""
+    """exact_match, gsm8k, gsm8k_flexible, math, math_dapo, or a function of yours as path/to/file.py:name."""
     correct: float = 1.0
     """Reward of a correct answer."""
     incorrect: float = 0.0
     """Reward of a wrong answer. DAPO uses -1."""
+    format_score: float | None = None
+    """Reward of a wrong answer that is stated in the form asked for; null means reward.incorrect."""
     overlong_buffer_tokens: int = 0
     """Soft overlong penalty (DAPO): the last this many tokens before max_new_tokens are penalised; 0 turns it off."""
     overlong_penalty: float = 1.0
     """Penalty at max_new_tokens; linear over the buffer. Vetted: 1.0."""
+    num_workers: int = 2
+    """Processes that score; each can be killed and replaced."""
+    timeout_s: float = 10.0
+    """Deadline in seconds of one call; a response that takes longer is wrong, and counted in reward/timeouts."""
+    memory_gib: float = 16.0
+    """Address space of a scoring process; one that needs more dies, and is counted in reward/crashes."""
+    max_error_fraction: float = 0.05
+    """Share of a step's responses for which the function may raise or return no score before the run stops."""
 
     def problems(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
             yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)
+        if self.format_score is not None and not self.incorrect <= self.format_score < self.correct:
+            yield Problem(
+                key="format_score",
+                rule=f"must lie in [reward.incorrect ({self.incorrect}), reward.correct ({self.correct})), or be null",
+                value=self.format_score,
+            )
+        if self.num_workers < 1:
+            yield Problem(key="num_workers", rule="must be >= 1", value=self.num_workers)
+        for key in ("timeout_s", "memory_gib"):
+            if not getattr(self, key) > 0:
+                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
+        if not 0 <= self.max_error_fraction <= 1:
+            yield Problem(key="max_error_fraction", rule="must lie in [0, 1]", value=self.max_error_fraction)
         if self.overlong_buffer_tokens < 0:
             yield Problem(key="overlong_buffer_tokens", rule="must be >= 0 tokens", value=self.overlong_buffer_tokens)
         if self.overlong_penalty < 0:

@@ -85,6 +85,7 @@ def evaluate(
             f"invalid: {reasons}. Look at the engine's log."
         )
     scorer.score(groups)
+    scorer.take_stats()  # what a step counts is its own
     samples = [sample for group in groups for sample in group.samples]
     return EvalResult(
         accuracy=sum(group.samples[GREEDY].correct is True for group in groups) / len(prompts),

@@ -13,6 +13,7 @@ The weights that sample step k have version = completed optimizer steps; each sa
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
         tracker.console.phase("starting Ray, the policy and the rollout engines")
         saver = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker)
         # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
-        with Cluster(config, log_dir=run_dir / "logs") as cluster, saver, termination_requests() as termination:
+        cluster_of_run = Cluster(config, log_dir=run_dir / "logs")
+        with cluster_of_run as cluster, saver, closing(task.scorer), termination_requests() as termination:
             policy = cluster.spawn_policy(task.model_path, task.critic_path)
             engines = cluster.spawn_engines(task.model_path)
             policy.wait_ready()

@@ -1,10 +1,21 @@
-"""Rewards: SampleGroup -> the same group with text, correct and reward filled in. No torch here.
+"""Rewards: samples -> the same samples with text, correct and reward filled in. No torch here.
 
-`REWARDS` is the table of reward functions; `rollout/collect.py` and `rollout/evaluate.py` call the `Scorer`.
+`RULES` is the table of built-in rules, `custom.py` loads functions of the user; `rollout/collect.py` and
+`rollout/evaluate.py` call the `Scorer`.
 """
 
-from rollout.rewards.functions import REWARDS, RewardFn, exact_match, gsm8k, reward_names
 from rollout.rewards.overlong import overlong_penalty
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.rules import RULES, Rule, Verdict, rule_names
+from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, function_problem
 
-__all__ = ["REWARDS", "RewardFn", "Scorer", "exact_match", "gsm8k", "overlong_penalty", "reward_names"]
+__all__ = [
+    "RULES",
+    "RewardError",
+    "Rule",
+    "ScoreStats",
+    "Scorer",
+    "Verdict",
+    "function_problem",
+    "overlong_penalty",
+    "rule_names",
+]

@@ -1,57 +1,202 @@
-"""Scorer: SampleGroup -> the same group with text, correct and reward of every sample filled in.
+"""Scorer: samples -> the same samples with text, correct and reward filled in.
 
-Called by `rollout/collect.py` and `rollout/evaluate.py` once per round of generation.
+Called by `rollout/collect.py` and `rollout/evaluate.py`. The judging happens in the processes of a `RewardPool`, so
+that what an engine samples meanwhile does not wait for it, and nothing that a response makes a reward do stops the run.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from rollout.config import RewardConfig
-from rollout.rewards.functions import REWARDS, reward_names
+from rollout.rewards.custom import custom_problem, is_custom
 from rollout.rewards.overlong import overlong_penalty
-from rollout.types import SampleGroup
+from rollout.rewards.pool import Failure, Outcome, RewardPool
+from rollout.rewards.rules import RULES, rule_names
+from rollout.types import Prompt, Sample, SampleGroup
+
+GIB = 1 << 30
+LISTED_ERRORS = 5
+GRACE_S = 30.0
+"""Seconds beyond every deadline after which the pool itself must be broken."""
+
+
+class RewardError(RuntimeError):
+    """Too many responses could not be scored; names the function and the first of them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreStats:
+    """What scoring came across since the last look."""
+
+    scored: int = 0
+    failures: Counter[Failure] = field(default_factory=Counter)
+    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Sums of the further numbers that a custom function returned."""
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+    """The first responses that could not be scored, and why."""
+
+    def metrics(self) -> dict[str, float | None]:
+        """reward/timeouts, crashes, errors; means of what a custom function returned besides."""
+        counted = {f"reward/{failure.value}": float(self.failures[failure]) for failure in Failure}
+        return {**counted, **{f"reward/{key}": self.sums[key] / count for key, count in self.counts.items()}}
 
 
 class Scorer:
-    """reward = reward.correct or reward.incorrect, plus the overlong penalty."""
+    """reward = reward.correct or reward.incorrect (or what a custom function says), plus the overlong penalty.
+
+    A response whose judging timed out or killed its worker is wrong and counted. One for which the function raised or
+    returned no score has no reward (`sample.reward` stays None) and is counted.
+    """
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int, decode: Callable[[list[int]], str]) -> None:
         """`decode` turns response token ids into text without special tokens.
 
         Raises ValueError for an unknown reward.function or a buffer that leaves no unpenalised length.
         """
-        if config.function not in REWARDS:
-            raise ValueError(
-                f"reward.function must be one of {', '.join(reward_names())}, got {config.function!r}. "
-                "Add a function to rollout.rewards.functions.REWARDS for a new task."
-            )
+        if problem := function_problem(config.function):
+            raise ValueError(f"reward.function {problem}, got {config.function!r}")
         if config.overlong_buffer_tokens >= max_new_tokens:
             raise ValueError(
                 f"reward.overlong_buffer_tokens must be < sampling.max_new_tokens ({max_new_tokens}), "
                 f"got {config.overlong_buffer_tokens}"
             )
         self._config = config
-        self._function = REWARDS[config.function]
+        self._rule = RULES.get(config.function)
         self._max_new_tokens = max_new_tokens
         self._decode = decode
+        self._pool = RewardPool(
+            config.function,
+            num_workers=config.num_workers,
+            timeout_s=config.timeout_s,
+            memory_bytes=int(config.memory_gib * GIB),
+        )
+        self._keys = itertools.count()
+        self._waiting: dict[int, Sample] = {}
+        self._stats = ScoreStats()
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether the answer of a response is known apart from its verdict, as a majority vote needs it."""
+        return self._rule is not None
+
+    def answer(self, text: str) -> str | None:
+        """The answer that a response gives; equal answers are equal text, None is no answer."""
+        return None if self._rule is None else self._rule.extract(text)
+
+    def submit(self, prompt: Prompt, sample: Sample) -> None:
+        """Begin to score `sample`; it comes back by `poll`."""
+        tokens = [token for token, sampled in zip(sample.token_ids, sample.response_mask, strict=True) if sampled]
+        sample.text = self._decode(tokens)
+        key = next(self._keys)
+        self._waiting[key] = sample
+        self._pool.submit(
+            key,
+            {"response": sendable(sample.text), "answer": sendable(prompt.answer), "prompt": sendable(prompt.text)},
+        )
+
+    def poll(self, timeout_s: float) -> list[Sample]:
+        """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first."""
+        finished: list[Sample] = []
+        for key, outcome in self._pool.poll(timeout_s if self._waiting else 0.0):
+            sample = self._waiting.pop(key)
+            self._fill(sample, outcome)
+            finished.append(sample)
+        return finished
+
+    @property
+    def unfinished(self) -> int:
+        """Samples that were submitted and not yet returned by `poll`."""
+        return len(self._waiting)
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
-        """Fill in text, correct and reward. Raises ValueError naming the prompt whose reference is unusable."""
+        """Fill in text, correct and reward of every sample, and return when all are done.
+
+        Raises RewardError when more than reward.max_error_fraction of them could not be scored.
+        """
+        samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+        for prompt, sample in samples:
+            self.submit(prompt, sample)
+        left = len(samples)
+        patience_s = self._config.timeout_s + GRACE_S
+        last = time.monotonic()
+        while left:
+            finished = self.poll(patience_s)
+            left -= len(finished)
+            if finished:
+                last = time.monotonic()
+            elif time.monotonic() - last > patience_s:
+                raise RewardError(f"reward.function={self._config.function}: no verdict within {patience_s:.0f} s")
+        self.check()
+
+    def check(self) -> None:
+        """Raise RewardError if too many responses since the last `take_stats` could not be scored."""
+        stats, config = self._stats, self._config
+        errors = stats.failures[Failure.error]
+        if errors > config.max_error_fraction * max(1, stats.scored):
+            listed = "; ".join(stats.errors)
+            self._stats = ScoreStats()
+            raise RewardError(
+                f"reward.function={config.function} could not score {errors} of {stats.scored} responses, more than "
+                f"reward.max_error_fraction={config.max_error_fraction}: {listed}. Mend the function or the data; a "
+                "higher fraction leaves such responses out of training."
+            )
+
+    def take_stats(self) -> ScoreStats:
+        """What happened since the last call."""
+        taken, self._stats = self._stats, ScoreStats()
+        return taken
+
+    def close(self) -> None:
+        """End the workers; safe to call twice. They start again with the next sample."""
+        self._pool.close()
+
+    def _fill(self, sample: Sample, outcome: Outcome) -> None:
+        config, stats = self._config, self._stats
+        stats.scored += 1
+        if outcome.failure is not None:
+            stats.failures[outcome.failure] += 1
+        if outcome.failure is Failure.error:
+            sample.correct = False
+            if len(stats.errors) < LISTED_ERRORS:
+                stats.errors.append(f"prompt {sample.prompt_id}/{sample.sample_index}: {outcome.message}")
+            return
+        for key, value in outcome.metrics.items():
+            stats.sums[key] += value
+            stats.counts[key] += 1
+        sample.correct, reward = self._verdict(outcome)
+        sample.reward = reward + overlong_penalty(
+            sample.num_response_tokens,
+            max_new_tokens=self._max_new_tokens,
+            buffer_tokens=config.overlong_buffer_tokens,
+            penalty=config.overlong_penalty,
+        )
+
+    def _verdict(self, outcome: Outcome) -> tuple[bool, float]:
+        """(correct, reward before the overlong penalty)."""
         config = self._config
-        for group in groups:
-            for sample in group.samples:
-                response = [
-                    token for token, sampled in zip(sample.token_ids, sample.response_mask, strict=True) if sampled
-                ]
-                sample.text = self._decode(response)
-                try:
-                    sample.correct = self._function(sample.text, group.prompt.answer)
-                except ValueError as error:
-                    raise ValueError(f"prompt {group.prompt.prompt_id}: {error}") from error
-                sample.reward = (config.correct if sample.correct else config.incorrect) + overlong_penalty(
-                    len(response),
-                    max_new_tokens=self._max_new_tokens,
-                    buffer_tokens=config.overlong_buffer_tokens,
-                    penalty=config.overlong_penalty,
-                )
+        if outcome.score is not None:
+            correct = outcome.score >= config.correct if outcome.correct is None else outcome.correct
+            return correct, outcome.score
+        if outcome.correct:
+            return True, config.correct
+        # An answer in the form asked for may be worth something even if it is wrong.
+        has_format = outcome.extracted is not None and config.format_score is not None
+        return False, config.format_score if has_format and config.format_score is not None else config.incorrect
+
+
+def sendable(text: str) -> str:
+    """`text` without half surrogates, which no encoding of Unicode can carry."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def function_problem(function: str) -> str | None:
+    """The rule that `reward.function` breaks, or None."""
+    if is_custom(function):
+        return custom_problem(function)
+    return None if function in RULES else f"must be one of {', '.join(rule_names())}, or path.py:function"

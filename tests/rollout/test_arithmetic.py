@@ -20,7 +20,11 @@ from rollout.arithmetic import (
 )
 from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
-from rollout.rewards.functions import gsm8k
+from rollout.rewards import RULES
+
+
+def gsm8k(response, answer):
+    return RULES["gsm8k"].judge(response, answer).correct
 
 
 def operands(problem: ArithmeticProblem) -> tuple[int, int]:

@@ -159,6 +159,9 @@ def test_metrics_of_a_fixed_step(engine):
         "reward/std": pytest.approx(2 * (accuracy * (1 - accuracy)) ** 0.5),
         "reward/accuracy": pytest.approx(accuracy),
         "reward/generated_accuracy": pytest.approx(accuracy),
+        "reward/timeouts": 0.0,
+        "reward/crashes": 0.0,
+        "reward/errors": 0.0,
     }
     assert collected.stats.generate_s > 0
     assert collected.stats.reward_s >= 0

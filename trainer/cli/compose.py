@@ -23,7 +23,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import Checked, Problem
 from rollout.config import SGLangConfig
-from rollout.rewards.functions import reward_names
+from rollout.rewards import function_problem, rule_names
 from trainer.cli import keys
 from trainer.cli.diagnose import diagnose, order_problem
 from trainer.cli.overrides import expand, parse, recipe_override
@@ -187,13 +187,14 @@ def _leaf(key: str, value: object) -> tuple[list[str], object]:
 
 
 def _table_problems(config: TrainConfig) -> list[Problem]:
-    """Problems of names that must stand in a table of the code."""
-    name, names = config.reward.function, reward_names()
-    if name in names:
+    """Problems of names that must stand in a table of the code, or be a file."""
+    name = config.reward.function
+    rule = function_problem(name)
+    if rule is None:
         return []
-    close = keys.nearest(name, names)
+    close = keys.nearest(name, rule_names())
     remedy = f"Did you mean reward.function={close}?" if close else ""
-    return [Problem(key="reward.function", rule=f"must be one of {', '.join(names)}", value=name, remedy=remedy)]
+    return [Problem(key="reward.function", rule=rule, value=name, remedy=remedy)]
 
 
 def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> Run:

@@ -1,0 +1,113 @@
+"""Answers: response text -> the answer that it states, as text. Bounded string work; nothing is executed."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+ANSWER_MARK = "####"
+TAIL_CHARS = 300
+"""Only the end of a response can hold its answer; also bounds the work on a response of any length."""
+BOXED_TAIL_CHARS = 2000
+"""How far from the end the last boxed expression may begin."""
+MAX_EXPRESSION_CHARS = 400
+"""No answer is longer; what is, could only keep a parser busy."""
+
+_NUMBER = re.compile(
+    r"-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
+    # The number ends here: "3/4" is not 3, "1.2.3" is not 1.2, "1,23" is not 1.
+    r"(?![0-9/^*]|[.,][0-9]|[eE][0-9])"
+)
+# Without the look-ahead: in free text the last number is wanted, whatever follows.
+_ANY_NUMBER = re.compile(r"-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_DAPO_ANSWER = re.compile(r"answer\s*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def to_number(text: str, *, whole: bool) -> Decimal | None:
+    """The number at the beginning of `text`, or, if `whole`, the number that `text` is."""
+    stripped = text.strip()
+    found = _NUMBER.fullmatch(stripped) if whole else _NUMBER.match(stripped)
+    if found is None or found.group().count("-") > 1:
+        return None
+    return Decimal(found.group().replace(",", "").replace("$", ""))
+
+
+def marked_number(response: str) -> str | None:
+    """The number directly after the last "####" of the response's end; see `rollout/rewards/rules.py`, gsm8k.
+
+    A dollar sign and thousands commas are removed. Source: the format of GSM8K (Cobbe et al., arXiv:2110.14168).
+    """
+    _, mark, tail = response[-TAIL_CHARS:].rpartition(ANSWER_MARK)
+    number = to_number(tail, whole=False) if mark else None
+    return None if number is None else _plain(number)
+
+
+def last_number(response: str) -> str | None:
+    """The last number of the response's end, whatever is around it."""
+    found = _ANY_NUMBER.findall(response[-TAIL_CHARS:])
+    return _plain(Decimal(found[-1].replace(",", "").replace("$", ""))) if found else None
+
+
+def boxed(response: str) -> str | None:
+    r"""What stands in the last complete \boxed{...} or \fbox{...} of the response's end, braces balanced."""
+    tail = response[-BOXED_TAIL_CHARS:]
+    for found in reversed(list(_BOXED.finditer(tail))):
+        depth = 1
+        for position in range(found.end(), len(tail)):
+            depth += {"{": 1, "}": -1}.get(tail[position], 0)
+            if depth == 0:
+                return tail[found.end() : position].strip()
+    return None
+
+
+def boxed_or_tail(response: str) -> str | None:
+    r"""The boxed expression as \boxed{...}, or the end of the response, in which math-verify then looks for one."""
+    found = boxed(response)
+    if found is None:
+        return response[-TAIL_CHARS:].strip() or None
+    return f"\\boxed{{{found}}}" if 0 < len(found) <= MAX_EXPRESSION_CHARS else None
+
+
+def dapo_answer(response: str) -> str | None:
+    r"""What follows the last "Answer:" of the response's end, or its last \boxed{...}, normalised.
+
+    Source: DAPO, arXiv:2503.14476, whose prompt asks for a last line of the form "Answer: $Answer".
+    """
+    found = _DAPO_ANSWER.findall(response[-TAIL_CHARS:])
+    stated = found[-1] if found else boxed(response[-TAIL_CHARS:])
+    if stated is None:
+        return None
+    return normalise(boxed(stated) or stated) or None
+
+
+_ORNAMENTS = re.compile(r"\\(?:left|right|displaystyle|!|,|;|:| |quad)|[$\s]|\\\(|\\\)|\\\[|\\\]")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|mathbf|rm)\s*\{([^{}]*)\}")
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*([0-9a-zA-Z])\s*([0-9a-zA-Z])")
+_UNITS = re.compile(
+    r"(?<=[0-9}])(?:degrees?|\^\\circ|\^\{\\circ\}|\\circ|\\%|%|dollars?|cents?|units?|square\w*|cubic\w*|inches|feet|"
+    r"hours?|minutes?|days?|meters?|miles?|cm|km|kg|points?)$"
+)
+
+
+def normalise(answer: str) -> str:
+    """An answer without what does not change its value: LaTeX ornaments, units after a number, thousands commas.
+
+    In the spirit of Lewkowycz et al. 2022 (Minerva), appendix D.1: compare answers as text. Never longer than
+    MAX_EXPRESSION_CHARS.
+    """
+    text = answer.strip()[:MAX_EXPRESSION_CHARS].rsplit("=", 1)[-1]
+    text = _TEXT.sub(r"\1", text.replace("\\$", ""))
+    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _ORNAMENTS.sub("", text).rstrip(".,;")
+    text = _UNITS.sub("", text)
+    number = to_number(text, whole=True)
+    return text if number is None else _plain(number)
+
+
+def _plain(number: Decimal) -> str:
+    """18 and 18.00 are both "18"; -0 is "0"."""
+    text = format(number, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text

@@ -1,0 +1,88 @@
+"""The process that scores: one line of JSON in, one line of JSON out, until its input ends.
+
+    python -m rollout.rewards.child FUNCTION MEMORY_BYTES
+
+Started, fed, timed and killed by `rollout/rewards/pool.py`. What it is sent is text; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from rollout.rewards.custom import Score, is_custom, load_custom
+from rollout.rewards.rules import RULES
+
+_PR_SET_PDEATHSIG = 1
+
+Judge = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
+
+
+def load(function: str) -> tuple[Judge, dict[str, Any]]:
+    """What judges a list of items, and what the parent is told about it."""
+    if not is_custom(function):
+        rule = RULES[function]
+        rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
+
+        def by_rule(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+            verdicts = [rule.judge(item["response"], item["answer"]) for item in items]
+            return [{"correct": verdict.correct, "extracted": verdict.extracted} for verdict in verdicts]
+
+        return by_rule, {"at_once": rule.at_once, "sha256": None}
+    custom = load_custom(function)
+
+    def by_custom(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"score": each.score, "correct": each.correct, "metrics": each.metrics}
+            if isinstance(each, Score)
+            else {"error": each}
+            for each in custom.score(items)
+        ]
+
+    return by_custom, {"at_once": custom.at_once, "sha256": custom.sha256}
+
+
+def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The verdicts; a rule that raises is asked again for each item by itself, so that one does not spoil the rest."""
+    try:
+        return judge(items)
+    except Exception as error:
+        if len(items) == 1:
+            return [{"error": f"{type(error).__name__}: {error}"}]
+    return [verdict for item in items for verdict in answer(judge, [item])]
+
+
+def main(function: str, memory_bytes: int) -> None:
+    """Serve until the input ends."""
+    # A worker that hangs must not outlive the trainer, which may have been killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # What a custom function prints must not get between the answers.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def reply(message: object) -> None:
+        replies.write(orjson.dumps(message) + b"\n")
+        replies.flush()
+
+    try:
+        judge, hello = load(function)
+    except Exception as error:
+        reply({"failed": f"{type(error).__name__}: {error}"})
+        return
+    reply(hello)
+    for line in sys.stdin.buffer:
+        reply(answer(judge, orjson.loads(line)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

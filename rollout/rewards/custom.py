@@ -1,0 +1,202 @@
+"""Custom rewards: `reward.function=path.py:name` -> a function that scores responses. Loaded in reward workers only.
+
+The function names what it wants to be given, by its parameters:
+
+    def reward(response, answer): ...                   one response; also prompt=
+    def reward(responses, answers): ...                 many at once; also prompts=; returns a list
+    async def reward(response, answer): ...             many at once, concurrently
+
+and returns a bool (correct or not), a number (the reward), or a dict with "score" and, if it likes, "correct" (bool)
+and further numbers, which become metrics reward/<key>. It is code of the user and runs with the user's rights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+ONE = {"response": "response", "answer": "answer", "prompt": "prompt"}
+MANY = {"responses": "response", "answers": "answer", "prompts": "prompt"}
+"""Parameter of a custom function -> what it is given, one or a list of it."""
+CONCURRENT = 32
+"""Responses that an async function works on at the same time."""
+BATCH = 256
+"""Responses that a function for many is handed at once."""
+
+
+class Kind(Enum):
+    """How a custom function is called."""
+
+    single = "single"
+    concurrent = "concurrent"
+    batch = "batch"
+
+
+@dataclass(kw_only=True, slots=True)
+class Score:
+    """What a custom function says about one response."""
+
+    score: float | None
+    """The reward; None if the function only says whether the response is correct."""
+    correct: bool | None
+    """None if the function only gives a number."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CustomReward:
+    """A loaded custom function."""
+
+    path: Path
+    function: Callable[..., Any]
+    kind: Kind
+    parameters: dict[str, str]
+    sha256: str
+    """Of the file, as it was loaded."""
+
+    @property
+    def at_once(self) -> int:
+        """Responses per call of a worker."""
+        return {Kind.single: 1, Kind.concurrent: CONCURRENT, Kind.batch: BATCH}[self.kind]
+
+    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
+        """One Score per item, or what is wrong with what the function returned for it.
+
+        A function for many that raises, or returns another number of results, fails for all of them.
+        """
+        match self.kind:
+            case Kind.single:
+                return [self._one(item) for item in items]
+            case Kind.concurrent:
+                return asyncio.run(self._concurrently(items))
+            case Kind.batch:
+                return self._batched(items)
+
+    def _arguments(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: item[key] for name, key in self.parameters.items()}
+
+    def _one(self, item: Mapping[str, Any]) -> Score | str:
+        try:
+            result = self.function(**self._arguments(item))
+        except Exception as error:
+            return described(error)
+        return checked(result)
+
+    async def _concurrently(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
+        calls = [self.function(**self._arguments(item)) for item in items]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return [described(each) if isinstance(each, BaseException) else checked(each) for each in results]
+
+    def _batched(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
+        arguments = {name: [item[key] for item in items] for name, key in self.parameters.items()}
+        try:
+            results = list(self.function(**arguments))
+        except Exception as error:
+            return [described(error)] * len(items)
+        if len(results) != len(items):
+            return [f"{len(results)} results for {len(items)} responses"] * len(items)
+        return [checked(result) for result in results]
+
+
+def described(error: BaseException) -> str:
+    """One line about an error, its type first."""
+    return f"{type(error).__name__}: {error}"
+
+
+def checked(result: object) -> Score | str:
+    """What a function returned as a Score, or what is wrong with it."""
+    try:
+        return as_score(result)
+    except (TypeError, ValueError) as error:
+        return described(error)
+
+
+def as_score(result: object) -> Score:
+    """What a function returned, checked. Raises TypeError or ValueError that says what is wrong."""
+    if isinstance(result, bool):
+        return Score(score=None, correct=result)
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise ValueError(f"a dict needs the key 'score', got {sorted(map(str, result))}")
+        correct = result.get("correct")
+        if correct is not None and not isinstance(correct, bool):
+            raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
+        metrics = {str(key): _number(value, key) for key, value in result.items() if key not in ("score", "correct")}
+        return Score(score=_number(result["score"], "score"), correct=correct, metrics=metrics)
+    return Score(score=_number(result, "the result"), correct=None)
+
+
+def _number(value: object, name: object) -> float:
+    # numpy and torch scalars know __float__; text does not.
+    if not isinstance(value, bool | int | float) and not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
+
+
+def is_custom(function: str) -> bool:
+    """Whether `reward.function` names a file and a function in it."""
+    return ":" in function
+
+
+def custom_problem(function: str) -> str | None:
+    """What is wrong with a `path.py:name`, as far as can be seen without running it."""
+    path, _, name = function.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        return "must have the form path/to/file.py:function"
+    if not Path(path).expanduser().is_file():
+        return f"must name an existing file; {path} is none"
+    return None
+
+
+def load_custom(function: str) -> CustomReward:
+    """Run the file and take the function. Raises ValueError for one that is missing or asks for what it cannot get."""
+    if problem := custom_problem(function):
+        raise ValueError(f"reward.function={function} {problem}")
+    text, _, name = function.rpartition(":")
+    path = Path(text).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(f"parity_custom_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"reward.function={function}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
+        raise ValueError(f"reward.function={function}: {path.name} has no function {name!r}; it has {has}")
+    kind, parameters = _calling(found, function)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return CustomReward(path=path, function=found, kind=kind, parameters=parameters, sha256=sha256)
+
+
+def _calling(found: Callable[..., Any], function: str) -> tuple[Kind, dict[str, str]]:
+    needed: list[str] = []
+    given: list[str] = []
+    for parameter in inspect.signature(found).parameters.values():
+        if parameter.name in ONE or parameter.name in MANY:
+            given.append(parameter.name)
+        elif parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        ):
+            needed.append(parameter.name)
+    for table, kind in ((ONE, Kind.single), (MANY, Kind.batch)):
+        if given and not needed and all(name in table for name in given):
+            is_async = inspect.iscoroutinefunction(found)
+            if is_async and kind is Kind.batch:
+                break
+            return (Kind.concurrent if is_async else kind), {name: table[name] for name in given}
+    raise ValueError(
+        f"reward.function={function}: its parameters must be some of {', '.join(ONE)}, or of {', '.join(MANY)} for "
+        f"many responses at once (not async); got {', '.join([*given, *needed]) or 'none'}"
+    )

@@ -1,0 +1,262 @@
+"""A pool of killable workers that score: submit(key, item) -> poll() -> (key, Outcome).
+
+Each worker is a process (`rollout/rewards/child.py`) with a thread here that feeds it and watches the clock. A worker
+that passes its deadline, dies or answers nonsense is killed and replaced: a hang, a segfault or an allocation without
+end costs one response, never the pool. Nothing is tried twice: what hung once would hang again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import orjson
+
+START_TIMEOUT_S = 120.0
+"""A custom function may import torch."""
+READ_BYTES = 1 << 16
+
+
+class Failure(Enum):
+    """Why a response has no score; the value names the metric reward/<value> that counts it."""
+
+    timeout = "timeouts"
+    """No answer within the deadline; the worker was killed."""
+    crash = "crashes"
+    """The worker died: a segfault, an exit, more memory than it may have."""
+    error = "errors"
+    """The function raised, or returned what is no score."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What became of one response."""
+
+    failure: Failure | None = None
+    message: str = ""
+    """What went wrong."""
+    correct: bool | None = None
+    score: float | None = None
+    """The reward of a custom function."""
+    extracted: str | None = None
+    """The answer that a built-in rule found."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class RewardPoolError(RuntimeError):
+    """The reward function cannot be used at all; names it and what happened."""
+
+
+class _Task(NamedTuple):
+    key: int
+    item: Mapping[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Work:
+    """What the threads share with the pool. They do not hold the pool itself, or one that nobody closes never ended."""
+
+    function: str
+    command: list[str]
+    timeout_s: float
+    tasks: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
+    """None ends the thread that takes it."""
+    done: queue.SimpleQueue[tuple[int, Outcome] | RewardPoolError] = field(default_factory=queue.SimpleQueue)
+    closing: threading.Event = field(default_factory=threading.Event)
+    sha256: str | None = None
+
+    def close(self, num_workers: int) -> None:
+        self.closing.set()
+        for _ in range(num_workers):
+            self.tasks.put(None)
+
+    def take(self, count: int) -> list[_Task]:
+        """Up to `count` further tasks, without waiting."""
+        taken: list[_Task] = []
+        while len(taken) < count:
+            try:
+                task = self.tasks.get_nowait()
+            except queue.Empty:
+                break
+            if task is None:
+                self.tasks.put(None)
+                break
+            taken.append(task)
+        return taken
+
+
+class RewardPool:
+    """Workers that start with the first item. Usable from one thread."""
+
+    def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_bytes: int) -> None:
+        """`timeout_s` is the deadline of one call of the function; `memory_bytes` bounds a worker's address space."""
+        command = [sys.executable, "-m", "rollout.rewards.child", function, str(memory_bytes)]
+        self._work = _Work(function=function, command=command, timeout_s=timeout_s)
+        self._num_workers = num_workers
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, self._work.close, num_workers)
+
+    def submit(self, key: int, item: Mapping[str, Any]) -> None:
+        """Queue `item`, a mapping with response, answer and prompt; `key` comes back with its outcome."""
+        if not self._threads:
+            self._start()
+        self._work.tasks.put(_Task(key, item))
+
+    def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
+        """What is done since the last call; waits at most `timeout_s` seconds for the first.
+
+        Raises RewardPoolError when the function cannot be loaded.
+        """
+        found: list[tuple[int, Outcome]] = []
+        wait = timeout_s > 0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entry = self._work.done.get(block=wait, timeout=timeout_s if wait else None)
+                if isinstance(entry, RewardPoolError):
+                    raise entry
+                found.append(entry)
+                wait = False
+        return found
+
+    @property
+    def sha256(self) -> str | None:
+        """Of the file of a custom function, once a worker has loaded it."""
+        return self._work.sha256
+
+    def close(self) -> None:
+        """End every worker; safe to call twice. Waits for the call that a worker is in, at most its deadline."""
+        self._work.close(len(self._threads))
+        for thread in self._threads:
+            thread.join(timeout=self._work.timeout_s + START_TIMEOUT_S)
+        self._threads = []
+
+    def _start(self) -> None:
+        for number in range(self._num_workers):
+            name = f"parity-reward-{number}"
+            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+
+def _serve(work: _Work) -> None:
+    """One worker's thread: take tasks, have the process answer them, replace the process when it fails."""
+    child: _Child | None = None
+    try:
+        while (task := work.tasks.get()) is not None and not work.closing.is_set():
+            if child is None:
+                child = _Child(work.command)
+                work.sha256 = child.hello().get("sha256")
+            batch = [task, *work.take(child.at_once - 1)]
+            try:
+                outcomes = [_outcome(reply) for reply in child.ask([each.item for each in batch], work.timeout_s)]
+            except _ChildFailed as error:
+                child.kill()
+                child = None
+                outcomes = [Outcome(failure=error.failure, message=str(error))] * len(batch)
+            for asked, outcome in zip(batch, outcomes, strict=True):
+                work.done.put((asked.key, outcome))
+    except _ChildFailed as error:
+        work.done.put(RewardPoolError(f"reward.function={work.function}: a worker did not start: {error}"))
+    finally:
+        if child is not None:
+            child.kill()
+
+
+def _outcome(reply: Mapping[str, Any]) -> Outcome:
+    if "error" in reply:
+        return Outcome(failure=Failure.error, message=str(reply["error"]))
+    return Outcome(
+        correct=reply.get("correct"),
+        score=reply.get("score"),
+        extracted=reply.get("extracted"),
+        metrics=reply.get("metrics") or {},
+    )
+
+
+class _ChildFailed(Exception):
+    def __init__(self, failure: Failure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class _Child:
+    """One process and its two pipes."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - our own module; the function's name is one argument
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        os.set_blocking(self._in.fileno(), False)
+        os.set_blocking(self._out.fileno(), False)
+        self._received = b""
+        self.at_once = 1
+
+    def hello(self) -> dict[str, Any]:
+        """What the process says once it has loaded the function."""
+        said = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+        if "failed" in said:
+            self.kill()
+            raise _ChildFailed(Failure.error, said["failed"])
+        self.at_once = int(said["at_once"])
+        return dict(said)
+
+    def ask(self, items: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
+        """One reply per item."""
+        replies = self._exchange(orjson.dumps(items, option=orjson.OPT_NON_STR_KEYS) + b"\n", timeout_s=timeout_s)
+        if not isinstance(replies, list) or len(replies) != len(items):
+            raise _ChildFailed(Failure.crash, "the worker answered something else than what it was asked")
+        return replies
+
+    def kill(self) -> None:
+        """End the process and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._in.close()
+        self._out.close()
+
+    def _exchange(self, message: bytes, *, timeout_s: float) -> Any:
+        """Send `message`, return the next line as JSON. Neither side can make this wait beyond the deadline."""
+        deadline = time.monotonic() + timeout_s
+        left = memoryview(message)
+        while True:
+            line, separator, rest = self._received.partition(b"\n")
+            if separator:
+                self._received = rest
+                return orjson.loads(line)
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise _ChildFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
+            poll = select.poll()
+            poll.register(self._out, select.POLLIN)
+            if left:
+                poll.register(self._in, select.POLLOUT)
+            ready = {descriptor for descriptor, _ in poll.poll(remaining * 1000)}
+            try:
+                if self._in.fileno() in ready:
+                    left = left[os.write(self._in.fileno(), left[:READ_BYTES]) :]
+                if self._out.fileno() in ready:
+                    chunk = os.read(self._out.fileno(), READ_BYTES)
+                    if not chunk:
+                        raise _ChildFailed(Failure.crash, self._death())
+                    self._received += chunk
+            except BrokenPipeError as error:
+                raise _ChildFailed(Failure.crash, self._death()) from error
+
+    def _death(self) -> str:
+        code = self._process.wait(timeout=5)
+        return f"the worker ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"

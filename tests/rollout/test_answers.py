@@ -1,0 +1,144 @@
+"""Answers and rules: what is read off a response, by hand; every real reference is correct against itself."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.rewards.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise
+from rollout.rewards.rules import RULES
+
+
+@pytest.mark.parametrize(
+    ("response", "extracted"),
+    [
+        ("first 12, then -7.50 apples", "-7.5"),
+        ("it costs $1,234.00!", "1234"),
+        ("3/4", "4"),
+        ("#### 12\nbut 13", "13"),
+        ("1,23", "23"),
+        ("no number", None),
+        ("5" + " " * 300, None),
+    ],
+)
+def test_the_last_number_counts(response, extracted):
+    assert last_number(response) == extracted
+
+
+def test_strict_and_flexible_differ_where_the_mark_is_missing():
+    assert RULES["gsm8k_flexible"].judge("so she has 18", "#### 18").correct
+    assert not RULES["gsm8k"].judge("so she has 18", "#### 18").correct
+    assert RULES["gsm8k"].judge("#### $1,800.00", "1800") == (True, "1800")
+    assert marked_number("#### -0.0") == "0"
+
+
+@pytest.mark.parametrize(
+    ("response", "extracted"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"\boxed{1} or rather \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} and \boxed{never closed", "7"),
+        (r"\fbox {x}", "x"),
+        (r"\boxed{}", ""),
+        ("boxed{7}", None),
+        (r"\boxed{7}" + " " * 2000, None),
+    ],
+)
+def test_the_last_complete_box_counts(response, extracted):
+    assert boxed(response) == extracted
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        ("Answer: 34", "34", True),
+        ("**Answer:** $34$", "34", True),
+        ("Answer: 33\nno\nAnswer: 34", "34", True),
+        (r"Answer: $\boxed{34}$", "34", True),
+        (r"thus \boxed{34}", "34", True),
+        ("Answer: x = 34.", "34", True),
+        (r"Answer: \dfrac{1}{2}", r"\frac12", True),
+        (r"Answer: 1{,}000 \text{ dollars}", "1000", False),
+        (r"Answer: 1,000 \text{ dollars}", "1000", True),
+        (r"Answer: 90^\circ", "90", True),
+        ("Answer: -34", "34", False),
+        ("the answer is 34", "34", False),
+        ("Answer:", "34", False),
+        ("34", "34", False),
+        ("Answer: 34" + " " * 300, "34", False),
+        ("Answer: __import__('os').system('true')", "34", False),
+    ],
+)
+def test_dapo_reads_the_line_that_its_prompt_asks_for(response, answer, correct):
+    assert RULES["math_dapo"].judge(response, answer).correct is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "correct"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{12}", "12.0", True),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
+        (r"\boxed{(1, 2)}", "(2, 1)", False),
+        (r"so the answer is $\frac{3}{4}$", r"\frac{3}{4}", True),
+        (r"\boxed{7}", "8", False),
+        ("I do not know", "8", False),
+        ("", "8", False),
+        (r"\boxed{" + "1+" * MAX_EXPRESSION_CHARS + "1}", "801", False),
+    ],
+)
+def test_math_compares_values_not_texts(response, answer, correct):
+    assert RULES["math"].judge(response, answer).correct is correct
+
+
+@given(text=st.text(max_size=600))
+def test_no_text_breaks_an_extraction_and_none_grows(text):
+    for extract in (last_number, marked_number, boxed, dapo_answer):
+        found = extract(text)
+        assert found is None or len(found) <= max(len(text), 1)
+    assert normalise(normalise(text)) == normalise(text) or "=" in text or "\\" in text or len(text) > 100
+
+
+@given(number=st.integers(-(10**9), 10**9))
+def test_every_number_is_its_own_answer(number):
+    for name, response in (
+        ("gsm8k", f"#### {number:,}"),
+        ("gsm8k_flexible", f"= {number:,}"),
+        ("math_dapo", f"Answer: {number:,}"),
+        ("exact_match", f" {number}\n"),
+    ):
+        rule = RULES[name]
+        assert rule.judge(response, str(number)).correct
+        assert not rule.judge(response, str(number + 1)).correct
+
+
+@pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
+@pytest.mark.parametrize(
+    ("file", "key", "count"),
+    [
+        ("aime24/test.jsonl", "answer", 30),
+        ("amc23/test.jsonl", "answer", 40),
+        ("svamp/test.jsonl", "Answer", 1000),
+        ("mawps/addsub.jsonl", "target", 395),
+        ("mawps/multiarith.jsonl", "target", 600),
+        ("mawps/singleeq.jsonl", "target", 508),
+        ("mawps/singleop.jsonl", "target", 562),
+    ],
+)
+def test_real_references_are_correct_against_themselves(file, key, count):
+    lines = (Path(os.environ["PARITY_TEST_DATA"]) / file).read_text(encoding="utf-8").splitlines()
+    answers = [str(json.loads(line)[key]) for line in lines]
+    assert len(answers) == count
+    for answer in answers:
+        whole = answer.removesuffix(".0")
+        assert RULES["gsm8k"].judge(f"#### {whole}", answer).correct
+        assert RULES["gsm8k_flexible"].judge(f"it is {whole}", answer).correct
+        assert RULES["math_dapo"].judge(f"Answer: {whole}", answer).correct
+    for answer in answers[:50]:
+        whole = answer.removesuffix(".0")
+        assert RULES["math"].judge(rf"\boxed{{{whole}}}", answer).correct
+        assert not RULES["math"].judge(rf"\boxed{{{whole}1}}", answer).correct

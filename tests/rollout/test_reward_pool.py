@@ -1,0 +1,222 @@
+"""The reward pool: real processes that hang, crash, lie or eat memory, and what becomes of everything else."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollout.rewards.pool import Failure, RewardPool, RewardPoolError
+
+GIB = 1 << 30
+HOSTILE = """
+    import ctypes, os, time
+
+    def reward(response, answer, prompt):
+        match response:
+            case "hang": time.sleep(600)
+            case "hang in C": return 3 ** (10**9)
+            case "exit": os._exit(3)
+            case "segfault": ctypes.string_at(0)
+            case "memory": return len(bytearray(64 << 30))
+            case "raise": raise KeyError("no")
+            case "nan": return float("nan")
+            case "text": return "1.0"
+            case "none": return None
+            case "list": return [1.0]
+            case "no score": return {"reward": 1.0}
+            case "bad metric": return {"score": 1.0, "length": "long"}
+            case "children":
+                os.system("sleep 600 &")
+                time.sleep(600)
+            case "print": print("[{}]", flush=True)
+        return {"score": 0.5, "correct": True, "length": len(response)}
+"""
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    """pool_of(source, name, ...) -> a pool with the function of `source`, closed after the test."""
+    pools = []
+
+    def build(source, name="reward", *, timeout_s=30.0, num_workers=2, memory_bytes=8 * GIB):
+        path = tmp_path / "own_reward.py"
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+        pool = RewardPool(f"{path}:{name}", num_workers=num_workers, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        pools.append(pool)
+        return pool
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+def outcomes(pool, responses, *, answer="1", deadline_s=120.0):
+    for key, response in enumerate(responses):
+        pool.submit(key, {"response": response, "answer": answer, "prompt": "?"})
+    found = {}
+    end = time.monotonic() + deadline_s
+    while len(found) < len(responses):
+        assert time.monotonic() < end, f"only {sorted(found)} came back"
+        found.update(pool.poll(1.0))
+    return [found[key] for key in range(len(responses))]
+
+
+def children():
+    return [each for each in psutil.Process().children(recursive=True) if "rollout.rewards.child" in each.cmdline()]
+
+
+def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
+    pool = pool_of(HOSTILE, timeout_s=2.0)
+    bad = {
+        "hang": (Failure.timeout, "no answer within 2 s"),
+        "hang in C": (Failure.timeout, "no answer within 2 s"),
+        "children": (Failure.timeout, "no answer within 2 s"),
+        "exit": (Failure.crash, "exit status 3"),
+        "segfault": (Failure.crash, "SIGSEGV"),
+        "memory": (Failure.error, "MemoryError"),
+        "raise": (Failure.error, "KeyError: 'no'"),
+        "nan": (Failure.error, "must be finite, got nan"),
+        "text": (Failure.error, "must be a number, got str"),
+        "none": (Failure.error, "must be a number, got NoneType"),
+        "list": (Failure.error, "must be a number, got list"),
+        "no score": (Failure.error, "a dict needs the key 'score', got ['reward']"),
+        "bad metric": (Failure.error, "length must be a number, got str"),
+    }
+    responses = [each for name in bad for each in (name, "good")] + ["print", "good"]
+    found = outcomes(pool, responses)
+    for response, outcome in zip(responses, found, strict=True):
+        failure, message = bad.get(response, (None, ""))
+        assert outcome.failure is failure, (response, outcome)
+        assert message in outcome.message
+        if failure is None:
+            assert (outcome.score, outcome.correct, outcome.metrics) == (0.5, True, {"length": len(response)})
+    assert pool.sha256 is not None and len(pool.sha256) == 64
+    assert len(children()) <= 2
+    pool.close()
+    assert not children()
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+
+
+def test_two_hung_calls_do_not_starve_two_workers(pool_of):
+    pool = pool_of(HOSTILE, timeout_s=3.0)
+    outcomes(pool, ["good", "good"])
+    begin = time.monotonic()
+    found = outcomes(pool, ["hang", "hang", "good"])
+    assert [each.failure for each in found] == [Failure.timeout, Failure.timeout, None]
+    assert time.monotonic() - begin < 60
+
+
+def test_a_killed_worker_is_replaced(pool_of):
+    pool = pool_of(HOSTILE, num_workers=1)
+    assert outcomes(pool, ["good"])[0].failure is None
+    [child] = children()
+    os.kill(child.pid, signal.SIGKILL)
+    first, second = outcomes(pool, ["good", "good"])
+    assert first.failure is Failure.crash and "SIGKILL" in first.message
+    assert second.failure is None
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def reward(responses, answers): return [r == a for r, a in zip(responses, answers)]", [True, False]),
+        ("async def reward(response, answer): return response == answer", [True, False]),
+        ("def reward(response, **rest): return response == '1'", [True, False]),
+    ],
+)
+def test_a_function_for_many_and_an_async_one_give_one_verdict_each(pool_of, source, expected):
+    found = outcomes(pool_of(source), ["1", "2"] * 150)
+    assert [each.correct for each in found] == expected * 150
+    assert all(each.score is None for each in found)
+
+
+def test_async_calls_overlap(pool_of):
+    source = """
+        import asyncio
+
+        async def reward(response):
+            await asyncio.sleep(0.5)
+            return 1.0
+    """
+    pool = pool_of(source, num_workers=1)
+    outcomes(pool, ["warm"])
+    begin = time.monotonic()
+    outcomes(pool, ["x"] * 32)
+    assert time.monotonic() - begin < 8  # 16 s one after the other
+
+
+def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
+    found = outcomes(pool_of("def reward(responses): return [1.0]"), ["a", "b", "c"])
+    assert {each.failure for each in found} <= {Failure.error, None}
+    assert any("1 results for" in each.message for each in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def other(response): return 1.0", "has no function 'reward'; it has other"),
+        ("def reward(answer, text): return 1.0", "its parameters must be some of response, answer, prompt"),
+        ("def reward(response, answers): return 1.0", "its parameters must be some of"),
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("def reward(:", "SyntaxError"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, source, message):
+    pool = pool_of(source)
+    pool.submit(0, {"response": "", "answer": "", "prompt": ""})
+    with pytest.raises(RewardPoolError, match=r"reward\.function=.*own_reward\.py:reward") as caught:
+        while True:
+            pool.poll(60.0)
+    assert message in str(caught.value)
+
+
+def test_workers_die_with_the_process_that_started_them(tmp_path):
+    """Also with one that is killed and cannot clean up, and while they hang."""
+    (tmp_path / "hang.py").write_text("import time\ndef reward(response): time.sleep(600)\n", encoding="utf-8")
+    script = textwrap.dedent(f"""
+        import os, signal, time
+        from rollout.rewards.pool import RewardPool
+        pool = RewardPool("{tmp_path}/hang.py:reward", num_workers=1, timeout_s=600, memory_bytes=8 << 30)
+        pool.submit(0, {{"response": "", "answer": "", "prompt": ""}})
+        while pool.sha256 is None:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    subprocess.run([sys.executable, "-c", script], timeout=120, check=False, cwd=Path(__file__).parents[2])
+    end = time.monotonic() + 20
+    own = f"{tmp_path}/hang.py:reward"
+    while any(own in (each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+HEAVY = [r"\boxed{9^{9^{9^9}}}", r"\boxed{99999999!}", r"\boxed{\binom{10000000}{5000000}}"]
+PIECES = [
+    "####", "Answer:", "\\boxed{", "}", "{", "\\frac", "$", "\\", "1", "-", ",", ".", "^", "e9", "\n", " ", "\x00",
+    "\u0661", "\ufffd", "__import__('os').system('kill -9 1')", "eval", "lambda:0", "\\sqrt", "(", ")", "[", "\\int",
+    "\\begin{matrix}", "&", "\\\\", "\u202e", "\U0001f600", "9" * 50, "inf", "nan", "0x10", "\\text{", "=", "#",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "count"), [("gsm8k", 10_000), ("math_dapo", 10_000), ("math", 1_000)])
+def test_a_hostile_corpus_is_scored_to_the_end(rule, count):
+    """No crash, no leak, no starved pool, and nothing hostile is correct by accident."""
+    generator = random.Random(rule)
+    corpus = ["".join(generator.choices(PIECES, k=generator.randrange(40))) for _ in range(count)]
+    heavy = HEAVY if rule == "math" else HEAVY * 10
+    pool = RewardPool(rule, num_workers=2, timeout_s=2.0, memory_bytes=4 * GIB)
+    found = outcomes(pool, [*heavy, *corpus, "#### 424242 Answer: \\boxed{424242}"], answer="424242")
+    assert len(children()) == 2
+    pool.close()
+    assert not children()
+    assert found[-1].correct
+    assert not any(each.correct for each in found[:-1])
+    failures = sum(each.failure is not None for each in found)
+    assert failures <= (len(heavy) + count // 50 if rule == "math" else 0)
