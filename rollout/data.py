@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -72,14 +72,33 @@ def load_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Data
             bad: list[BadRow] = []
             train = _file_prompts(config.train_path, config, tokenizer, bad=bad)
             heldout = _file_prompts(config.eval_path, config, tokenizer, bad=bad)
-            if bad:
-                shown = [str(row) for row in bad[:LISTED_ROWS]]
-                if len(bad) > LISTED_ROWS:
-                    shown.append(f"and {len(bad) - LISTED_ROWS} more")
-                raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown]))
+            _refuse(bad)
             return Dataset(train=train, heldout=heldout)
         case _:
             raise ValueError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
+
+
+def load_eval_sets(
+    paths: Mapping[str, str], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, list[Prompt]]:
+    """Prompts of further evaluation sets by name, read like data.eval_path. Raises ValueError listing unusable rows."""
+    if not paths:
+        return {}
+    if not isinstance(config, FileDataConfig):
+        raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
+    bad: list[BadRow] = []
+    found = {name: _file_prompts(path, config, tokenizer, bad=bad) for name, path in paths.items()}
+    _refuse(bad)
+    return found
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """xxh3-64 of prompts and answers: whether two lists are the same data in the same order."""
+    digest = xxhash.xxh3_64()
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+        digest.update(f"|{prompt.answer}|".encode())
+    return digest.hexdigest()
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> tuple[int, ...]:
@@ -139,7 +158,8 @@ class PromptStream:
 
     def state_dict(self) -> StreamState:
         """What load_state_dict() needs to go on from here."""
-        return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=self._digest())
+        digest = prompts_digest(self._prompts)
+        return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=digest)
 
     def load_state_dict(self, state: StreamState) -> None:
         """Go on where `state` was taken. Raises ValueError for another seed or other prompts."""
@@ -159,12 +179,15 @@ class PromptStream:
         order: list[int] = np.random.Generator(bits).permutation(len(self._prompts)).tolist()
         return order
 
-    def _digest(self) -> str:
-        digest = xxhash.xxh3_64()
-        for prompt in self._prompts:
-            digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
-            digest.update(f"|{prompt.answer}|".encode())
-        return digest.hexdigest()
+
+def _refuse(bad: list[BadRow]) -> None:
+    """Raise ValueError if there are bad rows."""
+    if not bad:
+        return
+    shown = [str(row) for row in bad[:LISTED_ROWS]]
+    if len(bad) > LISTED_ROWS:
+        shown.append(f"and {len(bad) - LISTED_ROWS} more")
+    raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown]))
 
 
 def _arithmetic_prompts(problems: list[ArithmeticProblem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -163,6 +163,14 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
+def checkpoint_at(path: Path) -> Checkpoint:
+    """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or none."""
+    problem = _damage(path)
+    if problem is not None:
+        raise CheckpointError(f"the checkpoint cannot be used: {problem}. Take another one of the run.")
+    return Checkpoint(path=path, state=_read_state(path))
+
+
 def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
     """The checkpoint with the highest `metric` of its own weights, the later of equal ones; None if none has it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import secrets
@@ -59,6 +60,15 @@ def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
     for number, resources in zip(numbers, worker_resources(config), strict=True):
         bundles[number].append(resources)
     return [total(members) for members in bundles]
+
+
+def engines_only(config: TrainConfig) -> TrainConfig:
+    """The config of a cluster without ranks, for evaluation; only what placement reads differs from `config`."""
+    policy = copy.copy(config.policy)
+    policy.num_workers, policy.gpus_per_worker = 0, 0.0
+    alone = copy.copy(config)
+    alone.policy = policy
+    return alone
 
 
 def policy_threads(config: TrainConfig) -> int:

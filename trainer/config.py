@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from algorithms.config import (
     PRESETS as CORRECTION_PRESETS,
@@ -108,6 +108,16 @@ class TrainConfig(Checked):
         return resolved_loss(self.correction, self.loss)
 
     @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How responses are sampled in an evaluation."""
+        temperature, tokens = self.eval.temperature, self.eval.max_new_tokens
+        return replace(
+            self.sampling,
+            temperature=self.sampling.temperature if temperature is None else temperature,
+            max_new_tokens=self.sampling.max_new_tokens if tokens is None else tokens,
+        )
+
+    @property
     def needs_prepass(self) -> bool:
         """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
         return self.advantage.baseline_scope is BaselineScope.kept or self.has_kl_in_reward
@@ -196,6 +206,13 @@ class TrainConfig(Checked):
                 value=self.loss.fixed_length_tokens,
             )
         yield from self._checkpoint_problems()
+        if self.eval.sets and not isinstance(self.data, FileDataConfig):
+            yield Problem(
+                key="eval.sets",
+                rule=f"must be empty with data={self.data.kind}: their files have the columns of data=file",
+                value=self.eval.sets,
+                remedy="Use data=file.",
+            )
         if "correction" not in unchosen and "loss" not in unchosen:
             yield from combination_problems(self.correction, self.loss)
             yield from self._advantage_problems()

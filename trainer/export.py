@@ -28,9 +28,26 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: b
     """
     if directory.exists():
         raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")
+    checkpoint = chosen_checkpoint(config, run_dir, best=best)
+    write_model(config, checkpoint, directory)
+    return checkpoint
+
+
+def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
+    """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
     checkpoint = _best_checkpoint(config, run_dir) if best else newest_checkpoint(run_dir)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
+    return checkpoint
+
+
+def write_model(
+    config: TrainConfig, checkpoint: Checkpoint, directory: Path, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the policy of `checkpoint` to `directory`, whole or not at all, with its tokenizer.
+
+    The weights are cast to `dtype`; None is the type of the model that the run started from.
+    """
     start = resolve_model(config, progress=lambda step, num_steps, loss: None)
     model = ScoringModel(load_causal_lm(start), chunk_tokens=config.policy.logprob_chunk_tokens)
     state = get_model_state_dict(model)
@@ -38,10 +55,10 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: b
     set_model_state_dict(model, state)
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    model.to(dtype=_dtype_of(start)).causal_lm.save_pretrained(unfinished, safe_serialization=True)
+    target = _dtype_of(start) if dtype is None else dtype
+    model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)
     AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
     unfinished.rename(directory)
-    return checkpoint
 
 
 def _best_checkpoint(config: TrainConfig, run_dir: Path) -> Checkpoint:

@@ -20,13 +20,13 @@ from pathlib import Path
 from rollout.collect import Collected, Collector, CollectPlan
 from rollout.data import PromptStream
 from rollout.engine_group import EngineGroup
-from rollout.evaluate import evaluate
 from trainer.accounting import StepAccounting, look_at_hardware
 from trainer.batch import TrainBatch
 from trainer.checkpoint import Checkpoint, RunState
 from trainer.cli.estimate import dry_run_lengths
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
+from trainer.evaluation import evaluate_sets, evaluation_metrics
 from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
@@ -222,14 +222,6 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
 
 
 def evaluate_policy(config: TrainConfig, task: Task, engines: EngineGroup, timer: StepTimer) -> dict[str, float | None]:
-    """Held-out accuracy, greedy and sampled, as metrics."""
+    """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been."""
     with timer.phase("eval"), engines.resident():
-        result = evaluate(
-            engines,
-            task.dataset.heldout[: config.eval.max_prompts],
-            task.scorer,
-            sampling=config.sampling,
-            seed=config.run.seed,
-            stop_token_ids=task.stop_token_ids,
-        )
-    return result.metrics()
+        return evaluation_metrics(evaluate_sets(config, task, engines))

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from algorithms.config import Checked, Problem
 
@@ -15,20 +17,45 @@ CHECKPOINTS = "checkpoints"
 """Directory in run.dir that `trainer/checkpoint.py` writes."""
 
 
+HELDOUT = "heldout"
+"""Name of the task's own evaluation set, beside those of eval.sets."""
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Checked):
-    """Held-out evaluation, greedy and sampled. The first and the last step are always evaluated."""
+    """Evaluation, greedy and sampled, in training and by `parity eval`. A run evaluates at its first and last step."""
 
     every: int = 0
     """Also evaluate after every this many rollout steps; 0 for the first and last only."""
     max_prompts: int = 200
-    """Held-out prompts used."""
+    """Prompts used of every set, from its beginning."""
+    samples: int = 1
+    """Sampled responses per prompt, beside the greedy one: k of avg@k, pass@k and maj@k. Vetted: 32 for AIME."""
+    temperature: float | None = None
+    """Of the sampled responses; null for sampling.temperature."""
+    max_new_tokens: int | None = None
+    """Upper bound on response tokens; null for sampling.max_new_tokens."""
+    sets: dict[str, str] = field(default_factory=dict)
+    """More sets beside the held-out one: name -> file with the columns of data=file; +eval.sets.NAME=FILE adds one."""
 
     def problems(self) -> Iterator[Problem]:
         if self.every < 0:
             yield Problem(key="every", rule="must be >= 0", value=self.every)
-        if self.max_prompts < 1:
-            yield Problem(key="max_prompts", rule="must be >= 1", value=self.max_prompts)
+        for key in ("max_prompts", "samples"):
+            if getattr(self, key) < 1:
+                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
+        if self.temperature is not None and not self.temperature > 0:
+            remedy = "One greedy response per prompt is always there."
+            yield Problem(key="temperature", rule="must be > 0 or null", value=self.temperature, remedy=remedy)
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            yield Problem(key="max_new_tokens", rule="must be >= 1 or null", value=self.max_new_tokens)
+        for name, path in self.sets.items():
+            if name == HELDOUT or not _SET_NAME.fullmatch(name):
+                rule = f"must be named by letters, digits, _ and -, and not {HELDOUT}, the set of data.eval_path"
+                yield Problem(key=f"sets.{name}", rule=rule, value=name)
+            if not Path(path).is_file():
+                yield Problem(key=f"sets.{name}", rule="must be an existing file", value=path)
 
 
 BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")

@@ -9,9 +9,10 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from rollout.config import ArithmeticDataConfig
-from rollout.data import Dataset, load_dataset, stop_token_ids
+from rollout.data import Dataset, load_dataset, load_eval_sets, stop_token_ids
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
+from rollout.types import Prompt
 from trainer.base_model import build_base_model
 from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
@@ -30,6 +31,8 @@ class Task:
     """Local directory of the model that a critic starts from."""
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
+    eval_sets: dict[str, list[Prompt]]
+    """Prompts of eval.sets by name."""
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
 
@@ -70,9 +73,15 @@ def _directory(path: str, revision: str | None) -> Path:
     return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
 
 
-def load_task(config: TrainConfig, *, progress: Callable[[int, int, float], None]) -> Task:
-    """Resolve the model, tokenize the prompts and build the scorer. `progress(step, num_steps, loss)`."""
-    model_path = resolve_model(config, progress=progress)
+def load_task(
+    config: TrainConfig, *, progress: Callable[[int, int, float], None], model_path: Path | None = None
+) -> Task:
+    """Resolve the model, tokenize the prompts and build the scorer. `progress(step, num_steps, loss)`.
+
+    A `model_path` takes the place of the config's model, to be evaluated: no critic is looked for then.
+    """
+    trains = model_path is None
+    model_path = resolve_model(config, progress=progress) if model_path is None else model_path
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
 
     def decode(token_ids: list[int]) -> str:
@@ -80,9 +89,10 @@ def load_task(config: TrainConfig, *, progress: Callable[[int, int, float], None
 
     return Task(
         model_path=model_path,
-        critic_path=resolve_critic(config, model_path, tokenizer),
+        critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
         tokenizer=tokenizer,
         dataset=load_dataset(config.data, tokenizer),
+        eval_sets=load_eval_sets(config.eval.sets, config.data, tokenizer),
         stop_token_ids=stop_token_ids(tokenizer, model_path),
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
     )

@@ -18,7 +18,9 @@ from runs import QUICK, column, compose, metrics_of
 
 from rollout.engine import EngineError
 from rollout.engine_group import WorkerError
+from trainer.evaluation import evaluate_model, evaluation_metrics
 from trainer.loop import train
+from trainer.weights_source import WeightsSource, find_source
 
 pytestmark = pytest.mark.slow
 
@@ -119,23 +121,52 @@ def test_every_surrogate_and_estimator_runs(words: tuple[str, ...], tmp_path: Pa
     assert all(math.isfinite(value) for value in column(rows, "optim/grad_norm"))
 
 
-def test_two_runs_with_one_seed_are_bitwise_equal(tmp_path: Path, local_ray: None) -> None:
-    rows, samples = [], []
-    for name in ("first", "second"):
-        words = ("rollout=torch", "run.num_steps=3", "collect=dynamic", "collect.min_prompts=1")
+def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
+    tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Entropy gives a gradient where the hurried base model earns no reward: the weights must move to be compared.
+    words = ("rollout=torch", "run.num_steps=3", "collect=dynamic", "collect.min_prompts=1", "loss.entropy_coef=0.01")
+    words += ("eval.every=1", "eval.samples=3", "checkpoint.every=3")
+    rows, samples, weights = [], [], []
+    for name in ("with", "without"):
         run_dir = tmp_path / name
-        train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={run_dir}"))
+        config = compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={run_dir}")
+        train(config)
+        monkeypatch.setattr("trainer.loop.evaluate_policy", lambda *_: {})
         kept = [
-            {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "sync/"))}
+            {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "sync/", "eval/"))}
             for row in metrics_of(run_dir)
         ]
         for row in kept:
-            row.pop("rollout/tokens_per_s", None)
+            # Speed, and what depends on ceilings that a busy machine measures anew for every run.
+            for key in ("tokens_per_s", "tail_frac", "slots_busy_frac"):
+                row.pop(f"rollout/{key}", None)
         rows.append(kept)
         samples.append((run_dir / "samples.jsonl").read_bytes())
+        policy = run_dir / "checkpoints" / "step_000003" / "policy"
+        weights.append({path.name: path.read_bytes() for path in policy.glob("*.distcp")})
     assert rows[0] == rows[1]
-    assert samples[0] == samples[1]
-    assert samples[0]
+    assert samples[0] == samples[1] and samples[0]
+    assert weights[0] == weights[1] and weights[0]
+    assert all(row["optim/grad_norm"] > 0 for row in rows[0])
+    evaluated = metrics_of(tmp_path / "with")
+    assert all("eval/pass@3" in row for row in evaluated)
+    assert not any("eval/accuracy" in row for row in metrics_of(tmp_path / "without"))
+
+    # What `parity eval` says of the last checkpoint is what the run said of those weights.
+    source = find_source(str(tmp_path / "with"), best=False)
+    assert isinstance(source, WeightsSource)
+    config = compose("arithmetic_grpo", *QUICK, *words)
+    found = evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda line: None)
+    last = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")}
+    assert evaluation_metrics(found.results) == last
+    record = json.loads(found.result_path.read_text("utf-8"))
+    assert (record["checkpoint"]["step"], record["checkpoint"]["policy_version"]) == (3, 3)
+    assert record["sets"]["heldout"]["heldout/maj@3"] == last["eval/maj@3"]
+    lines = [json.loads(line) for line in (tmp_path / "eval" / "eval.jsonl").read_text("utf-8").splitlines()]
+    assert len(lines) == 32 and all(len(line["sampled"]) == 3 for line in lines)
+    assert sum(line["num_correct"] for line in lines) == pytest.approx(last["eval/accuracy_sampled"] * 96)
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl", "logs"]
 
 
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, base_model_cache: Path) -> None:

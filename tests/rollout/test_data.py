@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from rollout.arithmetic import arithmetic_problems, save_tokenizer
 from rollout.config import ArithmeticDataConfig, DataConfig, FileDataConfig
-from rollout.data import PromptStream, load_dataset, stop_token_ids
+from rollout.data import PromptStream, load_dataset, load_eval_sets, prompts_digest, stop_token_ids
 from rollout.hf import AutoTokenizer
 from rollout.types import Prompt
 
@@ -133,6 +133,20 @@ def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
         f"{train}, row 7: answer must be text or a finite number, got ' '",
         f"{held}, row 2: answer is missing",
     ]
+
+
+def test_further_evaluation_sets_are_read_alike(tmp_path, tokenizer):
+    config = file_config(tmp_path, ROWS)
+    easy = write_rows(tmp_path / "easy.jsonl", [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in (2, 3)])
+    bad = write_rows(tmp_path / "bad.csv", [{"question": "", "answer": "4"}, {"question": "3+3?", "answer": ""}])
+    prompts = load_eval_sets({"easy": easy}, config, tokenizer)["easy"]
+    assert [(prompt.text, prompt.answer) for prompt in prompts] == [("2+2?", "4"), ("3+3?", "6")]
+    assert prompts_digest(prompts) != prompts_digest(prompts[::-1])
+    with pytest.raises(ValueError, match=r"(?s)2 rows of the data cannot be used:.*bad\.csv, row 1.*bad\.csv, row 2"):
+        load_eval_sets({"easy": easy, "bad": bad}, config, tokenizer)
+    with pytest.raises(ValueError, match=r"eval\.sets needs data=file, got data=arithmetic"):
+        load_eval_sets({"easy": easy}, ArithmeticDataConfig(), tokenizer)
+    assert load_eval_sets({}, ArithmeticDataConfig(), tokenizer) == {}
 
 
 def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):

@@ -1,5 +1,6 @@
 """Evaluation on a real engine: both accuracies recomputed by hand, stable seeds, and no silent gaps."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,15 @@ from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, RewardConfig, SamplingConfig, TorchEngineConfig
-from rollout.evaluate import evaluate
+from rollout.evaluate import (
+    EvalPlan,
+    evaluate,
+    evaluation_requests,
+    majority_vote,
+    pass_at_k,
+    standard_error,
+    summarize,
+)
 from rollout.rewards import Scorer
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, Prompt
@@ -43,10 +52,14 @@ def parity(token_ids: list[int]) -> str:
     return "odd" if token_ids[0] % 2 else "even"
 
 
-def run(sampler, prompts=None, *, seed=0):
+def run(sampler, prompts=None, *, seed=0, num_samples=1, name=""):
     scorer = Scorer(RewardConfig(), max_new_tokens=5, decode=parity)
     prompts = make_prompts() if prompts is None else prompts
-    return evaluate(sampler, prompts, scorer, sampling=SAMPLING, seed=seed, stop_token_ids=STOP)
+    return evaluate(sampler, prompts, scorer, make_plan(seed=seed, num_samples=num_samples, name=name))
+
+
+def make_plan(*, seed=0, num_samples=1, name=""):
+    return EvalPlan(sampling=SAMPLING, num_samples=num_samples, seed=seed, stop_token_ids=STOP, name=name)
 
 
 class Recorder:
@@ -134,3 +147,78 @@ def test_no_prompts_and_lost_responses(model_and_engine):
 
     with pytest.raises(RuntimeError, match="60 responses were asked for, 59 came back"):
         run(Losing())
+
+
+def test_several_samples_on_a_real_engine(model_and_engine):
+    engine = model_and_engine[1]
+    one, recorder = run(engine), Recorder(engine)
+    result = run(recorder, num_samples=5)
+    ((requests, generations),) = recorder.calls
+    assert len(requests) == 30 * 6
+    assert len({(request.prompt_id, request.sampling.seed) for request in requests}) == len(requests)
+    right = [[g.token_ids[0] % 2 == 0 for g in generations[6 * i + 1 : 6 * i + 6]] for i in range(30)]
+    assert result.accuracy == one.accuracy
+    assert [group.samples[1].token_ids for group in result.groups] == [g.samples[1].token_ids for g in one.groups]
+    assert result.accuracy_sampled == pytest.approx(sum(map(sum, right)) / 150)
+    assert result.pass_at.keys() == {1, 2, 4, 5}
+    assert result.pass_at[1] == pytest.approx(result.accuracy_sampled)
+    assert result.pass_at[5] == pytest.approx(sum(any(each) for each in right) / 30)
+    assert result.majority == pytest.approx(sum(sum(each) >= 3 for each in right) / 30)
+    found = result.metrics("eval/aime")
+    assert found["eval/aime/avg@5"] == found["eval/aime/accuracy_sampled"] == result.accuracy_sampled
+    assert {key.rpartition("/")[2] for key in found} >= {"pass@2", "pass@4", "pass@5", "maj@5"}
+    assert "eval/aime/pass@1" not in found
+
+
+def test_a_named_set_draws_for_itself():
+    seeds = [
+        [request.sampling.seed for request in evaluation_requests(make_prompts(), make_plan(name=name))]
+        for name in ("", "aime24", "amc23", "aime24")
+    ]
+    assert seeds[1] == seeds[3]
+    assert not set(seeds[0]) & set(seeds[1]) and not set(seeds[1]) & set(seeds[2])
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            outcomes = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                chosen = list(itertools.combinations(outcomes, k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+    assert pass_at_k(1000, 3, 100) == pytest.approx(1 - (900 * 899 * 898) / (1000 * 999 * 998))
+    for wrong in ((4, 1, 5), (4, 5, 1), (4, 1, 0)):
+        with pytest.raises(ValueError, match="1 <= k <= n and 0 <= c <= n"):
+            pass_at_k(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([("7", True), ("7", True), ("8", False)], 1.0),
+        ([("7", True), ("8", False), ("8", False)], 0.0),
+        ([("7", True), ("8", False)], 0.5),  # a tie is decided at random
+        ([("7", True), ("8", False), ("9", False)], 1 / 3),
+        ([("7", True), (None, False), (None, False)], 1.0),  # no answer, no vote
+        ([(None, False)], 0.0),
+        ([("7", True), ("7", False)], 0.5),  # a reward that judges more than the answer
+    ],
+)
+def test_majority_vote(votes, expected):
+    assert majority_vote(votes) == pytest.approx(expected)
+
+
+def test_a_reward_that_tells_no_answer_has_no_majority(model_and_engine, tmp_path):
+    result = run(model_and_engine[1], num_samples=2)
+    assert result.majority is not None
+    (tmp_path / "own.py").write_text("def reward(response): return True", encoding="utf-8")
+    scorer = Scorer(RewardConfig(function=f"{tmp_path}/own.py:reward"), max_new_tokens=5, decode=parity)
+    again = summarize(result.groups, scorer, num_samples=2, policy_version=0)
+    assert again.majority is None and again.metrics()["eval/maj@2"] is None
+    assert again.accuracy_sampled == result.accuracy_sampled
+
+
+def test_standard_error_by_hand():
+    assert standard_error([1.0]) is None
+    # Mean 1/2, squared deviations 4 * 1/4, over 3, over 4.
+    assert standard_error([0.0, 1.0, 1.0, 0.0]) == pytest.approx((1 / 3 / 4) ** 0.5)

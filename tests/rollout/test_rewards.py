@@ -185,3 +185,32 @@ def test_every_gsm8k_reference_is_correct_against_itself(split, count):
         assert gsm8k(answer, answer)
         assert not gsm8k(f"#### {number}1", answer)
         assert not gsm8k(number, answer)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("#### 18", "18"),
+        ("#### $18.00", "18"),
+        ("so #### 1,800 eggs", "1800"),
+        ("#### 0.50", "0.5"),
+        ("#### -0.0", "0"),
+        ("#### -3", "-3"),
+        ("#### 7\n#### 007", "7"),
+        ("18", None),
+        ("#### many", None),
+    ],
+)
+def test_gsm8k_answer(response, answer):
+    assert RULES["gsm8k"].extract(response) == answer
+    assert answer is None or gsm8k(response, answer)
+
+
+@given(st.lists(st.sampled_from(["#### 18", "18.0", "#### 18.0 eggs", "####18,000", "18000", " 18 "]), min_size=2))
+def test_responses_with_one_answer_have_one_verdict(responses):
+    for name in ("exact_match", "gsm8k", "gsm8k_flexible", "math_dapo"):
+        verdicts = {}
+        for response in responses:
+            correct, answer = RULES[name].judge(response, "18")
+            verdicts.setdefault(answer, set()).add(correct)
+        assert all(len(found) == 1 for answer, found in verdicts.items() if answer is not None)

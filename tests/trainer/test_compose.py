@@ -332,6 +332,23 @@ def test_the_best_is_kept_by_a_metric_of_the_saved_weights() -> None:
     assert "must be null or a metric of the saved weights: eval/accuracy or eval/accuracy_sampled" in found
 
 
+def test_evaluation_sets_and_their_sampling(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    files = ("model=hf", "model.path=m", "data=file", f"data.train_path={rows}", f"data.eval_path={rows}")
+    config = config_of(*files, f"+eval.sets.aime24={rows}", "eval.samples=32", "eval.temperature=0.6")
+    assert config.eval.sets == {"aime24": str(rows)}
+    assert (config.eval_sampling.temperature, config.eval_sampling.max_new_tokens) == (0.6, 24)
+    assert config_of("eval.max_new_tokens=99").eval_sampling.max_new_tokens == 99
+    assert config_of("sampling.temperature=0.5").eval_sampling.temperature == 0.5
+    found = messages(*files, "+eval.sets.heldout=nosuch.jsonl", "eval.samples=0", "eval.temperature=0")
+    named = ["eval.samples", "eval.temperature", "eval.sets.heldout", "eval.sets.heldout"]
+    assert [line.split()[0] for line in found] == named
+    [found_key] = messages(*files, "eval.sets.aime=x")
+    assert "Add it with +eval.sets.aime=..." in found_key
+    assert "eval.sets must be empty with data=arithmetic" in " ".join(messages(f"+eval.sets.a={rows}"))
+
+
 # ---------------------------------------------------------------------------------------------------- sweeps
 
 

@@ -1,4 +1,4 @@
-"""Words of the command line -> exit code: `parity train`, `parity recipes`, `parity doctor`, shell completion.
+"""Words of the command line -> exit code: `parity train`, `parity eval`, `parity recipes`, shell completion.
 
 `train` checks everything with `compose.py` before it hands over to Hydra in `launch.py`. Only the
 standard library is imported here: help appears at once, and a mistake is reported before torch or Ray is loaded.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "recipes", "export", "doctor")
+COMMANDS = ("train", "eval", "recipes", "export", "doctor")
 HELP_FLAGS = ("-h", "--help")
 BEST_FLAG = "--best"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
@@ -39,6 +39,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> --dry-run              check everything and print what would run
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
   parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
+  parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
   parity train --help                          everything about train
@@ -72,6 +73,16 @@ run is the path of its report.
 """
 
 USAGES = {
+    "eval": (
+        "parity eval <recipe> checkpoint=<directory or none> [--best] [--config-dir DIR] [group=option ...] "
+        "[key=value ...]\n\n"
+        "  checkpoint=...       a run directory (its newest good checkpoint, or with --best the best), a checkpoint,\n"
+        "                       a Hugging Face directory as parity export writes it, or none: the base model\n"
+        "  <recipe>             as of parity train; the config.yaml of a run is one too\n"
+        "  eval.samples=32      sampled responses per prompt: k of avg@k, pass@k and maj@k; one greedy beside them\n"
+        "  +eval.sets.NAME=FILE one more set, with the columns of data=file\n\n"
+        "  Starts the engines of the recipe, prints a table and writes eval.json and eval.jsonl to run.dir.\n"
+    ),
     "export": (
         "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
         "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. <directory> must not "
@@ -128,6 +139,10 @@ def _dispatch(words: list[str]) -> int:
     if any(flag in rest for flag in HELP_FLAGS):
         sys.stdout.write(USAGES[command])
         return DONE
+    if command == "eval":
+        from trainer.cli.evaluate import run_eval
+
+        return run_eval(rest)
     if command == "export":
         return _export(rest)
     if rest:

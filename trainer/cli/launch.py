@@ -81,12 +81,12 @@ def run_job(composed: DictConfig) -> int:
         sys.stderr.write(f"parity train: {ended}; {saved}\n")
         return ended.exit_code
     except Exception as error:
-        return _failed(error, run_dir)
+        return failed(error, run_dir, command="parity train")
     sys.stdout.write(f"{result.report_path}\n")
     return DONE
 
 
-def _failed(error: Exception, run_dir: Path) -> int:
+def failed(error: Exception, run_dir: Path, *, command: str) -> int:
     """Say in one paragraph what happened and keep the traceback in the run directory."""
     trace = redact_text("".join(traceback.format_exception(error)))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
@@ -97,9 +97,10 @@ def _failed(error: Exception, run_dir: Path) -> int:
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     log = run_dir / ERROR_LOG
     try:
+        run_dir.mkdir(parents=True, exist_ok=True)
         log.write_text(trace, encoding="utf-8")
         kept = f"The full traceback is in {log}."
     except OSError as unwritable:
         kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
-    sys.stderr.write(f"parity train failed: {redact_text(message)}\n{kept}\n")
+    sys.stderr.write(f"{command} failed: {redact_text(message)}\n{kept}\n")
     return FAILED

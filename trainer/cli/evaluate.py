@@ -1,0 +1,119 @@
+"""`parity eval <recipe> checkpoint=... [key=value ...]`: words -> checked config and source -> evaluation -> table.
+
+Everything is checked, and reported together, before torch or Ray is loaded. Called by `commands.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from algorithms.config import Problem
+from trainer.cli.arguments import TrainArguments, parse_train
+from trainer.cli.catalog import find_recipe
+from trainer.cli.commands import BEST_FLAG, DONE, report
+from trainer.cli.compose import resolve, start_problems
+from trainer.config import TrainConfig
+from trainer.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
+
+if TYPE_CHECKING:
+    from rollout.evaluate import EvalResult
+
+NAME = "parity eval"
+TABLE_WIDTH = 200
+
+
+def run_eval(words: Sequence[str]) -> int:
+    """Evaluate as `words` say; returns the exit code."""
+    best = BEST_FLAG in words
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
+    rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
+    if not any(not word.startswith("-") for word in rest):
+        missing = Problem(key="recipe", rule="must be given", value=None, remedy="See parity eval --help.")
+        return report([missing], command=NAME)
+    arguments, problems = parse_train(rest)
+    problems += flag_problems(arguments, command=NAME)
+    source = _source(given, best=best, problems=problems)
+    recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
+    if isinstance(recipe, Problem):
+        return report([recipe, *problems], command=NAME)
+    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
+    problems += [*resolution.problems, *start_problems(resolution)]
+    [run] = resolution.runs or [None]
+    if problems or source is None or run is None or run.config is None or run.output_dir is None:
+        return report(problems, command=f"{NAME} {arguments.recipe}")
+    return _evaluate(run.config, source, run.output_dir)
+
+
+def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
+    """Flags of `parity train` that another command, which looks at one config, cannot use."""
+    given = [*arguments.hydra_flags, *(["--dry-run"] if arguments.dry_run else [])]
+    if not given:
+        return []
+    remedy = f"{command} takes --config-dir only; show the config with parity train <recipe> --cfg job."
+    return [Problem(key="flags", rule=f"cannot be used with {command}", value=" ".join(given), remedy=remedy)]
+
+
+def _source(given: list[str], *, best: bool, problems: list[Problem]) -> WeightsSource | None:
+    """What is to be evaluated; None, and a problem, if it cannot be known."""
+    if len(given) != 1:
+        remedy = f"A run directory, a checkpoint in it, an exported model, or {BASE} for the base model."
+        problems.append(Problem(key=KEY, rule="must be given once", value=" ".join(given) or None, remedy=remedy))
+        return None
+    source = find_source(given[0], best=best)
+    if isinstance(source, Problem):
+        problems.append(source)
+        return None
+    if best and source.kind is not SourceKind.run:
+        problems.append(Problem(key=BEST_FLAG, rule="needs a run directory", value=given[0], remedy="Leave it out."))
+    return source
+
+
+def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
+    # Here and not above: these lines import torch, Ray and transformers.
+    from trainer.cli.launch import failed
+    from trainer.evaluation import evaluate_model
+
+    def say(line: str) -> None:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    try:
+        evaluated = evaluate_model(config, source, run_dir=run_dir, say=say)
+    except Exception as error:
+        return failed(error, run_dir, command=NAME)
+    sys.stdout.write(render_results(evaluated.results))
+    sys.stdout.write(f"{evaluated.result_path}\n")
+    return DONE
+
+
+def render_results(results: Mapping[str, EvalResult]) -> str:
+    """A row per set; behind +- the standard error over prompts."""
+    table = Table("set", "prompts", "greedy", box=None, pad_edge=False, header_style="bold")
+    first = next(iter(results.values()))
+    titles = [f"avg@{first.num_samples}"]
+    if first.num_samples > 1:
+        titles += [*(f"pass@{k}" for k in first.pass_at if k > 1), f"maj@{first.num_samples}"]
+    for title in [*titles, "tokens", "truncated"]:
+        table.add_column(title, justify="right")
+    for name, result in results.items():
+        cells = [_share(result.accuracy_sampled, result.sampled_error)]
+        if result.num_samples > 1:
+            cells += [*(_share(value) for k, value in result.pass_at.items() if k > 1), _share(result.majority)]
+        cells += [f"{result.response_tokens_mean:.1f}", _share(result.truncated_frac)]
+        table.add_row(name, str(result.num_prompts), _share(result.accuracy, result.accuracy_error), *cells)
+    shown = StringIO()
+    Console(file=shown, width=TABLE_WIDTH).print(table)
+    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
+
+
+def _share(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if error is None else f"{value:.3f} +- {error:.3f}"
