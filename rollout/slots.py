@@ -29,10 +29,15 @@ class KVSlots:
     """Keys and values of every layer. A layer's memory is taken when its first prompt comes."""
 
     def __init__(self, *, num_slots: int, max_columns: int) -> None:
-        """`max_columns` is the length of the longest sequence that will ever be stored."""
+        """`max_columns` is the length of the longest sequence that will be stored; `resize` raises both."""
         self._num_slots = num_slots
         self._max_columns = max_columns
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def resize(self, *, num_slots: int, max_columns: int) -> None:
+        """Make room for more slots or longer sequences; what is stored stays. Never takes room away."""
+        self._num_slots = max(self._num_slots, num_slots)
+        self._max_columns = max(self._max_columns, max_columns)
 
     def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
@@ -40,15 +45,19 @@ class KVSlots:
         `like` [.., K, .., D] gives shape, dtype and device.
         """
         held = self._layers.get(index)
-        if held is not None and held[0].shape[2] >= columns:
+        slots, room = (0, 0) if held is None else (held[0].shape[0], held[0].shape[2])
+        if held is not None and slots >= self._num_slots and room >= columns:
             return held
-        capacity = columns + FIRST_COLUMNS if held is None else max(columns, 2 * held[0].shape[2])
-        shape = (self._num_slots, like.shape[1], min(capacity, self._max_columns), like.shape[3])
+        if held is None:
+            room = min(columns + FIRST_COLUMNS, self._max_columns)
+        elif room < columns:
+            room = min(max(columns, 2 * room), self._max_columns)
+        shape = (self._num_slots, like.shape[1], room, like.shape[3])
         # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
         grown = (like.new_zeros(shape), like.new_zeros(shape))
         if held is not None:
             for new, old in zip(grown, held, strict=True):
-                new[:, :, : old.shape[2]] = old
+                new[: old.shape[0], :, : old.shape[2]] = old
         self._layers[index] = grown
         return grown
 

@@ -1,7 +1,7 @@
 """The embedded engine: a transformers model in the caller's process behind the Engine protocol, no server.
 
-Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`; `rollout/decoding.py` does the sampling with the
-forward of `rollout/decoder.py` and the memory of `rollout/slots.py`.
+Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`. The thread of `rollout/decode_loop.py` samples, with
+`rollout/decoding.py`, the forward of `rollout/decoder.py` and the memory of `rollout/slots.py`.
 Deterministic, so it is also what other engines are compared with.
 """
 
@@ -15,34 +15,38 @@ from typing import Any
 import torch
 
 from rollout.config import TorchEngineConfig
-from rollout.decoder import Decoder, build_decoder
-from rollout.decoding import decode
-from rollout.engine import EngineError, EngineInfo, WeightReport, WeightSyncError
+from rollout.decode_loop import DecodeLoop
+from rollout.decoder import build_decoder
+from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.model_limits import altered_logits
-from rollout.queued_engine import QueuedEngine
 from rollout.slots import SLOT_ATTENTION
-from rollout.types import GenerateRequest, Generation, WeightBucket
+from rollout.types import Completion, GenerateRequest, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
 
+STOP_TIMEOUT_S = 10.0
+"""Seconds for the token that is being sampled when the engine is stopped or put to sleep."""
 LISTED_NAMES = 5
 """Tensor names shown in an error; the rest is counted."""
 
 
-class TorchEngine(QueuedEngine):
-    """One model, continuous batched sampling. Not safe for concurrent calls."""
+class TorchEngine(Engine):
+    """One model, continuous batched sampling in a thread of its own."""
 
     def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
         """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
-        super().__init__()
         self._config = config
         self._index = index
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._model: PreTrainedModel | None = None
-        self._decoder: Decoder | None = None
         self._version = 0
         self._broken = ""
+        self._loop = DecodeLoop(
+            name=f"engine {index} (torch)",
+            num_slots=config.max_batch_size,
+            request_timeout_s=config.generate_timeout_s,
+        )
 
     def start(self, model_path: Path) -> EngineInfo:
         """Load weights and architecture from a local directory; policy version 0. Raises EngineError.
@@ -75,9 +79,9 @@ class TorchEngine(QueuedEngine):
         if altered := altered_logits(model.config):
             raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
         self._model = model.eval().requires_grad_(False).to(self._device)
-        self._decoder = build_decoder(model)
         self._version = 0
         self._broken = ""
+        self._loop.load(build_decoder(model), policy_version=0)
         start_s = time.monotonic() - begin
         if start_s > self._config.start_timeout_s:
             self.stop()
@@ -87,39 +91,33 @@ class TorchEngine(QueuedEngine):
             )
         return EngineInfo(name=f"torch {torch.__version__}", address="embedded", pids=(), start_s=start_s)
 
-    def _check(self, requests: Sequence[GenerateRequest]) -> None:
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        """Queue requests; those of one call are sampled the same way whatever else the process does meanwhile.
+
+        Raises ValueError for a request that cannot be served as it stands, EngineError if the engine holds no usable
+        weights or has failed.
+        """
         model = self._usable_model("generate")
         for request in requests:
             self._check_request(request, model)
+        self._loop.submit(tickets, requests)
 
-    def _sample(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        if not requests:
-            return []
-        model = self._usable_model("generate")
-        decoder = self._decoder or build_decoder(model)
-        deadline = time.monotonic() + self._config.generate_timeout_s
-        try:
-            with torch.inference_mode():
-                return decode(
-                    decoder,
-                    requests,
-                    num_slots=self._config.max_batch_size,
-                    policy_version=self._version,
-                    deadline=deadline,
-                )
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self._name} generate: rollout.generate_timeout_s={self._config.generate_timeout_s} has passed with "
-                f"{error}. Raise it, or lower sampling.max_new_tokens or the number of samples per step."
-            ) from error
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended since the last poll; after a failure EngineError until weights are loaded again."""
+        return self._loop.poll(timeout_s)
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End unfinished requests after the token that is being sampled; `poll` returns what they have."""
+        self._loop.abort(tickets)
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
         """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
 
         Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
         in shared memory become the parameters as they lie, but for projections that the decoder joins. Others are
-        copied, read back and compared. Raises WeightSyncError; if the read-back disagrees, generate() refuses until a
-        later sync has succeeded.
+        copied, read back and compared. Sampling pauses only once all that is checked before has been. Raises
+        WeightSyncError; if the read-back disagrees, unfinished requests are lost and none is served until a later sync
+        has succeeded.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()
@@ -127,6 +125,26 @@ class TorchEngine(QueuedEngine):
         parameters = dict(model.named_parameters())
         self._check_names(buckets, parameters, version=version)
         checked = time.monotonic()
+        with self._loop.paused(self._config.sync_timeout_s):
+            try:
+                in_place, loaded = self._replace(buckets, model, begin=begin, version=version)
+            finally:
+                if self._broken:
+                    self._loop.fail(f"{self._name} load_weights: the weights are unusable: {self._broken}")
+        return WeightReport(
+            policy_version=version,
+            num_tensors=len(parameters),
+            num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
+            load_s=loaded - checked,
+            verify_s=(checked - begin) + (time.monotonic() - loaded),
+            in_place=in_place,
+        )
+
+    def _replace(
+        self, buckets: Sequence[WeightBucket], model: PreTrainedModel, *, begin: float, version: int
+    ) -> tuple[bool, float]:
+        """Put checked weights into the model: whether they are used as they lie, and when they were in."""
+        parameters = dict(model.named_parameters())
         self._broken = f"the sync of policy version {version} did not complete"
         in_place = self._device.type == "cpu" and all(bucket.region is not None for bucket in buckets)
         with torch.no_grad():
@@ -141,23 +159,16 @@ class TorchEngine(QueuedEngine):
         if not in_place:
             self._read_back(buckets, parameters, begin=begin, version=version)
         # Projections that are computed together are copied next to each other, where they do not lie so already.
-        self._decoder = build_decoder(model)
+        self._loop.load(build_decoder(model), policy_version=version)
         self._version = version
         self._broken = ""
-        return WeightReport(
-            policy_version=version,
-            num_tensors=len(parameters),
-            num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
-            load_s=loaded - checked,
-            verify_s=(checked - begin) + (time.monotonic() - loaded),
-            in_place=in_place,
-        )
+        return in_place, loaded
 
     def sleep(self) -> None:
-        """Move the model to the host; it keeps its weights."""
+        """Move the model to the host; it keeps its weights. Raises EngineError while requests are unfinished."""
         model: torch.nn.Module = self._started_model("sleep")
+        self._loop.unload()
         model.to("cpu")
-        self._decoder = None  # it holds the tensors that have moved
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -165,7 +176,8 @@ class TorchEngine(QueuedEngine):
         """Move the model back."""
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
-        self._decoder = build_decoder(self._started_model("wake"))
+        if not self._broken:
+            self._loop.load(build_decoder(self._started_model("wake")), policy_version=self._version)
 
     @property
     def policy_version(self) -> int:
@@ -173,8 +185,9 @@ class TorchEngine(QueuedEngine):
         return self._version
 
     def stop(self) -> None:
-        """Free the model; safe to call twice."""
-        self._model = self._decoder = None
+        """End sampling, whatever is unfinished, and free the model; safe to call twice."""
+        self._loop.stop(STOP_TIMEOUT_S)
+        self._model = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -195,6 +208,8 @@ class TorchEngine(QueuedEngine):
 
     def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
         sampling = request.sampling
+        begun = [] if request.resumed is None else request.resumed.token_ids
+        given = request.prompt_token_ids + begun
         problem = ""
         if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, -1, 0.0):
             problem = (
@@ -208,8 +223,10 @@ class TorchEngine(QueuedEngine):
             )
         elif not request.prompt_token_ids:
             problem = "the prompt has no tokens"
-        elif not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < model.config.vocab_size:
+        elif not 0 <= min(given) <= max(given) < model.config.vocab_size:
             problem = f"the prompt has token ids outside 0..{model.config.vocab_size - 1}"
+        elif len(begun) >= sampling.max_new_tokens:
+            problem = f"{len(begun)} resumed tokens leave none of max_new_tokens={sampling.max_new_tokens}"
         elif len(request.prompt_token_ids) + sampling.max_new_tokens > model.config.max_position_embeddings:
             problem = (
                 f"{len(request.prompt_token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed "

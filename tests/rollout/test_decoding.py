@@ -1,11 +1,11 @@
 """The sampling law, and the order in which requests get their slots."""
 
-import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rollout.decoding import decode, sample_tokens
+from rollout.decoding import Batch, chunks, sample_tokens
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -71,11 +71,14 @@ class CountingDecoder:
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.prompts: list[int] = []
         """Distinct prompts of every prefill."""
+        self.widths: list[int] = []
+        """Tokens of the longest prompt of every prefill."""
         self.rows: list[int] = []
         """Sequences of every step."""
 
     def prefill(self, token_ids, lengths, forward):
         self.prompts.append(len(token_ids))
+        self.widths.append(token_ids.shape[1])
         return self._logits(token_ids[torch.arange(len(token_ids)), lengths - 1])
 
     def step(self, tokens, positions, forward):
@@ -99,11 +102,22 @@ def counting_requests(lengths, *, group_size):
     ]
 
 
+def finish(batch):
+    """Generations by ticket, until nothing is left."""
+    found = {}
+    while batch.num_active or batch.num_waiting:
+        found |= dict(batch.advance())
+    return found
+
+
 def test_freed_slots_are_filled_at_once_and_every_response_stays_its_own():
     lengths = [3, 30, 4, 5, 30, 6, 7, 30, 8, 9, 30, 10]
     requests, decoder = counting_requests(lengths, group_size=2), CountingDecoder()
-    generations = decode(decoder, requests, num_slots=4, policy_version=3, deadline=time.monotonic() + 60)
-    for request, generation, length in zip(requests, generations, lengths, strict=True):
+    batch = Batch(decoder, num_slots=4, policy_version=3)
+    batch.add(range(len(requests)), requests)
+    generations = finish(batch)
+    for ticket, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        generation = generations[ticket]
         first = request.prompt_token_ids[-1] + 1
         assert generation.token_ids == list(range(first, first + length))
         assert (generation.finish_reason, generation.token_versions) == (FinishReason.length, [3] * length)
@@ -115,10 +129,98 @@ def test_freed_slots_are_filled_at_once_and_every_response_stays_its_own():
 
 def test_a_group_reads_its_prompt_once_and_ended_sequences_leave_the_batch():
     requests, decoder = counting_requests([1, 1, 2, 9], group_size=4), CountingDecoder()
-    decode(decoder, requests, num_slots=64, policy_version=0, deadline=time.monotonic() + 60)
+    batch = Batch(decoder, num_slots=64, policy_version=0)
+    batch.add(range(len(requests)), requests)
+    finish(batch)
     assert decoder.prompts == [1]
     assert decoder.rows == [2] + [1] * 7
 
 
-def test_nothing_is_asked_for_nothing():
-    assert decode(CountingDecoder(), [], num_slots=4, policy_version=0, deadline=0.0) == []
+def expected(request):
+    """What the counting decoder answers."""
+    first = request.prompt_token_ids[-1] + 1
+    return list(range(first, first + request.sampling.max_new_tokens))
+
+
+def test_requests_that_come_later_take_free_slots_at_once():
+    decoder = CountingDecoder()
+    batch = Batch(decoder, num_slots=16, policy_version=0)
+    first, later = counting_requests([20, 20], group_size=1), counting_requests([5, 9, 3], group_size=1)
+    batch.add([10, 11], first)
+    for _ in range(4):
+        assert batch.advance() == []
+    batch.add([7, 8, 9], later)
+    assert (batch.num_active, batch.num_waiting) == (2, 3)
+    batch.advance()
+    assert (batch.num_active, batch.num_waiting) == (5, 0)
+    found = finish(batch)
+    assert {ticket: found[ticket].token_ids for ticket in found} == {
+        **dict(zip([10, 11], map(expected, first), strict=True)),
+        **dict(zip([7, 8, 9], map(expected, later), strict=True)),
+    }
+    assert len(decoder.rows) == 19
+
+
+def test_an_aborted_request_keeps_its_tokens_and_the_others_go_on():
+    decoder = CountingDecoder()
+    batch = Batch(decoder, num_slots=3, policy_version=4)
+    requests = counting_requests([20, 9, 12, 5], group_size=1)
+    batch.add(range(4), requests)
+    for _ in range(4):
+        batch.advance()
+    aborted = dict(batch.abort({0, 3, 99}))
+    assert batch.abort({0, 3, 99}) == []
+    assert sorted(aborted) == [0, 3]
+    assert all(generation.finish_reason is FinishReason.abort for generation in aborted.values())
+    assert aborted[0].token_ids == expected(requests[0])[:4]
+    assert (aborted[0].token_versions, len(aborted[0].logprobs)) == ([4] * 4, 4)
+    assert (aborted[3].token_ids, aborted[3].logprobs, aborted[3].token_versions) == ([], [], [])
+    rest = finish(batch)
+    assert {ticket: rest[ticket].token_ids for ticket in rest} == {
+        1: expected(requests[1]), 2: expected(requests[2])
+    }  # fmt: skip
+    assert batch.abort(None) == []
+
+
+def test_aborting_all_leaves_nothing():
+    batch = Batch(CountingDecoder(), num_slots=2, policy_version=0)
+    batch.add(range(4), counting_requests([9, 9, 9, 9], group_size=1))
+    batch.advance()
+    assert sorted(completion.ticket for completion in batch.abort(None)) == [0, 1, 2, 3]
+    assert (batch.num_active, batch.num_waiting, batch.oldest) == (0, 0, None)
+    assert batch.advance() == []
+
+
+def test_a_response_can_be_resumed_and_renewed_in_the_middle():
+    """An aborted response goes on where it was; later its weights change. Every token says under which it was drawn."""
+    [request] = counting_requests([9], group_size=1)
+    batch = Batch(CountingDecoder(), num_slots=2, policy_version=1)
+    batch.add([0], [request])
+    for _ in range(3):
+        batch.advance()
+    [(_, begun)] = batch.abort([0])
+    later = Batch(CountingDecoder(), num_slots=2, policy_version=2)
+    later.add([0, 1], [replace(request, resumed=begun), request])
+    for _ in range(2):
+        later.advance()
+    decoder = CountingDecoder()
+    later.renew(decoder, 5)
+    # Both texts are read again, each as far as it is.
+    assert (decoder.prompts, decoder.widths) == ([2], [6])
+    found = finish(later)
+    assert found[0].token_ids == found[1].token_ids == expected(request)
+    assert found[0].token_versions == [1, 1, 1, 2, 2, 5, 5, 5, 5]
+    assert found[1].token_versions == [2, 2, 5, 5, 5, 5, 5, 5, 5]
+    assert len(found[0].logprobs) == 9
+    assert found[0].logprobs[:3] == begun.logprobs
+
+
+def test_long_texts_are_read_in_several_forwards():
+    def parts(lengths):
+        texts = [list(range(length)) for length in lengths]
+        return [(part.start, part.stop) for part in chunks(texts, max_tokens=10)]
+
+    assert parts([3, 3, 3, 3]) == [(0, 4)]
+    assert parts([2, 3, 4, 5]) == [(0, 2), (2, 4)]
+    assert parts([30, 1, 1]) == [(0, 1), (1, 3)]
+    assert parts([5, 5, 5, 11, 11]) == [(0, 3), (3, 5)]

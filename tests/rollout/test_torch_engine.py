@@ -249,7 +249,8 @@ def test_every_token_is_the_inverse_of_its_own_draw(tmp_path):
 def test_the_deadline_is_kept_and_named(model_path):
     late = start(model_path, generate_timeout_s=1e-6)
     with pytest.raises(
-        EngineError, match=r"engine 0 .* generate: rollout.generate_timeout_s=1e-06 .* 0 of 4 .* 4 of 4"
+        EngineError,
+        match=r"engine 0 .* generate: rollout.generate_timeout_s=1e-06 .* prompt 0/0 .* 4 requests are unfinished",
     ):
         late.generate(make_requests(4))
 
