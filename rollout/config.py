@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
 
@@ -85,11 +86,34 @@ UNSUPPORTED_SGLANG_ARGS = frozenset(
 """SGLang options under which the weights that an engine holds cannot be verified tensor by tensor yet."""
 
 
+class PauseMode(Enum):
+    """What becomes of unfinished responses while an engine takes new weights."""
+
+    retract = "retract"
+    """They go on with the new weights, which first read again what is there: exact, at the price of a prefill."""
+    in_place = "in_place"
+    """They go on with the new weights and with what the old ones computed for the tokens so far: no prefill, but the
+    tokens that follow are those of no version's policy."""
+    abort = "abort"
+    """They end; the collection may resume them."""
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts that only this machine can reach."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SGLangConfig(EngineConfig):
     """A real SGLang server per rollout worker, over loopback HTTP."""
 
     kind: ClassVar[str] = "sglang"
+    pause_mode: PauseMode = PauseMode.retract
+    """What becomes of unfinished responses while weights are replaced. Vetted: retract."""
+    servers: list[str] = field(default_factory=list)
+    """Servers that run already, one per engine, for example ["http://127.0.0.1:30000"]; none are started then. Their
+    keys come from the environment: PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY."""
+    allow_remote: bool = False
+    """Whether servers may be on other machines. Prompts, responses and keys then cross the network."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value.
     tp_size is the number of GPUs of one engine (tensor parallelism)."""
@@ -101,6 +125,7 @@ class SGLangConfig(EngineConfig):
 
     def problems(self) -> Iterator[Problem]:
         yield from EngineConfig.problems(self)
+        yield from self._server_problems()
         tp_size = self.engine_args.get("tp_size", 1)
         if not isinstance(tp_size, int) or tp_size < 1:
             yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
@@ -127,6 +152,50 @@ class SGLangConfig(EngineConfig):
                     value=value,
                     remedy="Remove it.",
                 )
+
+    def _server_problems(self) -> Iterator[Problem]:
+        """Rules of servers that run already."""
+        if not self.servers:
+            return
+        if len(self.servers) != self.num_engines:
+            yield Problem(
+                key="num_engines",
+                rule=f"must be the number of rollout.servers ({len(self.servers)})",
+                value=self.num_engines,
+                remedy=f"Set rollout.num_engines={len(self.servers)}.",
+            )
+        if len(set(self.servers)) != len(self.servers):
+            yield Problem(key="servers", rule="must name every server once", value=self.servers)
+        if self.engine_args or self.gpus_per_engine > 0:
+            yield Problem(
+                key="servers",
+                rule="must be empty with engine_args or gpus_per_engine: those say how servers are started",
+                value=self.servers,
+                remedy="Remove them; whoever starts the servers chooses their options and GPUs.",
+            )
+        for server in self.servers:
+            rule, remedy = _address_problem(server, allow_remote=self.allow_remote)
+            if rule:
+                yield Problem(key="servers", rule=rule, value=server, remedy=remedy)
+
+
+def _address_problem(server: str, *, allow_remote: bool) -> tuple[str, str]:
+    """(rule, remedy) that the address of a server breaks; empty texts if it is fine."""
+    try:
+        parts = urlsplit(server)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return f"must be scheme, host and port: {error}", "For example http://127.0.0.1:30000."
+    if parts.scheme not in ("http", "https") or not host or not port or parts.path.strip("/") or parts.query:
+        return "must be scheme, host and port, nothing else", "For example http://127.0.0.1:30000."
+    if parts.username or parts.password:
+        return "must hold no key", "Set PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY in the environment."
+    if host not in LOOPBACK and not allow_remote:
+        return (
+            "must be on this machine: prompts, responses, weights and keys would cross the network",
+            "Set rollout.allow_remote=true if the network between is yours, and prefer https.",
+        )
+    return "", ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,7 +1,7 @@
-"""HTTP client of one SGLang server on this machine: (route, body, deadline) -> parsed reply, or ClientError.
+"""HTTP client of one SGLang server: (route, body, deadline) -> parsed reply, or ClientError.
 
 Every call carries a key, has a deadline and checks the status. `rollout/sglang/server.py` owns the server;
-`rollout/sglang/engine.py` decides what to ask.
+`rollout/sglang/engine.py` decides what to ask. Samples go through `rollout/sglang/request_stream.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import http.client
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
+
+from rollout.config import LOOPBACK
 
 HOST = "127.0.0.1"
 SHOWN_REPLY_CHARS = 2000
@@ -21,6 +25,7 @@ READ_BYTES = 1 << 20
 
 ADMIN_ROUTES = frozenset(
     {
+        "/abort_request",
         "/begin_weight_update",
         "/continue_generation",
         "/end_weight_update",
@@ -45,13 +50,31 @@ class ClientError(RuntimeError):
         self.status = status
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where a server is and what opens it."""
+
+    address: str
+    """Scheme, host and port: "http://127.0.0.1:30000"."""
+    api_key: str = field(repr=False)
+    """Empty where the server asks for none."""
+    admin_api_key: str = field(repr=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is on this machine."""
+        return urlsplit(self.address).hostname in LOOPBACK
+
+    def headers(self, route: str) -> dict[str, str]:
+        key = self.admin_api_key if route in ADMIN_ROUTES else self.api_key
+        return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+
 class SGLangClient:
     """Calls one server. One connection per call: nothing is left half-read after an error."""
 
-    def __init__(self, *, port: int, api_key: str, admin_api_key: str) -> None:
-        self._port = port
-        self._api_key = api_key
-        self._admin_api_key = admin_api_key
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
 
     def routes(self, *, timeout_s: float) -> frozenset[str]:
         """Paths that this release of SGLang serves, from /openapi.json."""
@@ -69,11 +92,10 @@ class SGLangClient:
         if timeout_s <= 0:
             raise ClientError(f"{what}: no time is left before the deadline")
         deadline = time.monotonic() + timeout_s
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=timeout_s)
+        connection = self._connect(timeout_s)
+        headers = {**self.endpoint.headers(route), "Connection": "close"}
         try:
-            connection.request(
-                method, route, body=None if body is None else orjson.dumps(body), headers=self._headers(route)
-            )
+            connection.request(method, route, body=None if body is None else orjson.dumps(body), headers=headers)
             wire = connection.sock
             response = connection.getresponse()
             raw = _read(response, wire, deadline)
@@ -83,22 +105,29 @@ class SGLangClient:
             raise ClientError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        text = raw[:SHOWN_REPLY_CHARS].decode("utf-8", errors="replace")
-        if response.status != http.HTTPStatus.OK:
-            raise ClientError(f"{what}: HTTP {response.status}: {text}", status=response.status)
-        if "json" not in (response.headers["Content-Type"] or ""):
-            return text
-        try:
-            reply = orjson.loads(raw)
-        except orjson.JSONDecodeError as error:
-            raise ClientError(f"{what}: the answer is not JSON: {error}: {text}", status=response.status) from error
-        if isinstance(reply, dict) and "success" in reply and not reply["success"]:
-            raise ClientError(f"{what}: refused: {text}", status=response.status)
-        return reply
+        return parse_reply(what, raw, status=response.status, content_type=response.headers["Content-Type"] or "")
 
-    def _headers(self, route: str) -> dict[str, str]:
-        key = self._admin_api_key if route in ADMIN_ROUTES else self._api_key
-        return {"Authorization": f"Bearer {key}", "Content-Type": "application/json", "Connection": "close"}
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.endpoint.address)
+        if parts.scheme == "https":
+            return http.client.HTTPSConnection(parts.hostname or HOST, parts.port, timeout=timeout_s)
+        return http.client.HTTPConnection(parts.hostname or HOST, parts.port, timeout=timeout_s)
+
+
+def parse_reply(what: str, raw: bytes, *, status: int, content_type: str) -> Any:
+    """The reply to `what`, parsed if it is JSON, else as text; raises ClientError for a refusal."""
+    text = raw[:SHOWN_REPLY_CHARS].decode("utf-8", errors="replace")
+    if status != http.HTTPStatus.OK:
+        raise ClientError(f"{what}: HTTP {status}: {text}", status=status)
+    if "json" not in content_type:
+        return text
+    try:
+        reply = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ClientError(f"{what}: the answer is not JSON: {error}: {text}", status=status) from error
+    if isinstance(reply, dict) and "success" in reply and not reply["success"]:
+        raise ClientError(f"{what}: refused: {text}", status=status)
+    return reply
 
 
 def _read(response: http.client.HTTPResponse, wire: socket.socket, deadline: float) -> bytes:

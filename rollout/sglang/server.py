@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from rollout.engine import EngineError
-from rollout.sglang.client import HOST, ClientError, SGLangClient
+from rollout.sglang.client import HOST, ClientError, Endpoint, SGLangClient
 from rollout.sglang.scratch import Scratch
 
 LOG_TAIL_LINES = 20
@@ -104,7 +104,12 @@ class SGLangServer:
         return tuple(member.pid for member in self._members)
 
     def client(self) -> SGLangClient:
-        return SGLangClient(port=self._port, api_key=self._api_key, admin_api_key=self._admin_api_key)
+        return SGLangClient(Endpoint(address=self.address, api_key=self._api_key, admin_api_key=self._admin_api_key))
+
+    @property
+    def end_cause(self) -> str:
+        """How the server ended; empty while it runs."""
+        return self._end_cause if self._end_noticed.is_set() else ""
 
     def start(self, *, timeout_s: float) -> None:
         """Start the processes and return when the server answers. Raises EngineError; then nothing is left running."""

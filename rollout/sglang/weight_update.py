@@ -1,8 +1,9 @@
 """One weight sync of one SGLang server: checked buckets -> loaded, verified bit by bit, or WeightSyncError.
 
-Pause, open the update, load every bucket through shared memory, close it, drop the prefix cache, ask SGLang for the
-digests of what it holds, compare, set the version, go on. `rollout/sglang/engine.py` calls it;
-`rollout/sglang/fusing.py` says what the digests must be; `rollout/sglang/loader.py` is the other end.
+Pause, open the update, load every bucket, close it, drop the prefix cache, ask SGLang for the digests of what it
+holds, compare, set the version, go on. Requests may be unfinished meanwhile. `rollout/sglang/engine.py` calls it;
+`rollout/sglang/fusing.py` says what the digests must be; `rollout/sglang/loader.py` is the other end of shared memory,
+and a server that cannot map it gets the bytes themselves, in SGLang's own format.
 """
 
 from __future__ import annotations
@@ -37,24 +38,50 @@ from rollout.weights import unpack
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for closing a session after a failure."""
 LISTED_MISMATCHES = 5
+REQUIRED_ROUTES = frozenset(
+    {
+        "/abort_request",
+        "/continue_generation",
+        "/flush_cache",
+        "/generate",
+        "/model_info",
+        "/pause_generation",
+        "/server_info",
+        "/update_weight_version",
+        "/update_weights_from_tensor",
+        "/weights_checker",
+    }
+)
+"""Without these an engine cannot be driven; /begin_weight_update is used where it is there."""
 
 
 class WeightUpdate:
     """Loads weights into one server and proves that they arrived. Knows nothing of processes and logs."""
 
     def __init__(
-        self, client: SGLangClient, *, device: str, dtype: torch.dtype, num_kv_heads: int, timeout_s: float
+        self,
+        client: SGLangClient,
+        *,
+        device: str,
+        dtype: torch.dtype,
+        num_kv_heads: int,
+        timeout_s: float,
+        maps_memory: bool = True,
     ) -> None:
         """`device` ("cpu" or "cuda") and `dtype` are those of the engine; `timeout_s` bounds a whole sync.
 
-        Asks the server for its routes and parameters. Raises ClientError.
+        `maps_memory` says that the server has our loader and can open memory of this machine's processes. Asks the
+        server for its routes and parameters. Raises ClientError, WeightSyncError if it lacks a route.
         """
         self._client = client
+        self._maps_memory = maps_memory
         self._device = device
         self._dtype = dtype
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._routes = client.routes(timeout_s=timeout_s)
+        if missing := sorted(REQUIRED_ROUTES - self._routes):
+            raise WeightSyncError(f"the server lacks the routes {', '.join(missing)}: weights could not be verified")
         held = self._held_digests()
         self.parameter_names = tuple(held[0])
         """Names of the engine's parameters, the same on every tensor-parallel rank."""
@@ -84,14 +111,16 @@ class WeightUpdate:
             for share in self._shares
         ]
 
-    def load(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> WeightReport:
+    def load(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool = False) -> WeightReport:
         """Replace all weights with those that were prepared, verify, set the version; the receipt.
 
-        The version is set after the verification, so a server that failed in between reports no valid version. Raises
-        WeightSyncError (the engine does not hold what was sent) or ClientError (the server refused or is gone).
+        Unfinished requests are retracted: they go on with the new weights after these have read what they have so far.
+        With `keeps_cache` they go on with what the old weights made of it. The version is set after the verification,
+        so a server that failed in between reports no valid version. Raises WeightSyncError (the engine does not hold
+        what was sent) or ClientError (the server refused or is gone).
         """
         begin = time.monotonic()
-        self._send(buckets, policy_version=policy_version)
+        self._send(buckets, policy_version=policy_version, keeps_cache=keeps_cache)
         loaded = time.monotonic()
         self._compare(policy_version=policy_version)
         verified = time.monotonic()
@@ -134,22 +163,23 @@ class WeightUpdate:
             f"version {reported!r}). Digests disagree for {shown}{more}"
         )
 
-    def _send(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
-        # "abort" ends running requests, so that no response mixes versions; the caller has none running.
-        self._post("/pause_generation", {"mode": "abort"})
+    def _send(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool) -> None:
+        self._post("/pause_generation", {"mode": "in_place" if keeps_cache else "retract"})
         with self._session():
             for bucket in buckets:
+                payload = describe_bucket(self._shared(bucket)) if self._maps_memory else inline_bucket(bucket)
                 self._post(
                     "/update_weights_from_tensor",
                     {
-                        # One entry per tensor-parallel rank: each maps the bucket and takes its share.
-                        "serialized_named_tensors": [describe_bucket(self._shared(bucket))] * len(self._shares),
-                        "load_format": LOADER,
+                        # One entry per tensor-parallel rank: each takes its share of the bucket.
+                        "serialized_named_tensors": [payload] * len(self._shares),
+                        "load_format": LOADER if self._maps_memory else None,
                         "flush_cache": False,
                         "weight_version": f"unverified-{policy_version}",
                     },
                 )
-        self._post("/flush_cache", {})
+        if not keeps_cache:
+            self._post("/flush_cache", {})
 
     def _shared(self, bucket: WeightBucket) -> WeightBucket:
         """The bucket in memory that the server can map: as it came, or staged if it is memory of this process alone."""
@@ -206,7 +236,19 @@ def describe_bucket(bucket: WeightBucket) -> str:
         ],
     }
     description = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
-    return base64.b64encode(pickle.dumps([("bucket", description)])).decode()
+    return _pickled([("bucket", description)])
+
+
+def inline_bucket(bucket: WeightBucket) -> str:
+    """The bucket as SGLang unpacks it without our loader: pickled named tensors in base64, 4/3 of their bytes."""
+    # Copies: a pickled view would carry the storage of the whole bucket.
+    named = [(spec.name, tensor.clone()) for spec, tensor in unpack(bucket)]
+    return _pickled(named)
+
+
+def _pickled(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """What SGLang's unpickler, which admits tensors only, makes a list of named tensors of."""
+    return base64.b64encode(pickle.dumps(named_tensors)).decode()
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.client import ClientError, Endpoint, SGLangClient
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def answering(respond: Callable[[socket.socket, bytes], None]) -> Iterator[tuple
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        client = SGLangClient(port=listener.getsockname()[1], api_key="user-key", admin_api_key="admin-key")
-        yield client, requests
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield SGLangClient(Endpoint(address=address, api_key="user-key", admin_api_key="admin-key")), requests
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()

@@ -20,13 +20,13 @@ import torch
 from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.config import DType, SGLangConfig
+from rollout.config import DType, PauseMode, SGLangConfig
 from rollout.engine import EngineError, EngineInfo, WeightSyncError
-from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.client import ClientError, Endpoint, SGLangClient
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.loader import LOADER
 from rollout.sglang.scratch import Scratch
-from rollout.sglang.weight_update import WeightUpdate, describe_bucket
+from rollout.sglang.weight_update import REQUIRED_ROUTES, WeightUpdate, describe_bucket
 from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightBucket
 from rollout.weights import TensorShape
@@ -196,8 +196,8 @@ def test_keys_are_in_no_process_list_environment_or_log(served: Served) -> None:
 def test_wrong_keys_get_401(served: Served) -> None:
     server = served.engine._server
     assert server is not None
-    stranger = SGLangClient(port=server._port, api_key="guess", admin_api_key="guess")
-    user = SGLangClient(port=server._port, api_key=server._api_key, admin_api_key=server._api_key)
+    stranger = SGLangClient(Endpoint(address=server.address, api_key="guess", admin_api_key="guess"))
+    user = SGLangClient(Endpoint(address=server.address, api_key=server._api_key, admin_api_key=server._api_key))
     body = {"input_ids": [[3]], "sampling_params": [{"max_new_tokens": 1}]}
     for client, route, sent in (
         (stranger, "/generate", body),
@@ -534,6 +534,190 @@ def test_after_a_sleep_weights_come_before_the_cache_and_before_any_sampling(
     assert routes.count("/resume_memory_occupation") == 1 and "/update_weights_from_tensor" in routes
     after = served.engine.generate(requests)
     assert [generation.token_ids for generation in after] == [generation.token_ids for generation in before]
+
+
+# -------------------------------------------------------------------------------------------------------- streaming
+
+
+def poll_all(engine: SGLangEngine, count: int, *, into: dict[int, Generation] | None = None) -> dict[int, Generation]:
+    """Poll until `count` completions are there, by ticket; each comes once."""
+    got = {} if into is None else into
+    deadline = time.monotonic() + 60
+    while len(got) < count:
+        assert time.monotonic() < deadline, f"{len(got)} of {count} came back"
+        for ticket, generation in engine.poll(1.0):
+            assert ticket not in got
+            got[ticket] = generation
+    return got
+
+
+def long_running(engine: SGLangEngine) -> list[GenerateRequest]:
+    """Requests that have been submitted (tickets 0, 1, ...), of which some are under way."""
+    requests = make_requests(PROMPTS, num_samples=8, max_new_tokens=400, seed=11)
+    engine.submit(range(len(requests)), requests)
+    return requests
+
+
+def test_samples_come_back_as_they_end_and_are_those_of_a_blocking_call(served: Served) -> None:
+    requests = make_requests(PROMPTS, num_samples=6, max_new_tokens=200)
+    assert served.engine.poll(0.0) == []
+    served.engine.submit(range(100, 100 + len(requests)), requests)
+    got: dict[int, Generation] = {}
+    polls = 0
+    while len(got) < len(requests):
+        completions = served.engine.poll(5.0)
+        polls += bool(completions)
+        got |= dict(completions)
+    assert polls > 2, "a short response waited for the long ones"
+    assert tokens([got[100 + i] for i in range(len(requests))]) == tokens(served.engine.generate(requests))
+    for generation in got.values():
+        assert generation.token_versions == [served.version] * len(generation.token_ids)
+
+
+def test_an_abort_returns_the_tokens_so_far_and_a_resumed_response_is_one_response(served: Served) -> None:
+    requests = long_running(served.engine)
+    served.engine.submit([900], [requests[0]])
+    time.sleep(0.7)
+    served.engine.abort([900])
+    served.engine.abort([900, 12345])
+    served.engine.abort(None)
+    got = poll_all(served.engine, len(requests) + 1)
+    partial = {t: g for t, g in got.items() if g.finish_reason is FinishReason.abort and g.token_ids}
+    assert len(partial) >= 3, "the requests ended before they were aborted"
+    assert all(len(g.logprobs or []) == len(g.token_ids) == len(g.token_versions) for g in got.values())
+    assert served.engine.poll(0.0) == []
+    ticket = max(set(partial) - {900}, key=lambda t: len(partial[t].token_ids))
+    begun = partial[ticket]
+    request = replace(requests[ticket], resumed=begun)
+    request.sampling = replace(request.sampling, max_new_tokens=len(begun.token_ids) + 20)
+    (whole,) = served.engine.generate([request])
+    assert whole.token_ids[: len(begun.token_ids)] == begun.token_ids
+    assert whole.logprobs is not None and begun.logprobs is not None
+    assert whole.logprobs[: len(begun.logprobs)] == begun.logprobs
+    assert len(begun.token_ids) < len(whole.token_ids) <= len(begun.token_ids) + 20
+    # The seed of a token depends on its position: with the same seed a resumed response is the uninterrupted one.
+    (straight,) = served.engine.generate([replace(request, resumed=None)])
+    assert whole.token_ids == straight.token_ids
+    assert largest_gap([request], [whole], served.model, temperature=1.0) < 1e-4
+
+
+def test_requests_that_were_not_sent_yet_are_aborted_too(served: Served) -> None:
+    stream = served.engine._requests
+    assert stream is not None
+    requests = make_requests(PROMPTS, max_new_tokens=50)
+    with stream.held():
+        served.engine.submit(range(len(requests)), requests)
+        served.engine.abort([0, 2])
+        got = poll_all(served.engine, 2)
+        assert {(t, g.finish_reason, *g.token_ids) for t, g in got.items()} == {
+            (0, FinishReason.abort),
+            (2, FinishReason.abort),
+        }
+    assert set(poll_all(served.engine, 4, into=got)) == {0, 1, 2, 3}
+
+
+def test_weights_in_flight_are_read_anew_and_every_token_says_which_sampled_it(served: Served, tmp_path: Path) -> None:
+    requests = long_running(served.engine)
+    time.sleep(0.7)
+    old, old_version = served.model, served.version
+    served.load(write_tiny_model(tmp_path / "new", seed=8))
+    got = poll_all(served.engine, len(requests))
+    mixed = 0
+    for ticket, generation in got.items():
+        versions = torch.tensor(generation.token_versions)
+        assert set(versions.tolist()) <= {old_version, served.version}
+        assert versions.tolist() == sorted(generation.token_versions)
+        mixed += len(set(versions.tolist())) == 2
+        prompt = requests[ticket].prompt_token_ids
+        before, after = (
+            reference_logprobs(model, prompt, generation.token_ids, temperature=1.0) for model in (old, served.model)
+        )
+        expected = torch.where(versions == old_version, before, after)
+        assert (torch.tensor(generation.logprobs) - expected).abs().max() < 1e-4
+    assert mixed >= 2, "no response was under way during the sync"
+    assert largest_gap(requests, served.engine.generate(requests), served.model, temperature=1.0) < 1e-4
+
+
+def test_in_place_keeps_what_was_computed_but_no_later_request_sees_it(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine._config, "pause_mode", PauseMode.in_place)
+    requests = long_running(served.engine)
+    time.sleep(0.7)
+    old, old_version = served.model, served.version
+    served.load(write_tiny_model(tmp_path / "new", seed=9))
+    fresh = make_requests(PROMPTS, num_samples=2, seed=77)
+    served.engine.submit(range(500, 500 + len(fresh)), fresh)
+    got = poll_all(served.engine, len(requests) + len(fresh))
+    stale = 0.0
+    for ticket, request in enumerate(requests):
+        versions = torch.tensor(got[ticket].token_versions)
+        if len(set(versions.tolist())) < 2:
+            continue
+        logprobs = torch.tensor(got[ticket].logprobs)
+        before, after = (
+            reference_logprobs(model, request.prompt_token_ids, got[ticket].token_ids, temperature=1.0)
+            for model in (old, served.model)
+        )
+        is_old = versions == old_version
+        assert (logprobs - before)[is_old].abs().max() < 1e-4
+        stale = max(stale, (logprobs - after)[~is_old].abs().max().item())
+    assert stale > 1e-3, "what the old weights computed was not used"
+    # The same prompts: their old prefixes are still in the cache, under another key.
+    gap = largest_gap(fresh, [got[500 + i] for i in range(len(fresh))], served.model, temperature=1.0)
+    assert gap < 1e-4
+    assert served.engine._requests is not None
+    served.engine._requests.extra_key = None
+    monkeypatch.undo()
+    served.load(served.model)
+
+
+def test_pause_mode_abort_returns_what_is_under_way(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine._config, "pause_mode", PauseMode.abort)
+    requests = long_running(served.engine)
+    time.sleep(0.5)
+    old_version = served.version
+    served.load(write_tiny_model(tmp_path / "new", seed=10))
+    got = poll_all(served.engine, len(requests))
+    aborted = [g for g in got.values() if g.finish_reason is FinishReason.abort]
+    assert len(aborted) >= 3
+    assert {version for g in got.values() for version in g.token_versions} == {old_version}
+
+
+def test_sleep_is_refused_while_requests_are_unfinished(served: Served) -> None:
+    long_running(served.engine)
+    with pytest.raises(EngineError, match="sleep: requests are unfinished; poll or abort them first"):
+        served.engine.sleep()
+    served.engine.abort(None)
+    poll_all(served.engine, 32)
+
+
+def test_an_older_server_without_update_sessions_is_driven_by_its_routes(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases before 0.5.23 have no session; they are below the security floor, but the routes decide, not the name.
+
+    The server here has sessions and refuses an update outside of one: what is sent shows which protocol was chosen.
+    """
+    asked: list[str] = []
+    call = SGLangClient.call
+
+    def record(self: SGLangClient, route: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
+        asked.append(route)
+        return call(self, route, timeout_s=timeout_s, body=body)
+
+    monkeypatch.setattr(SGLangClient, "call", record)
+    served.load(served.model)
+    assert {"/begin_weight_update", "/end_weight_update"} <= set(asked)
+    asked.clear()
+    monkeypatch.setattr(served.engine._weights, "_routes", REQUIRED_ROUTES)
+    with pytest.raises(WeightSyncError, match=r"must run between begin_weight_update\(\)"):
+        served.load(served.model)
+    assert "/begin_weight_update" not in asked and "/update_weights_from_tensor" in asked
+    monkeypatch.undo()
+    served.load(served.model)
 
 
 # ---------------------------------------------------------------------------------------------------------- faults

@@ -1,0 +1,95 @@
+"""A server that somebody else started, in the place of `rollout/sglang/server.py`: address and keys, no process.
+
+Nothing is started and nothing is ended; what the server is told to do for us is undone by `rollout/sglang/engine.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.config import SGLangConfig
+from rollout.engine import EngineError
+from rollout.sglang.client import ClientError, Endpoint, SGLangClient
+from rollout.sglang.installation import check_release
+
+API_KEY = "PARITY_SGLANG_API_KEY"
+ADMIN_API_KEY = "PARITY_SGLANG_ADMIN_API_KEY"
+READY_INTERVAL_S = 0.5
+ANSWER_TIMEOUT_S = 10.0
+UNAUTHORIZED = 401
+
+REFUSED_OPTIONS = ("dp_size", "pp_size", "ep_size", "quantization", "speculative_algorithm", "enable_lora")
+"""Options under which the weights that a server holds cannot be verified; 1, false and null are fine."""
+
+
+class ExternalServer:
+    """One server of `rollout.servers`. The keys are read from the environment once."""
+
+    def __init__(self, address: str, *, index: int) -> None:
+        self._index = index
+        self._endpoint = Endpoint(
+            address=address.rstrip("/"),
+            api_key=os.environ.get(API_KEY, ""),
+            admin_api_key=os.environ.get(ADMIN_API_KEY, "") or os.environ.get(API_KEY, ""),
+        )
+
+    @property
+    def address(self) -> str:
+        return self._endpoint.address
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """None of its processes are ours."""
+        return ()
+
+    @property
+    def end_cause(self) -> str:
+        """Unknown here: a server that is gone shows when it is asked something."""
+        return ""
+
+    def client(self) -> SGLangClient:
+        return SGLangClient(self._endpoint)
+
+    def start(self, *, timeout_s: float) -> None:
+        """Return when the server answers. Raises EngineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.client().call("/model_info", timeout_s=min(ANSWER_TIMEOUT_S, timeout_s))
+                return
+            except ClientError as error:
+                if error.status == UNAUTHORIZED:
+                    raise EngineError(
+                        self.error("start", f"{error}; set {API_KEY} and {ADMIN_API_KEY}", policy_version=0)
+                    ) from error
+                if time.monotonic() > deadline:
+                    cause = f"no answer within rollout.start_timeout_s={timeout_s}: {error}"
+                    raise EngineError(self.error("start", cause, policy_version=0)) from error
+            time.sleep(READY_INTERVAL_S)
+
+    def check(self, info: Mapping[str, Any], config: SGLangConfig) -> None:
+        """Whether a server with this /server_info can be an engine of the run. Raises EngineError naming the option."""
+        check_release(str(info.get("version", "0")))
+        # With "auto" the type is that of the checkpoint; the digests of the first sync show which it is.
+        if info.get("dtype") not in ("auto", config.dtype.value):
+            raise EngineError(f"the server computes in {info.get('dtype')}, rollout.dtype is {config.dtype.value}")
+        if not info.get("skip_tokenizer_init"):
+            raise EngineError("the server was not started with --skip-tokenizer-init: it would make text of responses")
+        for option in REFUSED_OPTIONS:
+            if info.get(option) not in (None, False, 1):
+                raise EngineError(f"the server runs with {option}={info[option]!r}: its weights could not be verified")
+        if info.get("enable_custom_logit_processor"):
+            raise EngineError("the server runs with enable_custom_logit_processor: it executes code sent to it")
+
+    def stop(self) -> None:
+        """Nothing: the server was there before us."""
+
+    def error(self, phase: str, cause: str, *, policy_version: int, lost: bool = False) -> str:
+        """Text of an error; `lost` is what a server of ours needs to know."""
+        return (
+            f"engine {self._index} (sglang, policy version {policy_version}) {phase}: {cause}. "
+            f"The server at {self.address} is not ours: look into its own log"
+        )

@@ -1,0 +1,106 @@
+"""What an SGLang server of ours is started with: the installed release, its environment, its arguments.
+
+`rollout/sglang/engine.py` asks; `rollout/sglang/server.py` starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rollout.config import SGLangConfig
+from rollout.engine import EngineError
+from rollout.sglang.cpu_platform import PLATFORM_NAME
+from rollout.sglang.loader import LOADER
+from rollout.sglang.memory import memory_args
+
+MINIMUM_SGLANG = (0, 5, 23)
+"""Earlier releases execute code sent to their weight-update routes."""
+
+CPU_SERVER_ARGS: dict[str, Any] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    # SGLang would take most of the machine's memory for the cache: 65536 tokens of a 0.5B model are 0.8 GB in bf16.
+    "max_total_tokens": 65536,
+    "max_running_requests": 512,
+}
+"""Defaults on a CPU; rollout.engine_args override them."""
+
+
+def check_release(version: str) -> None:
+    """Raise EngineError if this release of SGLang must not be used."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers < MINIMUM_SGLANG:
+        raise EngineError(
+            f"SGLang {version} is too old; the floor is {'.'.join(map(str, MINIMUM_SGLANG))} "
+            "(earlier releases have remote-code-execution holes)"
+        )
+
+
+def check_installation(*, device: str) -> str:
+    """Version of the installed SGLang; raises EngineError if it is missing, too old, or cannot run here."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EngineError(
+            "rollout=sglang needs SGLang: pip install 'parity-rl[sglang]', or use rollout=torch"
+        ) from error
+    check_release(version)
+    platforms = importlib.metadata.entry_points(group="sglang.srt.platforms")
+    if device == "cpu" and PLATFORM_NAME not in platforms.names:
+        raise EngineError(
+            "SGLang on a CPU needs Parity's platform plug-in, which is registered when Parity is installed: "
+            "pip install -e ."
+        )
+    return version
+
+
+def server_environment(config: SGLangConfig, *, device: str, num_threads: int | None) -> dict[str, str]:
+    """What the server's processes see besides this process's environment."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # FastAPI warns about SGLang's route names by the dozen.
+        "PYTHONWARNINGS": "ignore::UserWarning",
+    }
+    if device == "cpu":
+        environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        # Threads that spin while they wait take the cores from the trainer: on a busy machine decoding with two
+        # threads was six times slower that way.
+        environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
+        num_ranks = config.engine_args.get("tp_size", 1)
+        if num_ranks > 1:
+            # SGLang wants a NUMA node for every rank, or to be told which cores; ours may use all that we may.
+            cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
+    if num_threads is not None:
+        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
+    return environment
+
+
+def server_args(
+    config: SGLangConfig, model_path: Path, *, device: str, random_seed: int, sleeps: bool
+) -> dict[str, Any]:
+    """SGLang's ServerArgs by name, without host, port and keys."""
+    return {
+        **(CPU_SERVER_ARGS if device == "cpu" else {}),
+        "log_level_http": "warning",
+        "skip_server_warmup": True,
+        **memory_args(config, device=device, sleeps=sleeps),
+        **config.engine_args,
+        "custom_weight_loader": [LOADER],
+        "device": device,
+        "dtype": config.dtype.value,
+        "log_level": "info",
+        "model_path": str(model_path),
+        "random_seed": random_seed,
+        "skip_tokenizer_init": True,
+        "sleep_on_idle": True,
+        "trust_remote_code": False,
+        "weight_version": "0",
+    }

@@ -1,0 +1,126 @@
+"""What a sample looks like on SGLang's wire: GenerateRequest -> body of /generate; its reply -> Generation.
+
+A reply that contradicts itself or the request raises ReplyError. One whose tokens are right but whose log-probs are
+missing, too few or not numbers is passed on as it is, and dropped and counted by `rollout/filters.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rollout.types import FinishReason, GenerateRequest, Generation
+
+
+class ReplyError(ValueError):
+    """The server answered something else than what was asked."""
+
+
+def body_of(request: GenerateRequest) -> dict[str, Any]:
+    """`request` must have no resumed part: see `rollout.engine.continuation`."""
+    sampling = request.sampling
+    return {
+        "input_ids": request.prompt_token_ids,
+        "return_logprob": True,
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "sampling_seed": sampling.seed,
+        },
+    }
+
+
+def generation_of(
+    request: GenerateRequest, reply: Mapping[str, Any], *, vocab_size: int, sent_version: int, newest_version: int
+) -> Generation:
+    """The response in `reply`.
+
+    `sent_version` is what the engine held when the request was sent, `newest_version` the newest that it was ever sent.
+    Raises ReplyError.
+    """
+    meta = _field(reply, "meta_info")
+    token_ids: list[int] = _field(reply, "output_ids")
+    finish_reason = _finish_reason(meta.get("finish_reason"))
+    num_prompt_tokens = meta.get("prompt_tokens", len(request.prompt_token_ids))
+    if num_prompt_tokens != len(request.prompt_token_ids):
+        raise ReplyError(
+            f"{len(request.prompt_token_ids)} prompt tokens were sent, the server read {num_prompt_tokens}: "
+            "does it add special tokens?"
+        )
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise ReplyError(f"the response has token ids outside 0..{vocab_size - 1}")
+    if finish_reason is FinishReason.length and len(token_ids) != request.sampling.max_new_tokens:
+        raise ReplyError(
+            f"the response was cut at {len(token_ids)} of max_new_tokens={request.sampling.max_new_tokens} tokens"
+        )
+    return Generation(
+        token_ids=token_ids,
+        logprobs=_logprobs(meta, token_ids),
+        token_versions=_versions(meta, len(token_ids), sent_version=sent_version, newest_version=newest_version),
+        finish_reason=finish_reason,
+    )
+
+
+def no_tokens() -> Generation:
+    """What a request comes to that was aborted before it began."""
+    return Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
+
+
+def parse_version(reported: object) -> int:
+    """Policy version of what the server calls its weight version; raises ReplyError."""
+    if not isinstance(reported, str) or not reported.isdecimal():
+        raise ReplyError(f"the server holds weights of version {reported!r}, which no completed sync set")
+    return int(reported)
+
+
+def _field(mapping: Mapping[str, Any], name: str) -> Any:
+    if name not in mapping:
+        raise ReplyError(f"the reply has no {name}, but {', '.join(sorted(mapping)) or 'nothing'}")
+    return mapping[name]
+
+
+def _finish_reason(reported: Mapping[str, Any] | None) -> FinishReason:
+    kind = reported["type"] if reported else "none"
+    if kind not in FinishReason.__members__:
+        raise ReplyError(f"unknown finish reason {reported!r}")
+    return FinishReason[kind]
+
+
+def _logprobs(meta: Mapping[str, Any], token_ids: list[int]) -> list[float] | None:
+    """[R] as reported; NaN for a null, which is how JSON spells what is no number. None if there are none at all."""
+    scored = meta.get("output_token_logprobs") or []
+    if len(scored) == len(token_ids) and [entry[1] for entry in scored] != token_ids:
+        raise ReplyError("the log-probs are those of other tokens than the response")
+    if not scored and token_ids:
+        return None
+    return [math.nan if entry[0] is None else entry[0] for entry in scored]
+
+
+def _versions(meta: Mapping[str, Any], num_tokens: int, *, sent_version: int, newest_version: int) -> list[int]:
+    """[R] from the spans of the reply, or from its one version where the server knows no spans."""
+    if num_tokens == 0:
+        return []
+    spans = meta.get("weight_versions")
+    if spans is None:
+        last = parse_version(_field(meta, "weight_version"))
+        if last > sent_version:
+            raise ReplyError(
+                f"the weights changed from version {sent_version} to {last} during the response, and this server does "
+                "not say at which token: use rollout.pause_mode=abort"
+            )
+        versions = [last] * num_tokens
+    else:
+        versions = []
+        for span in spans:
+            if span["end"] > span["start"]:
+                versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != num_tokens:
+        raise ReplyError(f"{num_tokens} tokens came back, with the weight versions of {len(versions)}")
+    if max(versions) > newest_version:
+        raise ReplyError(f"sampled by weights of version {max(versions)}; the newest that was sent is {newest_version}")
+    return versions

@@ -1,0 +1,309 @@
+"""Requests under way to one SGLang server: jobs in, replies out as they end. One HTTP request per sample.
+
+A thread with an event loop of its own sends them over pooled connections, in the order of submission, as many at a
+time as the server runs together. `rollout/sglang/engine.py` makes the requests and reads the replies
+(`rollout/sglang/replies.py`); the other calls go through `rollout/sglang/client.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import aiohttp
+import orjson
+
+from rollout.sglang.client import ClientError, Endpoint, parse_reply
+from rollout.types import GenerateRequest
+
+KEEP_ALIVE_S = 2.0
+"""Idle connections are closed after this, before the server closes them (5 s) while a request is on its way."""
+CONNECT_TIMEOUT_S = 30.0
+WATCH_INTERVAL_S = 0.2
+ABORT_REPEAT_S = 1.0
+"""A server forgets an abort that overtook its request; it is sent again after this."""
+ABORT_TIMEOUT_S = 20.0
+"""An aborted request that has not ended by then is given up without its tokens."""
+HANDOVER_TIMEOUT_S = 10.0
+"""Deadline of handing something to the thread."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Job:
+    """One request on its way."""
+
+    ticket: int
+    request: GenerateRequest
+    body: Mapping[str, Any]
+    """Of /generate, without rid."""
+    rid: str = field(default_factory=lambda: secrets.token_hex(16))
+    """SGLang aborts by prefix: all have the same length."""
+    sent_at: float = 0.0
+    """On the clock of the stream."""
+    version: int = 0
+    """What the engine held when the request was sent."""
+    task: asyncio.Task[None] | None = None
+    aborted_at: float | None = None
+    """Monotonic time of the first abort."""
+    abort_sent_at: float = 0.0
+
+
+class Answer(NamedTuple):
+    """The end of a job."""
+
+    job: Job
+    reply: dict[str, Any] | None
+    """What the server answered; None if the job was aborted before it was sent, or never answered its abort."""
+
+
+class RequestStream:
+    """The requests of one engine. `submit`, `poll` and `abort` may be called by any thread.
+
+    A failure ends everything that is under way: `poll` raises it once, after what had ended before.
+    """
+
+    def __init__(self, endpoint: Endpoint, *, window: int, timeout_s: float, is_shared: bool) -> None:
+        """`window` bounds the requests that are sent and unanswered; each may take `timeout_s` seconds from then on.
+
+        `is_shared` says that others use the server too, so that only requests of this stream may be aborted.
+        """
+        self._endpoint = endpoint
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._window = max(1, min(window, files // 2))
+        self._timeout_s = timeout_s
+        self._is_shared = is_shared
+        self.extra_key: str | None = None
+        """Keeps the prefixes of one policy version apart from those of another; None where they are dropped."""
+        self.version = 0
+        """Policy version that new requests meet."""
+        # What the condition guards:
+        self._changed = threading.Condition()
+        self._ended: list[Answer] = []
+        self._failure: ClientError | None = None
+        self._num_unfinished = 0
+        # What belongs to the thread:
+        self._waiting: deque[Job] = deque()
+        self._sent: dict[int, Job] = {}
+        self._errands: set[asyncio.Task[Any]] = set()
+        self._held_since: float | None = None
+        self._held_s = 0.0
+        self._session: aiohttp.ClientSession
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sglang-requests", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(HANDOVER_TIMEOUT_S):
+            raise ClientError(f"no thread for requests after {HANDOVER_TIMEOUT_S:.0f} s")
+
+    @property
+    def num_unfinished(self) -> int:
+        """Jobs that have neither ended nor failed."""
+        with self._changed:
+            return self._num_unfinished
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs and return at once."""
+        with self._changed:
+            self._num_unfinished += len(jobs)
+        self._loop.call_soon_threadsafe(self._take, list(jobs))
+
+    def poll(self, timeout_s: float) -> list[Answer]:
+        """What has ended since the last call; waits at most `timeout_s` seconds for the first.
+
+        Raises ClientError if the server cannot be reached, refused a request or did not answer one in time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._failure is not None, timeout=max(0.0, timeout_s))
+            ended, self._ended = self._ended, []
+            if not ended and self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+        return ended
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End the unfinished jobs of `tickets`, None for all; `poll` returns them."""
+        self._loop.call_soon_threadsafe(self._abort, None if tickets is None else set(tickets))
+
+    def drop(self, cause: ClientError | None = None) -> None:
+        """End everything that is under way without an answer; `poll` raises `cause` once, if there is one."""
+        self._call(self._drop(cause))
+
+    def drain(self, deadline: float) -> None:
+        """Wait until no job is unfinished; raises ClientError at the monotonic time `deadline`."""
+        with self._changed:
+            timeout_s = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: self._num_unfinished == 0, timeout=timeout_s):
+                raise ClientError(f"{self._num_unfinished} requests did not end when they were aborted")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Send nothing for the block, and let no time pass for what is under way."""
+        self._call(self._hold(True))
+        try:
+            yield
+        finally:
+            self._call(self._hold(False))
+
+    def close(self) -> None:
+        """End everything and the thread; safe to call twice."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(HANDOVER_TIMEOUT_S)
+
+    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANDOVER_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            self._loop.close()
+
+    async def _main(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        # Each request has a deadline of its own, which stands still while weights are replaced.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(self._endpoint.address, connector=connector, timeout=timeout) as session:
+            self._session = session
+            self._ready.set()
+            while not self._closing.is_set():
+                self._watch()
+                try:
+                    await asyncio.wait_for(self._closing.wait(), WATCH_INTERVAL_S)
+                except TimeoutError:
+                    continue
+            await self._drop(None)
+
+    def _take(self, jobs: list[Job]) -> None:
+        self._waiting.extend(jobs)
+        self._send()
+
+    def _send(self) -> None:
+        while self._waiting and len(self._sent) < self._window and self._held_since is None:
+            job = self._waiting.popleft()
+            job.sent_at, job.version = self._clock(), self.version
+            self._sent[job.ticket] = job
+            job.task = self._loop.create_task(self._serve(job))
+
+    async def _serve(self, job: Job) -> None:
+        body = {**job.body, "rid": job.rid}
+        if self.extra_key is not None:
+            body["extra_key"] = self.extra_key
+        try:
+            reply = await self._post("/generate", body)
+        except ClientError as error:
+            if self._sent.get(job.ticket) is job:
+                await self._drop(error, but=job)
+            return
+        self._end(Answer(job, reply))
+
+    async def _post(self, route: str, body: Mapping[str, Any]) -> Any:
+        what = f"POST {route}"
+        try:
+            async with self._session.post(
+                route, data=orjson.dumps(body), headers=self._endpoint.headers(route)
+            ) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ClientError(f"{what}: {type(error).__name__}: {error}") from error
+        return parse_reply(what, raw, status=response.status, content_type=response.content_type)
+
+    def _end(self, answer: Answer) -> None:
+        if self._sent.pop(answer.job.ticket, None) is None:
+            return
+        self._tell([answer])
+        self._send()
+
+    def _tell(self, answers: list[Answer]) -> None:
+        with self._changed:
+            self._ended.extend(answers)
+            self._num_unfinished -= len(answers)
+            self._changed.notify_all()
+
+    def _abort(self, tickets: set[int] | None) -> None:
+        unsent = [job for job in self._waiting if tickets is None or job.ticket in tickets]
+        if unsent:
+            gone = {job.ticket for job in unsent}
+            self._waiting = deque(job for job in self._waiting if job.ticket not in gone)
+            self._tell([Answer(job, None) for job in unsent])
+        now = time.monotonic()
+        chosen = [job for job in self._sent.values() if tickets is None or job.ticket in tickets]
+        fresh = [job for job in chosen if job.aborted_at is None]
+        for job in fresh:
+            job.aborted_at, job.abort_sent_at = now, now
+        if fresh and tickets is None and not self._is_shared:
+            self._run_errand("/abort_request", {"abort_all": True})
+            return
+        for job in fresh:
+            self._run_errand("/abort_request", {"rid": job.rid})
+
+    def _run_errand(self, route: str, body: Mapping[str, Any]) -> None:
+        """Post without waiting. What an abort achieves shows in the replies to the aborted; so does a dead server."""
+
+        async def post() -> None:
+            try:
+                await self._post(route, body)
+            except ClientError as error:
+                if self._sent:
+                    await self._drop(error)
+
+        task = self._loop.create_task(post())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+
+    def _watch(self) -> None:
+        """Deadlines, and aborts that were lost or are never answered."""
+        now, clock = time.monotonic(), self._clock()
+        for job in list(self._sent.values()):
+            if clock - job.sent_at > self._timeout_s:
+                text = f"POST /generate: no complete answer within {self._timeout_s:.1f} s"
+                self._loop.create_task(self._drop(ClientError(text)))
+                return
+            if job.aborted_at is None:
+                continue
+            if now - job.aborted_at > ABORT_TIMEOUT_S:
+                if job.task is not None:
+                    job.task.cancel()
+                self._end(Answer(job, None))
+            elif now - job.abort_sent_at > ABORT_REPEAT_S and self._held_since is None:
+                job.abort_sent_at = now
+                self._run_errand("/abort_request", {"rid": job.rid})
+
+    async def _drop(self, cause: ClientError | None, *, but: Job | None = None) -> None:
+        """`but` is the job whose own task this runs in."""
+        jobs = [*self._sent.values(), *self._waiting]
+        self._sent.clear()
+        self._waiting.clear()
+        tasks = [job.task for job in jobs if job.task is not None and job is not but]
+        for task in tasks:
+            task.cancel()
+        with self._changed:
+            self._num_unfinished -= len(jobs)
+            self._failure = self._failure or cause
+            self._changed.notify_all()
+        # The server notices that nobody waits any more, and ends the requests.
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _hold(self, on: bool) -> None:
+        if on and self._held_since is None:
+            self._held_since = time.monotonic()
+        elif not on and self._held_since is not None:
+            self._held_s += time.monotonic() - self._held_since
+            self._held_since = None
+            self._send()
+
+    def _clock(self) -> float:
+        """Seconds that do not pass while requests are held."""
+        return (time.monotonic() if self._held_since is None else self._held_since) - self._held_s
