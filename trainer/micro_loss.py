@@ -45,10 +45,19 @@ class MicroLoss(NamedTuple):
 
 
 def micro_loss(
-    config: TrainConfig, micro: MicroBatch, scores: TokenScores, *, old_logprobs: Tensor, mini: MiniBatch
+    config: TrainConfig,
+    micro: MicroBatch,
+    scores: TokenScores,
+    *,
+    old_logprobs: Tensor,
+    mini: MiniBatch,
+    known: Correction | None = None,
 ) -> MicroLoss:
-    """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `old_logprobs` [T]."""
-    correction = micro_correction(config, micro, old_logprobs)
+    """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `old_logprobs` [T].
+
+    `known` is the correction where it was computed before the forward (`stored_correction`).
+    """
+    correction = micro_correction(config, micro, old_logprobs) if known is None else known
     coefficients = loss_coefficients(config, micro, mini=mini, keep=correction.keep)
     loss, stats = weighted_loss(config, micro, scores, correction, coefficients=coefficients)
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
@@ -124,6 +133,11 @@ def micro_correction(config: TrainConfig, micro: MicroBatch, old_logprobs: Tenso
         cu_seqlens=micro.cu_seqlens,
         advantages=micro.advantages,
     )
+
+
+def stored_correction(config: TrainConfig, micro: MicroBatch) -> Correction | None:
+    """The correction as far as it is known before the forward: with a stored pi_old."""
+    return None if micro.old_logprobs is None else micro_correction(config, micro, micro.old_logprobs)
 
 
 class StepFactor(NamedTuple):

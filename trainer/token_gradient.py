@@ -20,17 +20,17 @@ from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import loss_coefficients, micro_correction, weighted_loss
 
 
-def token_gradient(config: TrainConfig, micro: MicroBatch, *, mini: MiniBatch, factor: float) -> TokenGradient | None:
+def token_gradient(
+    config: TrainConfig, micro: MicroBatch, *, mini: MiniBatch, factor: float, known: Correction | None
+) -> TokenGradient | None:
     """What the head needs to differentiate while it scores; None if it must wait for the whole micro-batch.
 
-    `factor` multiplies the loss before its backward.
+    `factor` multiplies the loss before its backward; `known` is the `stored_correction` of `micro`.
     """
-    old_logprobs = micro.old_logprobs
     if micro.response_index.numel() <= config.policy.logprob_chunk_tokens:
         return None  # the head has one chunk, whose logits it keeps: it would not ask
-    if not is_token_local(config.correction, config.policy_loss, is_corrected=old_logprobs is not None):
+    if not is_token_local(config.correction, config.policy_loss, is_corrected=known is not None):
         return None
-    known = None if old_logprobs is None else micro_correction(config, micro, old_logprobs)
     coefficients = loss_coefficients(config, micro, mini=mini, keep=None if known is None else known.keep)
 
     def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:

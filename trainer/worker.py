@@ -37,7 +37,7 @@ from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
 from trainer.host_copy import HostCopy
 from trainer.logprob_head import TokenGradient
-from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor
+from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor, stored_correction
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.model_load import empty_causal_lm, load_rows
 from trainer.optim import learning_rate
@@ -339,12 +339,13 @@ class PolicyWorker:
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
-            gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor)
+            known = stored_correction(self._config, micro)
+            gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor, known=known)
             with torch.set_grad_enabled(learns):
                 scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
             # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
             old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini)
+            part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known)
             if learns:
                 self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             counts += part.counts

@@ -19,7 +19,9 @@ from algorithms.config import (
     ReferenceKLConfig,
 )
 from algorithms.config.combine import is_token_local
+from algorithms.correction import Correction, correct
 from rollout.types import Sample
+from trainer import micro_loss as micro_loss_module
 from trainer import worker as worker_module
 from trainer.config import TrainConfig
 from trainer.token_gradient import token_gradient
@@ -123,3 +125,24 @@ def test_a_pi_old_of_its_own_makes_weights_of_whole_responses_local(
     fused, plain, allowed = fused_and_not(config, model_path, samples, monkeypatch)
     assert allowed > 1
     assert (fused - plain).norm() < 1e-6 * plain.norm()
+
+
+def test_a_correction_by_a_stored_pi_old_is_computed_once(
+    model_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(model_path, num_workers=1, correction=MODES["tis"], mini_batch_prompts=2)
+    corrected: list[int] = []
+    scored: list[object] = []
+
+    def counted_correct(*args: object, **kwargs: torch.Tensor) -> Correction:
+        corrected.append(kwargs["response_mask"].numel())
+        return correct(*args, **kwargs)  # type: ignore[arg-type]
+
+    def counted_loss(*args: object, **kwargs: object) -> micro_loss_module.MicroLoss:
+        scored.append(None)
+        return micro_loss_module.micro_loss(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(micro_loss_module, "correct", counted_correct)
+    monkeypatch.setattr(worker_module, "micro_loss", counted_loss)
+    gradient(with_small_chunks(config), model_path, samples, max_tokens=60)
+    assert len(corrected) == len(scored) > 1
