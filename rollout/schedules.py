@@ -119,9 +119,9 @@ class Outcome:
     lags: dict[int, float]
     """Share of the trained tokens by lag."""
     length_bias: float
-    """Mean length of the trained responses / mean length of all that the work holds; 1 is no bias."""
+    """Mean length of the trained responses / mean of all that were started for these steps; 1 is no bias. Of the whole
+    simulation, first quarter included, as are the counts of tokens."""
     tokens_decoded: int
-    """In the whole simulation, first quarter included, as are the next two."""
     tokens_taken: int
     """Trained on or wasted."""
     tokens_in_flight: int
@@ -150,8 +150,10 @@ def simulate(schedule: Schedule, work: Work, plant: Plant, *, num_steps: int) ->
     for step in counted:
         trained.update(step.trained)
     total, wasted = trained.total(), sum(step.wasted for step in counted)
-    responses = sum(step.trained_responses for step in counted)
-    drawn = [each for group in work.responses[:needed] for each in group]
+    in_order = schedule not in (Schedule.over_sampled, Schedule.partial)
+    started = work.responses[: plant.prompts_per_step * num_steps if in_order else needed]
+    drawn = [each for group in started for each in group]
+    mean_trained = sum(step.trained.total() for step in steps) / sum(step.trained_responses for step in steps)
     wall_s = counted[-1].end_s - counted[0].begin_s
     return Outcome(
         schedule=schedule,
@@ -165,7 +167,7 @@ def simulate(schedule: Schedule, work: Work, plant: Plant, *, num_steps: int) ->
         tail_frac=tail / phase_s,
         wasted_frac=wasted / (total + wasted),
         lags={lag: trained[lag] / total for lag in sorted(trained)},
-        length_bias=(total / responses) / (sum(drawn) / len(drawn)),
+        length_bias=mean_trained / (sum(drawn) / len(drawn)),
         tokens_decoded=run.fleet.tokens_decoded,
         tokens_taken=sum(step.trained.total() + step.wasted for step in steps),
         tokens_in_flight=sum(sum(group.done) for group in run.fleet.groups.values()),

@@ -118,7 +118,7 @@ class Running(NamedTuple):
     end: int
     """Decode step of its engine with which it ends."""
     group: int
-    index: int
+    sample: int
     """Which response of the group."""
 
 
@@ -223,9 +223,9 @@ class Fleet:
                 engine.count += done
                 engine.clock = max(engine.clock, at)  # what reads prompts finishes that first
             for each in sorted(engine.running, reverse=True):
-                self._record(each.group, each.index, left=each.end - engine.count)
+                self._record(each.group, each.sample, left=each.end - engine.count)
                 self.trace.change(engine.clock, -1)
-                engine.waiting.appendleft((each.group, each.index))
+                engine.waiting.appendleft((each.group, each.sample))
             engine.running, engine.contexts = [], 0
             engine.cached.clear()
             if not keep:
@@ -243,9 +243,9 @@ class Fleet:
         engine.clock, engine.count = time, engine.count + steps
         while engine.running and engine.running[0].end == engine.count:
             each = heapq.heappop(engine.running)
-            engine.contexts -= self._work.prompts[each.group] + self._work.responses[each.group][each.index]
+            engine.contexts -= self._work.prompts[each.group] + self._work.responses[each.group][each.sample]
             self.trace.change(time, -1)
-            self._record(each.group, each.index, left=0)
+            self._record(each.group, each.sample, left=0)
             group = self.groups[each.group]
             group.left -= 1
             if group.left == 0:

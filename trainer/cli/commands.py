@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "eval", "recipes", "export", "doctor")
+COMMANDS = ("train", "eval", "simulate", "recipes", "export", "doctor")
 HELP_FLAGS = ("-h", "--help")
 BEST_FLAG = "--best"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
@@ -40,6 +40,8 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
   parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
+  parity simulate <recipe> [simulate.key=value]
+                                               step time, busy slots and staleness with 1 to 4,096 engines
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
   parity train --help                          everything about train
@@ -82,6 +84,15 @@ USAGES = {
         "  eval.samples=32      sampled responses per prompt: k of avg@k, pass@k and maj@k; one greedy beside them\n"
         "  +eval.sets.NAME=FILE one more set, with the columns of data=file\n\n"
         "  Starts the engines of the recipe, prints a table and writes eval.json and eval.jsonl to run.dir.\n"
+    ),
+    "simulate": (
+        "parity simulate <recipe> [simulate.key=value ...] [--config-dir DIR] [group=option ...] [key=value ...]\n\n"
+        "  simulate.engines=[1,64,1024]   rows for each of them; simulate.scaling=weak grows batch and ranks too\n"
+        "  simulate.run=<run.dir>         lengths and efficiencies of a run (tracking.samples_per_step: all samples)\n"
+        "  simulate.lengths=bimodal       or log_normal: made lengths (median_tokens, sigma, long_frac, long_factor)\n"
+        "  simulate.device=h200           a100, h100, h200, b200; without it this machine is measured\n"
+        "  simulate.over_sampling, max_staleness, slots, steps, seed, decode_efficiency, train_efficiency, ...\n\n"
+        "  Samples nothing and starts nothing. What the numbers stand on is printed above them; see docs/rollout.md.\n"
     ),
     "export": (
         "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
@@ -143,6 +154,10 @@ def _dispatch(words: list[str]) -> int:
         from trainer.cli.evaluate import run_eval
 
         return run_eval(rest)
+    if command == "simulate":
+        from trainer.cli.simulate import run_simulate
+
+        return run_simulate(rest)
     if command == "export":
         return _export(rest)
     if rest:
