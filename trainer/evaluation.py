@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def evaluate_model(
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
         task = load_task(config, progress=lambda step, num_steps, loss: None, model_path=model_path)
         say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")
-        with Cluster(engines_only(config), log_dir=run_dir / "logs") as cluster:
+        with closing(task.scorer), Cluster(engines_only(config), log_dir=run_dir / "logs") as cluster:
             engines = cluster.spawn_engines(task.model_path)
             infos = engines.wait_ready()
             for info in infos:
