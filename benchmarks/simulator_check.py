@@ -149,7 +149,7 @@ def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list
     shape = model_shape(config)
     quarter = num_steps // 4
     fitted = measure_efficiencies(config, recording, shape, engine=engine, rank=rank, steps=slice(quarter, 2 * quarter))
-    refill = max(1, min(slots, samples) // 8)  # the torch engine waits until an eighth of its slots is free
+    refill = max(1, slots // 8)  # the torch engine waits until an eighth of its slots is free
 
     def plant(efficiencies: Efficiencies) -> Plant:
         made = build_plant(

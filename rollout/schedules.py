@@ -110,8 +110,8 @@ class Outcome:
     """Response tokens trained on per second."""
     slots_busy_frac: float
     """Busy slot-seconds / (slots x seconds in which a rollout is under way); slots beyond the requests do not count."""
-    slots_busy_of_step_frac: float
-    """The same over all seconds, those of training and sync included."""
+    running_mean: float
+    """Sequences that an engine decodes together, on average over all seconds, those of training and sync included."""
     tail_frac: float
     """Share of these seconds with less than a quarter of the slots busy."""
     wasted_frac: float
@@ -163,7 +163,7 @@ def simulate(schedule: Schedule, work: Work, plant: Plant, *, num_steps: int) ->
         train_s=sum(step.train_s for step in counted) / len(counted),
         tokens_per_s=total / wall_s,
         slots_busy_frac=busy / (width * phase_s),
-        slots_busy_of_step_frac=busy / (width * wall_s),
+        running_mean=busy / (plant.num_engines * wall_s),
         tail_frac=tail / phase_s,
         wasted_frac=wasted / (total + wasted),
         lags={lag: trained[lag] / total for lag in sorted(trained)},

@@ -158,7 +158,7 @@ class Fleet:
     """Engines that work on the same clock. `start` and `stop` are for all of them; in between `advance` runs on."""
 
     def __init__(self, work: Work, cost: EngineCost, *, num_engines: int, slots: int | None, refill: int = 1) -> None:
-        """`slots` per engine, None for as many as there are requests; a slot is given away when `refill` are free."""
+        """`slots` per engine, None for as many as there are requests; slots are given away when `refill` are free."""
         self._work = work
         self._cost = cost
         self._slots = slots
@@ -263,7 +263,7 @@ class Fleet:
 
     def _admit(self, engine: Engine) -> None:
         slots = len(engine.running) + len(engine.waiting) if self._slots is None else self._slots
-        if slots - len(engine.running) < min(self._refill, slots):
+        if slots - len(engine.running) < min(self._refill, len(engine.waiting)):
             return
         while engine.waiting and len(engine.running) < slots:
             group, index = engine.waiting.popleft()

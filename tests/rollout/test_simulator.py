@@ -89,8 +89,8 @@ def test_one_step_off_by_hand() -> None:
         Schedule.one_step_off, work([[5], [5]] * 9), plant(train=TrainCost(step_s=6.0), sync_s=1.0), num_steps=8
     )
     assert (made.step_s, made.wait_s, made.rollout_s, made.lags) == (7, 0, 4, {1: 1.0})
-    # Two of four slots have a request; they are busy for 4 of 7 seconds.
-    assert (made.slots_busy_frac, made.slots_busy_of_step_frac, made.tail_frac) == (1, 4 / 7, 0)
+    # Two of four slots have a request, one per engine; they are busy for 4 of 7 seconds.
+    assert (made.slots_busy_frac, made.running_mean, made.tail_frac) == (1, 4 / 7, 0)
     # With training of 1 second the step is the rollout.
     short = simulate(
         Schedule.one_step_off, work([[5], [5]] * 9), plant(train=TrainCost(step_s=1.0), sync_s=1.0), num_steps=8

@@ -219,11 +219,10 @@ def assumption_lines(
 def render(rows: Sequence[tuple[Plant, Outcome]]) -> str:
     """A row per number of engines and schedule, as text that ends in a line break."""
     table = Table("engines", "schedule", box=None, pad_edge=False, header_style="bold")
-    titles = ("step s", "rollout s", "wait s", "train s", "tokens/s", "slots busy %", "of step %", "tail %", "wasted %")
+    titles = ("step s", "rollout s", "wait s", "train s", "tokens/s", "slots busy %", "running", "tail %", "wasted %")
     for title in (*titles, "length bias", "lag: share %"):
         table.add_column(title, justify="right")
     for plant, made in rows:
-        shares = [made.slots_busy_frac, made.slots_busy_of_step_frac, made.tail_frac, made.wasted_frac]
         seconds = [made.step_s, made.rollout_s, made.wait_s, made.train_s]
         lags = " ".join(f"{lag}:{100 * share:.0f}" for lag, share in made.lags.items())
         table.add_row(
@@ -231,7 +230,10 @@ def render(rows: Sequence[tuple[Plant, Outcome]]) -> str:
             made.schedule.name,
             *(f"{value:.3g}" for value in seconds),
             f"{made.tokens_per_s:,.0f}",
-            *(f"{100 * share:.1f}" for share in shares),
+            f"{100 * made.slots_busy_frac:.1f}",
+            f"{made.running_mean:.1f}",
+            f"{100 * made.tail_frac:.1f}",
+            f"{100 * made.wasted_frac:.1f}",
             f"{made.length_bias:.3f}",
             lags,
         )
