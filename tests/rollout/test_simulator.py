@@ -140,6 +140,21 @@ def test_a_prompt_is_read_once_per_engine_and_sync() -> None:
     assert cost.prefill(3, behind=2) == 1 + 30 + 100 * (25 - 4)
 
 
+def test_a_pause_drops_what_was_read() -> None:
+    # The prompt is read until 20, a step makes the second token at 21. After the pause prompt and both tokens are read
+    # again, 40 seconds, which gives the third; the fourth takes a step.
+    fleet = Fleet(work([[4]], prompts=[2]), EngineCost(step_s=1.0, prefill_token_s=10.0), num_engines=1, slots=None)
+    fleet.submit([0])
+    fleet.start(0.0)
+    assert not fleet.advance(until=21.5)
+    fleet.stop(21.5, keep=True)
+    fleet.version = 1
+    fleet.start(30.0)
+    assert fleet.advance()
+    assert fleet.groups[0].end_s == 30 + 40 + 1
+    assert fleet.groups[0].tokens_by_version == {0: 2, 1: 2}
+
+
 # ------------------------------------------------------------------------------------------ what must always hold
 
 

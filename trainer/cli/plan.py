@@ -189,9 +189,11 @@ def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
 
 def _evaluation(config: TrainConfig) -> str:
     every = f", every {config.eval.every} steps" if config.eval.every else ""
+    samples = f"{config.eval.samples} times sampled" if config.eval.samples > 1 else "sampled"
+    sets = f"; also on {', '.join(config.eval.sets)}" if config.eval.sets else ""
     return (
         f"before the first step{every} and after the last: up to {config.eval.max_prompts} held-out prompts, "
-        "greedy and sampled"
+        f"greedy and {samples}{sets}"
     )
 
 
