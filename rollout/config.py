@@ -39,6 +39,9 @@ class EngineConfig(Checked):
     """Deadline in seconds of one generate call."""
     sync_timeout_s: float = 120.0
     """Deadline in seconds of one weight sync."""
+    probe_tolerance: float | None = None
+    """Mean |log-prob of the engine - of the trainer| in nats that the probe before training allows; null: what rounding
+    explains (0.001 in float32, 0.125 in bfloat16 at temperature 1)."""
 
     @property
     def max_running(self) -> int | None:
@@ -54,6 +57,8 @@ class EngineConfig(Checked):
         for key in ("start_timeout_s", "generate_timeout_s", "sync_timeout_s"):
             if not getattr(self, key) > 0:
                 yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
+        if self.probe_tolerance is not None and not self.probe_tolerance > 0:
+            yield Problem(key="probe_tolerance", rule="must be > 0 nats or null", value=self.probe_tolerance)
 
 
 OWNED_SGLANG_ARGS = frozenset(

@@ -233,6 +233,11 @@ class EngineGroup:
         ]
         return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the engines leave their GPUs, and lose their weights, while somebody else is resident."""
+        return self._turns.are_taken
+
     def resident(self) -> AbstractContextManager[None]:
         """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
         return self._turns.resident(self)

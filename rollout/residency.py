@@ -41,6 +41,11 @@ class Turns:
         """From now on the sides take turns; `awake` is on the GPU, alone."""
         self._taken, self._awake = True, awake
 
+    @property
+    def are_taken(self) -> bool:
+        """Whether the sides take turns."""
+        return self._taken
+
     @contextmanager
     def resident(self, side: Side) -> Iterator[None]:
         """Have `side` awake, and everybody else asleep, for the block and until another side is entered.

@@ -32,6 +32,7 @@ from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.planner import BinCost
 from trainer.policy_group import PolicyGroup
+from trainer.probe import probe_logprobs
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
 from trainer.task import Task, load_task
@@ -84,6 +85,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             done, policy_version = restore(config, checkpoint, policy, prompts, tracker)
             check_memory(config, policy, tracker)
             tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
+            tracker.console.line(str(probe_logprobs(config, task, policy, engines, policy_version=policy_version)))
             accounting = StepAccounting(config, look_at_hardware(task.model_path, policy))
             tracker.log_assumptions(accounting.assumptions())
             timer = StepTimer()

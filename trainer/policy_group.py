@@ -79,9 +79,9 @@ class PolicyGroup:
         reports: list[DryRunReport] = self._gather(refs, phase="dry run", deadline_s=self._step_timeout_s)
         return max(reports, key=lambda report: report.peak_bytes)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Trainer log-probs [T] of each micro-batch under the current weights."""
-        refs = [worker.logprobs.remote(list(micro_batches)) for worker in self._workers]
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:
+        """Trainer log-probs [T] of each micro-batch under the current weights, at `sampling.temperature` or another."""
+        refs = [worker.logprobs.remote(list(micro_batches), temperature) for worker in self._workers]
         answers: list[list[Tensor]] = self._gather(refs, phase="logprobs", deadline_s=self._step_timeout_s)
         return answers[0]
 

@@ -214,10 +214,15 @@ class PolicyWorker:
         """
         return dry_run(self._policy, self._config, lengths, device=self._device)
 
-    def logprobs(self, micro_batches: list[MicroBatch]) -> list[Tensor]:
-        """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient."""
+    def logprobs(self, micro_batches: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
+        """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient.
+
+        At `sampling.temperature`, or at another one.
+        """
+        used = self._config.sampling.temperature if temperature is None else temperature
         with torch.no_grad():
-            return [self._score(micro.to(self._device)).logprobs.cpu() for micro in micro_batches]
+            micros = (micro.to(self._device) for micro in micro_batches)
+            return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
     def publish_weights(self, policy_version: int) -> SharedWeights | None:
         """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None."""
