@@ -304,3 +304,4 @@ def test_the_command_line_trains_and_ends_with_the_report(tmp_path: Path, base_m
     environment = json.loads((tmp_path / "run" / "environment.json").read_text("utf-8"))
     assert environment["versions"]["torch"]
     assert "step 2/2" in done.stdout + done.stderr
+    assert "log-probs proven on" in done.stdout + done.stderr

@@ -18,7 +18,13 @@ EOS_TOKEN_ID = 1
 
 
 def write_tiny_model(
-    directory: Path, *, seed: int = 0, model_type: str = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float32
+    directory: Path,
+    *,
+    seed: int = 0,
+    model_type: str = "qwen2",
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int = VOCAB_SIZE,
 ) -> PreTrainedModel:
     """Write a seeded random model (hidden 64, 2 layers, 4 heads, 2 KV heads) and return it.
 
@@ -28,13 +34,14 @@ def write_tiny_model(
         model_type: "qwen2", "qwen3" or "llama".
         tied: whether lm_head shares the embedding.
         dtype: type in which the weights are stored.
+        vocab_size: rows of the embedding.
     """
     declare_torchvision_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
