@@ -32,7 +32,7 @@ ABORT_REPEAT_S = 1.0
 """A server forgets an abort that overtook its request; it is sent again after this."""
 ABORT_TIMEOUT_S = 20.0
 """An aborted request that has not ended by then is given up without its tokens."""
-HANDOVER_TIMEOUT_S = 10.0
+HANDOVER_TIMEOUT_S = 30.0
 """Deadline of handing something to the thread."""
 
 
@@ -160,7 +160,11 @@ class RequestStream:
             self._thread.join(HANDOVER_TIMEOUT_S)
 
     def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANDOVER_TIMEOUT_S)
+        try:
+            asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(HANDOVER_TIMEOUT_S)
+        except TimeoutError as error:
+            text = f"the thread that sends requests did not answer within {HANDOVER_TIMEOUT_S:.0f} s"
+            raise ClientError(text) from error
 
     # ------------------------------------------------------------------------------------------------ in the thread
 
@@ -203,9 +207,10 @@ class RequestStream:
             body["extra_key"] = self.extra_key
         try:
             reply = await self._post("/generate", body)
-        except ClientError as error:
+        except Exception as error:  # whatever it is: nobody looks at this task, and its request must not hang
+            cause = error if isinstance(error, ClientError) else ClientError(f"{type(error).__name__}: {error}")
             if self._sent.get(job.ticket) is job:
-                await self._drop(error, but=job)
+                await self._drop(cause, but=job)
             return
         self._end(Answer(job, reply))
 

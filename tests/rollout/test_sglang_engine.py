@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -352,6 +353,9 @@ def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(serve
             served.engine.generate([request, broken])
     with pytest.raises(EngineError, match=r"generate: POST /generate: HTTP 400: .*top_p must be in"):
         served.engine.generate([replace(request, sampling=replace(request.sampling, top_p=2.0))])
+    unreadable = replace(request, sampling=replace(request.sampling, seed=np.int64(3)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"generate: \w+: Type is not JSON serializable"):
+        served.engine.generate([unreadable])
     assert served.engine.generate([]) == []
     longest = replace(request, sampling=replace(request.sampling, max_new_tokens=510 - 8, stop_token_ids=(), seed=3))
     (generation,) = served.engine.generate([longest])
