@@ -13,8 +13,6 @@ from torch import Tensor
 
 MAX_ROLLOUT_LOGPROB: Final = 1e-4
 """A rollout log-prob above this is not a log-probability (rounding alone stays below)."""
-LARGEST_FLOAT: Final = torch.finfo(torch.float32).max
-"""What is larger, of either sign, is not a number of nats."""
 
 
 def mask_bits(mask: Tensor) -> Tensor:
@@ -40,8 +38,7 @@ def outside(values: Tensor, low: float, high: float) -> Tensor:
 def valid_tokens(delta: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
     """Response tokens whose delta = log pi_old - log mu is finite and log mu <= MAX_ROLLOUT_LOGPROB -> [n] bool.
 
-    A difference is finite exactly if both sides are.
+    A difference is finite exactly if both sides are; 0 times it is NaN if not, and NaN is below nothing.
     """
-    finite = delta.abs().le_(LARGEST_FLOAT)
-    possible = torch.le(rollout_logprobs, MAX_ROLLOUT_LOGPROB, out=torch.empty_like(finite))
-    return finite.mul_(possible).to(torch.bool).logical_and_(response_mask)
+    possible = torch.add(rollout_logprobs, delta, alpha=0).le_(MAX_ROLLOUT_LOGPROB)
+    return possible.to(torch.bool).logical_and_(response_mask)

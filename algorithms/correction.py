@@ -28,7 +28,6 @@ from torch import Tensor
 
 from algorithms import bits
 from algorithms.bits import keep_where, mask_bits, outside
-from algorithms.chunks import sequence_chunks
 from algorithms.config import (
     WHOLE_RESPONSE_LEVELS,
     Anchor,
@@ -50,10 +49,10 @@ from algorithms.config import (
     VanillaISConfig,
     WeightSpec,
 )
+from algorithms.gap import Gap, gaps
 from algorithms.kl import bounded_exp
-from algorithms.masked import divide_by_count, require_packed, segment_mean, segment_sum
-from algorithms.rejection import Gap, decide
-from algorithms.segments import Segments
+from algorithms.masked import require_packed, segment_mean, segment_sum
+from algorithms.rejection import decide
 
 __all__ = [
     "BypassConfig",
@@ -93,6 +92,17 @@ class Correction(NamedTuple):
     were not counted."""
 
 
+class Applied(NamedTuple):
+    """What is applied to n tokens."""
+
+    keep: Tensor
+    """[n] bool."""
+    kept: Tensor
+    """[n] int32, the same as `algorithms.bits.mask_bits`."""
+    weight: Tensor
+    """[n], 0 on tokens that are not kept."""
+
+
 EFFECTS: Final = ("raw_weight", "cut_weight", "clipped", "raised")
 """Sum over valid tokens of the weight before its bounds, up to e^+-20 each, 1 without a weight; sum over kept tokens of
 what the upper bound took off; numbers of kept tokens cut to the upper bound, and raised to the lower bound."""
@@ -128,6 +138,28 @@ def correct(
         ValueError: old_logprobs or advantages are None and something reads them; a wrong shape or dtype.
         TypeError: a config of no known mode.
     """
+    spec = require_inputs(config, old_logprobs, rollout_logprobs, response_mask, advantages)
+    with torch.no_grad():
+        pieces = Pieces(spec, rollout_logprobs)
+        for tokens, gap in gaps(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            response_mask=response_mask,
+            cu_seqlens=cu_seqlens,
+            advantages=advantages,
+        ):
+            pieces.add(tokens, gap)
+        return pieces.joined()
+
+
+def require_inputs(
+    config: CorrectionConfig,
+    old_logprobs: Tensor | None,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor | None,
+) -> CorrectionSpec:
+    """What `config` says is done, if the inputs of `correct` allow it; raises as documented there."""
     spec = config.spec()
     if old_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(
@@ -140,23 +172,41 @@ def correct(
         rollout_logprobs=rollout_logprobs,
         **{name: tensor for name, tensor in given.items() if tensor is not None},
     )
-    with torch.no_grad():
-        anchor, weight = torch.empty_like(rollout_logprobs), torch.empty_like(rollout_logprobs)
-        keep, effects = torch.empty_like(response_mask), []
-        for tokens, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0]):
-            *per_token, part_effects = _correct(
-                spec,
-                old_logprobs=None if old_logprobs is None else old_logprobs[tokens],
-                rollout_logprobs=rollout_logprobs[tokens],
-                response_mask=response_mask[tokens].clone(),
-                cu_seqlens=part_cu_seqlens,
-                advantages=None if advantages is None else advantages[tokens],
-            )
-            # Each piece is copied to its place while it is in the cache.
-            for whole, part in zip((anchor, weight, keep), per_token, strict=True):
-                whole[tokens] = part
-            effects.append(part_effects)
-        return Correction(anchor, weight, keep, tuple(spec.reject.active()), torch.cat(effects, dim=1))
+    return spec
+
+
+class Pieces:
+    """The correction of a batch, piece by piece. Each is copied to its place while it is in the cache."""
+
+    def __init__(self, spec: CorrectionSpec, like: Tensor) -> None:
+        """like [T]: a tensor of the whole batch."""
+        self._spec = spec
+        self._anchor, self._weight = torch.empty_like(like), torch.empty_like(like)
+        self._keep = torch.empty_like(like, dtype=torch.bool)
+        self._effects: list[Tensor] = []
+
+    def add(self, tokens: slice, gap: Gap) -> Applied:
+        """Correct the sequences of `gap`, which lie at `tokens`."""
+        anchor, applied, effects = _correct(self._spec, gap)
+        self._anchor[tokens] = anchor
+        # 1 off the mask.
+        off_mask = (~gap.response_mask).view(torch.uint8).to(applied.weight.dtype)
+        torch.add(applied.weight, off_mask, out=self._weight[tokens])
+        self._keep[tokens] = applied.keep
+        self._effects.append(effects)
+        return applied
+
+    def joined(self) -> Correction:
+        """The whole correction."""
+        criteria = tuple(self._spec.reject.active())
+        return Correction(self._anchor, self._weight, self._keep, criteria, torch.cat(self._effects, dim=1))
+
+
+def applied_to(gap: Gap, correction: Correction, tokens: slice) -> Applied:
+    """What a correction that is known already applies to the tokens of `gap`, which lie at `tokens`."""
+    keep = correction.keep[tokens] & gap.valid
+    kept = mask_bits(keep)
+    return Applied(keep=keep, kept=kept, weight=keep_where(kept, correction.weight[tokens]))
 
 
 def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
@@ -181,41 +231,16 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
     return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
 
 
-def _correct(
-    spec: CorrectionSpec,
-    *,
-    old_logprobs: Tensor | None,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    advantages: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Anchor, weight, keep and effects of a few whole sequences, small enough for a processor's cache."""
-    valid = valid_tokens(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, response_mask=response_mask)
-    is_valid = mask_bits(valid)
-    rollout = keep_where(is_valid, rollout_logprobs)
-    trainer = rollout if old_logprobs is None else keep_where(is_valid, old_logprobs)
-    gap = Gap(
-        delta=trainer - rollout,
-        valid=valid,
-        valid_bits=is_valid,
-        response_mask=response_mask,
-        cu_seqlens=cu_seqlens,
-        segments=Segments(cu_seqlens, num_tokens=response_mask.shape[0]),
-        trainer_logprobs=trainer,
-        rollout_logprobs=rollout,
-        advantages=advantages,
-    )
+def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Tensor]:
+    """Anchor [n], what is applied, and effects [4 + V, N] of a few whole sequences."""
     keep, rejected = decide(spec.reject, gap)
     bounded = _bounded(spec.weight, gap)
     keep = keep & bounded.keep
     kept = mask_bits(keep)
-    # 1 off the mask, and where a token is kept without a weight.
-    off_mask = (~response_mask).view(torch.uint8).to(rollout.dtype)
+    weight = -kept.to(gap.delta.dtype) if bounded.weight is None else keep_where(kept, bounded.weight)
     return (
-        trainer if spec.anchor is Anchor.old else rollout,
-        off_mask + (-kept if bounded.weight is None else keep_where(kept, bounded.weight)),
-        keep,
+        gap.trainer_logprobs if spec.anchor is Anchor.old else gap.rollout_logprobs,
+        Applied(keep=keep, kept=kept, weight=weight),
         torch.stack([*_weight_effects(bounded, gap, keep, kept), *rejected]),
     )
 
@@ -225,10 +250,14 @@ def _weight_effects(bounded: _Bounded, gap: Gap, keep: Tensor, kept: Tensor) -> 
     segments, none = gap.segments, torch.zeros_like(gap.num_valid)
     if bounded.raw is None:
         return [gap.num_valid, none, none, none]
-    raw = segments.sum(keep_where(gap.valid_bits, bounded.raw).double())
-    cut = none if bounded.cut is None else segments.sum(keep_where(kept, bounded.cut).double())
-    counts = (none if flags is None else segments.count(flags & keep) for flags in (bounded.clipped, bounded.raised))
-    return [raw, cut, *counts]
+    raw = gap.ratio_total if bounded.is_ratio else segments.sum(keep_where(gap.valid_bits, bounded.raw).double())
+    cut = clipped = raised = none
+    if bounded.cut is not None:
+        taken_off = keep_where(kept, bounded.cut)
+        cut, clipped = segments.sum(taken_off.double()), segments.count(taken_off.to(torch.bool))
+    if bounded.raised is not None:
+        raised = segments.count(bounded.raised & keep)
+    return [raw, cut, clipped, raised]
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token
@@ -252,7 +281,7 @@ def _sequence_level(gap: Gap) -> _LogWeight:
 
 
 def _geometric_level(gap: Gap) -> _LogWeight:
-    return _whole_responses(gap, divide_by_count(gap.total, gap.num_valid))
+    return _whole_responses(gap, gap.mean(gap.total))
 
 
 def _whole_responses(gap: Gap, log_ratio: Tensor) -> _LogWeight:
@@ -269,7 +298,7 @@ def _prefix_level(gap: Gap) -> _LogWeight:
     """
     invalid = gap.response_mask & ~gap.valid
     valid = gap.valid & (_running_sum(gap, invalid.double()) == 0)
-    log_ratio = _running_sum(gap, gap.delta64).to(gap.delta.dtype)
+    log_ratio = _running_sum(gap, gap.delta.double()).to(gap.delta.dtype)
     return _LogWeight(log_ratio=torch.where(valid, log_ratio, 0.0), valid=valid)
 
 
@@ -290,7 +319,7 @@ def _segment_level(gap: Gap) -> _LogWeight:
     run = (gap.response_mask & (starts[:num_tokens] | ~continues)).long().cumsum(0)
     # There are at most T runs; run 0 is what lies before the first.
     zeros = gap.delta.new_zeros(num_tokens + 1, dtype=torch.float64)
-    totals = zeros.index_add(0, run, gap.delta64)[run].to(gap.delta.dtype)
+    totals = zeros.index_add(0, run, gap.delta.double())[run].to(gap.delta.dtype)
     invalid = zeros.index_add(0, run, (gap.response_mask & ~gap.valid).double())[run]
     valid = gap.valid & (invalid == 0)
     return _LogWeight(log_ratio=torch.where(valid, totals, 0.0), valid=valid)
@@ -317,10 +346,10 @@ class _Bounded(NamedTuple):
     """[T] bool."""
     raw: Tensor | None = None
     """[T] before its bounds."""
+    is_ratio: bool = False
+    """`raw` is the ratio of the token."""
     cut: Tensor | None = None
     """[T] what the upper bound took off."""
-    clipped: Tensor | None = None
-    """[T] bool, cut to the upper bound."""
     raised: Tensor | None = None
     """[T] bool, raised to the lower bound."""
 
@@ -330,8 +359,9 @@ def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
     if weight is None:
         return _Bounded(weight=None, keep=gap.valid)
     log_ratio, valid = LEVELS[weight.level](gap)
-    raw = gap.ratio.to(log_ratio.dtype) if weight.level is Level.token else bounded_exp(log_ratio)
-    free = _Bounded(weight=raw, keep=valid, raw=raw)
+    is_ratio = weight.level is Level.token
+    raw = gap.ratio if is_ratio else bounded_exp(log_ratio)
+    free = _Bounded(weight=raw, keep=valid, raw=raw, is_ratio=is_ratio)
     if weight.bound is Bound.none:
         return free
     lowest = -math.inf if weight.low is None else math.log(weight.low)
@@ -339,8 +369,7 @@ def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
     if weight.bound is Bound.mask:
         return free._replace(keep=valid & ~outside(log_ratio, lowest, highest))
     below_high = raw.clamp(max=weight.high)
-    clipped = outside(log_ratio, -math.inf, highest)
-    cut = free._replace(weight=below_high, cut=raw - below_high, clipped=clipped)
+    cut = free._replace(weight=below_high, cut=raw - below_high)
     if weight.bound is Bound.truncate:
         return cut if weight.low is None else cut._replace(keep=valid & ~outside(log_ratio, lowest, math.inf))
     return cut._replace(weight=below_high.clamp(min=weight.low), raised=outside(log_ratio, lowest, math.inf))

@@ -19,10 +19,13 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from algorithms.correction import Correction
+from algorithms.config import CorrectionConfig
+from algorithms.correction import Correction, Pieces, applied_to, require_inputs
+from algorithms.gap import gaps
 from algorithms.kl import k3
+from algorithms.masked import require_packed
 from algorithms.mismatch_report import MismatchStats
-from algorithms.mismatch_stats import StepContext, mismatch_sums
+from algorithms.mismatch_stats import MismatchSums, StepContext
 from algorithms.stats import Stats, max_or_none, mean_or_none
 from algorithms.surrogate import Surrogate
 
@@ -31,6 +34,7 @@ __all__ = [
     "MismatchStats",
     "Stats",
     "StepContext",
+    "correct_and_measure",
     "loss_stats",
     "mismatch_metrics",
     "mismatch_stats",
@@ -114,16 +118,48 @@ def mismatch_stats(
     Raises:
         ValueError: a wrong shape or dtype.
     """
-    sums, maxes = mismatch_sums(
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        response_mask=response_mask,
-        cu_seqlens=cu_seqlens,
-        correction=correction,
-        context=StepContext() if context is None else context,
-    )
-    criteria = () if correction is None else correction.criteria
-    return MismatchStats(sums=sums, maxes=maxes, criteria=criteria)
+    require_packed(response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
+    sums = MismatchSums(response_mask, cu_seqlens, StepContext() if context is None else context)
+    with torch.no_grad():
+        for tokens, gap in gaps(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            response_mask=response_mask,
+            cu_seqlens=cu_seqlens,
+        ):
+            sums.add(tokens, gap, None if correction is None else applied_to(gap, correction, tokens))
+        return _joined(sums, correction)
+
+
+def correct_and_measure(
+    config: CorrectionConfig,
+    *,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    context: StepContext | None = None,
+) -> tuple[Correction, MismatchStats]:
+    """`correct` and `mismatch_stats` in one pass over the tokens; arguments and errors as there."""
+    context = StepContext() if context is None else context
+    spec = require_inputs(config, old_logprobs, rollout_logprobs, response_mask, context.advantages)
+    sums, pieces = MismatchSums(response_mask, cu_seqlens, context), Pieces(spec, rollout_logprobs)
+    with torch.no_grad():
+        for tokens, gap in gaps(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=rollout_logprobs,
+            response_mask=response_mask,
+            cu_seqlens=cu_seqlens,
+            advantages=context.advantages,
+        ):
+            sums.add(tokens, gap, pieces.add(tokens, gap))
+        correction = pieces.joined()
+        return correction, _joined(sums, correction)
+
+
+def _joined(sums: MismatchSums, correction: Correction | None) -> MismatchStats:
+    total, maxes = sums.joined(correction)
+    return MismatchStats(sums=total, maxes=maxes, criteria=() if correction is None else correction.criteria)
 
 
 def mismatch_metrics(

@@ -13,11 +13,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.correction import EFFECTS, Correction
+from algorithms.correction import EFFECTS, Applied, Correction
+from algorithms.gap import Gap
 from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed
 from algorithms.sketch import SEQUENCE_KIND, UNREAD_KIND, add_log_ratios, flat_sketch, new_table
-from algorithms.token_sums import TOKEN_SUMS, SequenceSums, Tokens, pass_over
+from algorithms.token_sums import TOKEN_SUMS, Extras, SequenceSums, TokenTotals
 
 NUM_LAGS: Final = 8
 """Buckets of the weight lag 0, 1, ..., the last one for all larger lags."""
@@ -65,47 +66,40 @@ class StepContext(NamedTuple):
     """[N] int64 >= 0, policy updates between the weights that sampled a sequence and those that are trained."""
 
 
-def mismatch_sums(
-    *,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    correction: Correction | None,
-    context: StepContext,
-) -> tuple[Tensor, Tensor]:
-    """(sums, maxes) of one micro-batch on its device; arguments as in `algorithms.diagnostics.mismatch_stats`.
+class MismatchSums:
+    """The sums of one micro-batch on its device, piece by piece."""
 
-    sums [K] float64: SCALARS, rejected tokens by criterion [V], sequences with such a token by criterion [V], k3 and
-    tokens by lag [2, NUM_LAGS], and the sketch of the log-ratios of kept tokens, other tokens and sequences.
-    maxes [M] float64: MISMATCH_MAXES.
-    """
-    per_token = {"advantages": context.advantages, "entropy": context.entropy}
-    require_packed(
-        response_mask,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        **{name: tensor for name, tensor in per_token.items() if tensor is not None},
-    )
-    _require_per_sequence(cu_seqlens.numel() - 1, rewards=context.rewards, lags=context.lags)
-    with torch.no_grad():
-        tokens = Tokens(
-            old_logprobs=old_logprobs.detach(),
-            rollout_logprobs=rollout_logprobs.detach(),
-            response_mask=response_mask,
-            keep=None if correction is None else correction.keep,
-            weight=None if correction is None else correction.weight,
-            advantages=context.advantages,
-            entropy=context.entropy,
-        )
-        table = new_table(response_mask.device)
-        totals, maxes, sequences = pass_over(tokens, cu_seqlens, table, with_k3=context.lags is not None)
+    def __init__(self, response_mask: Tensor, cu_seqlens: Tensor, context: StepContext) -> None:
+        """Arguments as in `algorithms.diagnostics.mismatch_stats`; a wrong shape or dtype is a ValueError."""
+        per_token = {"advantages": context.advantages, "entropy": context.entropy}
+        require_packed(response_mask, **{name: tensor for name, tensor in per_token.items() if tensor is not None})
+        self._num_sequences = cu_seqlens.numel() - 1
+        _require_per_sequence(self._num_sequences, rewards=context.rewards, lags=context.lags)
+        self._context = context
+        self._table = new_table(response_mask.device)
+        self._tokens = TokenTotals(self._table, with_k3=context.lags is not None)
+
+    def add(self, tokens: slice, gap: Gap, applied: Applied | None) -> None:
+        """Count the sequences of `gap`, which lie at `tokens`, and what the correction applied to them."""
+        context = self._context
+        extras = Extras(advantages=context.advantages, entropy=context.entropy)
+        self._tokens.add(gap, extras.part(tokens), applied)
+
+    def joined(self, correction: Correction | None) -> tuple[Tensor, Tensor]:
+        """(sums, maxes).
+
+        sums [K] float64: SCALARS, rejected tokens by criterion [V], sequences with such a token by criterion [V], k3
+        and tokens by lag [2, NUM_LAGS], and the sketch of the log-ratios of kept tokens, other tokens and sequences.
+        maxes [M] float64: MISMATCH_MAXES.
+        """
+        context, table = self._context, self._table
+        totals, maxes, sequences = self._tokens.joined()
         numbers = torch.stack([sequences.tokens, sequences.valid, sequences.kept]).sum(1)
         per_sequence = _per_sequence(sequences, context, corrected=correction is not None)
         counts = torch.stack([numbers[0], numbers[1], per_sequence[0], numbers[1]])
         counts[:3] *= float(correction is not None)
         counts[3] *= float(context.entropy is not None)
-        effects = totals.new_zeros(len(EFFECTS), cu_seqlens.numel() - 1)
+        effects = totals.new_zeros(len(EFFECTS), self._num_sequences)
         if correction is not None and correction.effects is not None:
             effects = correction.effects
         by_weight, rejected = effects[: len(EFFECTS)].sum(1), effects[len(EFFECTS) :]

@@ -12,86 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from algorithms.bits import outside
-from algorithms.config import MAX_LOG_RATIO, RejectConfig
-from algorithms.kl import LOG2_E, bernoulli_kl, bounded_exp, k2, k3_interval
-from algorithms.masked import divide_by_count
-from algorithms.segments import Segments
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Gap:
-    """What the two engines say about the same tokens. What several criteria read is computed once."""
-
-    delta: Tensor
-    """[n] log pi_train - log mu, not clamped; 0 where not valid, and everywhere if pi_train is unknown."""
-    valid: Tensor
-    """[n] bool, response tokens whose log-probs are log-probabilities."""
-    valid_bits: Tensor
-    """[n] int32, the same as `algorithms.bits.mask_bits`."""
-    response_mask: Tensor
-    """[n] bool, not a slice."""
-    cu_seqlens: Tensor
-    """[N+1] int32."""
-    segments: Segments
-    """The same sequences."""
-    trainer_logprobs: Tensor
-    """[n] log pi_train, 0 where not valid."""
-    rollout_logprobs: Tensor
-    """[n] log mu, 0 where not valid."""
-    advantages: Tensor | None
-    """[n], or None where no criterion reads them."""
-
-    @cached_property
-    def delta64(self) -> Tensor:
-        """delta as float64."""
-        return self.delta.double()
-
-    @cached_property
-    def clamped(self) -> Tensor:
-        """delta clamped to +-MAX_LOG_RATIO, float64."""
-        return self.delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
-
-    @cached_property
-    def ratio(self) -> Tensor:
-        """[n] float64, rho of the clamped Delta; 1 where not valid."""
-        return torch.exp2(self.clamped * LOG2_E)
-
-    @cached_property
-    def k3(self) -> Tensor:
-        """[n] float64, 0 where not valid; rounded to 2e-16, which is far below any bound."""
-        return (self.ratio - self.clamped).sub_(1)
-
-    @cached_property
-    def total(self) -> Tensor:
-        """[N] float64, sum of Delta over each response."""
-        return self.segments.sum(self.delta64)
-
-    @cached_property
-    def num_tokens(self) -> Tensor:
-        """[N] float64, response tokens of each sequence."""
-        return self.segments.count(self.response_mask)
-
-    @cached_property
-    def num_valid(self) -> Tensor:
-        """[N] float64, valid tokens of each sequence."""
-        return self.segments.count(self.valid)
-
-    @cached_property
-    def complete(self) -> Tensor:
-        """[N] bool, sequences without an invalid token."""
-        return self.num_valid == self.num_tokens
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean of values [n] float64 over the valid tokens of each sequence [N]; values are 0 on all others."""
-        return divide_by_count(self.segments.sum(values), self.num_valid)
+from algorithms.config import RejectConfig
+from algorithms.gap import Gap
+from algorithms.kl import bernoulli_kl, bounded_exp, k2, k3_interval
 
 
 def decide(config: RejectConfig, gap: Gap) -> tuple[Tensor, list[Tensor]]:
@@ -101,21 +29,24 @@ def decide(config: RejectConfig, gap: Gap) -> tuple[Tensor, list[Tensor]]:
     Raises:
         ValueError: a criterion reads advantages and there are none.
     """
-    keep, rejected = gap.valid, []
-    keep_responses = None
+    keep, keep_responses = gap.valid, None
+    by_token: dict[str, Tensor] = {}
+    rejected: dict[str, Tensor] = {}
     for name in config.active():
         bound = getattr(config, name)
         if name in TOKEN_CRITERIA:
-            rejects = TOKEN_CRITERIA[name](gap, bound) & gap.response_mask
-            keep = keep & ~rejects
-            rejected.append(gap.segments.count(rejects))
+            by_token[name] = TOKEN_CRITERIA[name](gap, bound) & gap.response_mask
+            keep = keep & ~by_token[name]
         else:
             keeps = RESPONSE_CRITERIA[name](gap, bound) & gap.complete
             keep_responses = keeps if keep_responses is None else keep_responses & keeps
-            rejected.append(gap.num_tokens * ~keeps)
+            rejected[name] = gap.num_tokens * ~keeps
     if keep_responses is not None:
         keep = keep & gap.segments.expand(keep_responses)
-    return keep, rejected
+    if by_token:
+        counts = gap.segments.counts(list(by_token.values()))
+        rejected |= zip(by_token, counts, strict=True)
+    return keep, [rejected[name] for name in config.active()]
 
 
 def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:
@@ -180,7 +111,7 @@ def _dppo_kl(gap: Gap, bound: float) -> Tensor:
 def _opsm(gap: Gap, bound: float) -> Tensor:
     """Off-policy sequence masking: A < 0 and mean(log mu - log pi_train) > bound leaves. Source: arXiv:2512.02556."""
     punished = ~(_advantages(gap, criterion="opsm") >= 0)
-    near = gap.segments.expand(-gap.mean(gap.delta64) <= bound)
+    near = gap.segments.expand(-gap.mean(gap.total) <= bound)
     return ~near & punished | ~gap.segments.expand(gap.complete)
 
 
@@ -192,23 +123,23 @@ def _sequence_ratio(gap: Gap, bounds: Sequence[float]) -> Tensor:
 
 
 def _geometric_ratio(gap: Gap, bounds: Sequence[float]) -> Tensor:
-    return _within(divide_by_count(gap.total, gap.num_valid), bounds)
+    return _within(gap.mean(gap.total), bounds)
 
 
 def _sum_k2(gap: Gap, bound: float) -> Tensor:
-    return gap.segments.sum(k2(gap.delta64)) <= bound
+    return gap.segments.sum(k2(gap.delta.double())) <= bound
 
 
 def _sum_k3(gap: Gap, bound: float) -> Tensor:
-    return gap.segments.sum(gap.k3) <= bound
+    return gap.k3_total <= bound
 
 
 def _mean_k2(gap: Gap, bound: float) -> Tensor:
-    return gap.mean(k2(gap.delta64)) <= bound
+    return gap.mean(gap.segments.sum(k2(gap.delta.double()))) <= bound
 
 
 def _mean_k3(gap: Gap, bound: float) -> Tensor:
-    return gap.mean(gap.k3) <= bound
+    return gap.mean(gap.k3_total) <= bound
 
 
 def _max_k2(gap: Gap, bound: float) -> Tensor:
@@ -226,7 +157,8 @@ def _veto(gap: Gap, bound: float) -> Tensor:
 
 def _mult_err(gap: Gap, bound: float) -> Tensor:
     """Mean of max(rho, 1 / rho). Clamped only inside exp, far above every bound that makes sense."""
-    return 1 + gap.mean(bounded_exp(gap.delta64.abs()).sub_(1)) <= bound
+    excess = bounded_exp(gap.delta.double().abs()).sub_(1)
+    return 1 + gap.mean(gap.segments.sum(excess)) <= bound
 
 
 TOKEN_CRITERIA: Final[dict[str, Callable[[Gap, float], Tensor] | Callable[[Gap, Sequence[float]], Tensor]]] = {

@@ -8,6 +8,7 @@ n: tokens of the pack, N: sequences, B: whole blocks, E: tokens that are taken o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -41,27 +42,39 @@ class Segments:
         # The sequence of each block and of each token at a border; N for what belongs to none.
         owners = torch.searchsorted(bounds[1:], torch.cat([starts, self._edges]), right=True)
         self._block_owner, self._edge_owner = owners[: self._num_blocks], owners[self._num_blocks + 1 :]
-        self._block_slot, self._edge_slot = self._block_owner, self._edge_owner
+        self._slots = self._edge_owner
         if outside is not None:
-            self._block_slot = owners[: self._num_blocks + 1].index_fill(0, at, self.num_sequences)[:-1]
-            self._edge_slot = self._edge_owner.masked_fill(outside, self.num_sequences)
+            blocks = owners[: self._num_blocks + 1].index_fill(0, at, self.num_sequences)[:-1]
+            self._slots = torch.cat([blocks, self._edge_owner.masked_fill(outside, self.num_sequences)])
 
     def sum(self, values: Tensor) -> Tensor:
         """values [n] float64 -> [N] float64; finite everywhere, padding included."""
-        return self._collect(values[: self._num_blocks * BLOCK].view(-1, BLOCK).sum(1), values)
+        return self.sums([values])[0]
+
+    def sums(self, columns: Sequence[Tensor]) -> Tensor:
+        """`sum` of k columns [n] -> [k, N] float64, for fewer calls."""
+        blocks = [values[: self._num_blocks * BLOCK].view(-1, BLOCK).sum(1) for values in columns]
+        return self._collect(torch.stack(blocks), columns)
 
     def count(self, flags: Tensor) -> Tensor:
         """flags [n] bool, not a slice -> number of True [N] float64."""
-        # Eight flags at a time as the bytes of an integer: the product collects their sum, at most 64, in the top byte.
-        eights = flags[: self._num_blocks * BLOCK].view(torch.int64).view(-1, BLOCK // 8).sum(1)
-        return self._collect(((eights * 0x0101010101010101) >> 56).double(), flags)
+        return self.counts([flags])[0]
 
-    def _collect(self, blocks: Tensor, values: Tensor) -> Tensor:
+    def counts(self, columns: Sequence[Tensor]) -> Tensor:
+        """`count` of k columns [n] bool -> [k, N] float64."""
+        whole = self._num_blocks * BLOCK
+        # Eight flags at a time as the bytes of an integer: the product collects their sum, at most 64, in the top byte.
+        eights = [flags[:whole].view(torch.int64).view(-1, BLOCK // 8).sum(1) for flags in columns]
+        blocks = torch.stack(eights).mul_(0x0101010101010101).bitwise_right_shift_(56)
+        return self._collect(blocks.double(), columns)
+
+    def _collect(self, blocks: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        """Sums of blocks [k, B] float64 and the tokens at borders, by sequence -> [k, N] float64."""
+        edges = torch.stack([values.index_select(0, self._edges) for values in columns])
+        values = torch.cat([blocks, edges.to(blocks.dtype)], dim=1)
         # One slot more than sequences takes what belongs to none.
-        sums = blocks.new_zeros(self.num_sequences + 1)
-        sums.scatter_add_(0, self._block_slot, blocks)
-        sums.scatter_add_(0, self._edge_slot, values.index_select(0, self._edges).to(sums.dtype))
-        return sums[: self.num_sequences]
+        sums = values.new_zeros(len(columns), self.num_sequences + 1)
+        return sums.scatter_add_(1, self._slots.expand(len(columns), -1), values)[:, : self.num_sequences]
 
     def expand(self, values: Tensor) -> Tensor:
         """One value per sequence [N] -> the value of each token's sequence [n]; 0 on padding."""

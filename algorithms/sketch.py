@@ -49,14 +49,14 @@ def new_table(device: torch.device) -> Tensor:
 
 
 def add_log_ratios(table: Tensor, log_ratios: Tensor, *, kind: Tensor | None = None) -> None:
-    """Count log_ratios [n] float64, all finite, into `table`. kind [n] int32, 0 .. 3; None for kind 0."""
-    scaled = log_ratios.to(torch.float32).clamp_(-LARGEST, LARGEST).mul_(SCALE)
+    """Count log_ratios [n] float32 or float64, all finite, into `table`. kind [n] int32, 0 .. 3; None for kind 0."""
+    scaled = log_ratios.to(torch.float32).clamp(-LARGEST, LARGEST).mul_(SCALE)
     bins = scaled.view(torch.int32).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     if kind is not None:
         bins = bins.add_(kind, alpha=GROUP_BINS)
-    index = bins.to(torch.int64)
-    table[0].scatter_add_(0, index, torch.ones_like(log_ratios))
-    table[1].scatter_add_(0, index, log_ratios)
+    index, values = bins.to(torch.int64), log_ratios.double()
+    table[0].scatter_add_(0, index, torch.ones_like(values))
+    table[1].scatter_add_(0, index, values)
 
 
 def flat_sketch(table: Tensor) -> Tensor:

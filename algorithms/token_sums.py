@@ -1,7 +1,7 @@
-"""One pass over the tokens of a micro-batch: per-token inputs -> sums, maxima, a sketch, and sums per sequence.
+"""Gaps of a micro-batch, piece by piece -> sums over tokens, maxima, a sketch, and sums per sequence.
 
-The tokens go through in pieces that fit a cache, each once, with masks as bit patterns (`algorithms.bits`). Read by
-`algorithms.mismatch_stats`; n: tokens of a piece, T: all, N: sequences.
+Read by `algorithms.mismatch_stats`. Masks are bit patterns (`algorithms.bits`). n: tokens of a piece, T: all,
+N: sequences.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.bits import keep_where, mask_bits, valid_tokens
-from algorithms.chunks import sequence_chunks
-from algorithms.kl import LOG2_E, k3
-from algorithms.segments import BLOCK, Segments
-from algorithms.sketch import GROUP_BINS, add_log_ratios
+from algorithms.bits import keep_where, mask_bits
+from algorithms.correction import Applied
+from algorithms.gap import Gap
+from algorithms.kl import LOG2_E
+from algorithms.segments import BLOCK
+from algorithms.sketch import GROUP_BINS, KEPT_KIND, REJECTED_KIND, add_log_ratios
 
 TOKEN_SUMS: Final = (
     "rollout_prob",
@@ -38,32 +39,17 @@ MISMATCH_MAXES: Final = ("delta", "minus_delta", "prob_diff")
 """Over valid tokens, and 0 where some token is not one: off the mask Delta counts as 0."""
 
 
-class Tokens(NamedTuple):
-    """The per-token inputs, or a part of them."""
+class Extras(NamedTuple):
+    """What may be known about tokens besides their gap; None where it is not."""
 
-    old_logprobs: Tensor
-    rollout_logprobs: Tensor
-    response_mask: Tensor
-    keep: Tensor | None
-    weight: Tensor | None
     advantages: Tensor | None
+    """[T]."""
     entropy: Tensor | None
+    """[T] nats."""
 
-    def part(self, tokens: slice) -> Tokens:
-        """Some of the tokens."""
-
-        def given(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[tokens]
-
-        return Tokens(
-            old_logprobs=self.old_logprobs[tokens],
-            rollout_logprobs=self.rollout_logprobs[tokens],
-            response_mask=self.response_mask[tokens],
-            keep=given(self.keep),
-            weight=given(self.weight),
-            advantages=given(self.advantages),
-            entropy=given(self.entropy),
-        )
+    def part(self, tokens: slice) -> Extras:
+        """Of some of the tokens."""
+        return Extras(*(None if tensor is None else tensor[tokens] for tensor in self))
 
 
 class SequenceSums(NamedTuple):
@@ -85,106 +71,81 @@ class SequenceSums(NamedTuple):
     """Number of those that the correction keeps."""
 
 
-class _Measured(NamedTuple):
-    """n tokens, measured."""
+class TokenTotals:
+    """Sums over the tokens of a batch, piece by piece."""
 
-    delta: Tensor
-    """[n] as given, log pi_old - log mu, 0 where not valid."""
-    delta64: Tensor
-    """[n] float64, the same."""
-    valid: Tensor
-    """[n] int32, -1 where both log-probs are log-probabilities, else 0."""
-    kept: Tensor | None
-    """[n] int32, -1 on kept tokens."""
-    weight: Tensor | None
-    """[n] float64, applied weight, 0 on tokens that are not kept."""
-    by_sequence: SequenceSums
+    def __init__(self, table: Tensor, *, with_k3: bool) -> None:
+        """table: the sketch to fill (`algorithms.sketch.new_table`); with_k3: whether k3 by sequence is wanted."""
+        self._table = table
+        self._with_k3 = with_k3
+        self._totals: list[Tensor] = []
+        self._maxes: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._num_tokens = 0
+        self._uncounted_kind = KEPT_KIND
 
-
-def pass_over(
-    tokens: Tokens, cu_seqlens: Tensor, table: Tensor, *, with_k3: bool
-) -> tuple[Tensor, Tensor, SequenceSums]:
-    """Every token once -> TOKEN_SUMS, MISMATCH_MAXES, and sums per sequence; fills `table`."""
-    num_tokens = tokens.response_mask.shape[0]
-    totals, maxes, rows = [], [], []
-    for place, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=num_tokens):
-        part = tokens.part(place)
-        measured = _measure(part, part_cu_seqlens, with_k3=with_k3)
-        add_log_ratios(table, measured.delta64, kind=None if measured.kept is None else measured.kept + 1)
-        part_totals, part_maxes = _token_sums(part, measured)
-        totals.append(part_totals)
-        maxes.append(part_maxes)
-        rows.append(torch.stack(measured.by_sequence))
-    sequences = SequenceSums(*torch.cat(rows, dim=1).unbind())
-    # Tokens that are not valid were counted with Delta = 0, among the rejected ones if there is such a class.
-    table[0, 0 if tokens.keep is None else GROUP_BINS] -= num_tokens - sequences.valid.sum()
-    return torch.stack(totals).sum(0), torch.stack(maxes).amax(0), sequences
-
-
-def _measure(part: Tokens, cu_seqlens: Tensor, *, with_k3: bool) -> _Measured:
-    """Some whole sequences of the pack."""
-    segments = Segments(cu_seqlens, num_tokens=part.response_mask.shape[0])
-    delta = part.old_logprobs - part.rollout_logprobs
-    is_valid = valid_tokens(delta, part.rollout_logprobs, part.response_mask)
-    valid = mask_bits(is_valid)
-    delta = keep_where(valid, delta)
-    delta64 = delta.double()
-    num_valid = segments.count(is_valid)
-    none = torch.zeros_like(num_valid)
-    kept = weight = None
-    num_kept = total_weight = none
-    if part.keep is not None and part.weight is not None:
-        keep = part.keep & is_valid
-        kept = mask_bits(keep)
-        weight = keep_where(kept, part.weight).double()
-        num_kept, total_weight = segments.count(keep), segments.sum(weight)
-    return _Measured(
-        delta=delta,
-        delta64=delta64,
-        valid=valid,
-        kept=kept,
-        weight=weight,
-        by_sequence=SequenceSums(
-            delta=segments.sum(delta64),
-            rollout=segments.sum(keep_where(valid, part.rollout_logprobs).double()),
+    def add(self, gap: Gap, extras: Extras, applied: Applied | None) -> None:
+        """Count the sequences of `gap`; extras of their tokens, and what the correction applied to them."""
+        none = torch.zeros_like(gap.num_valid)
+        rollout = gap.rollout_logprobs.double()
+        weight = kept = None
+        if applied is None:
+            total_rollout, total_weight, num_kept = gap.segments.sum(rollout), none, none
+        else:
+            kept, weight = applied.kept, applied.weight.double()
+            total_rollout, total_weight = gap.segments.sums([rollout, weight])
+            num_kept = gap.segments.count(applied.keep)
+        kind = None if kept is None else kept + 1
+        add_log_ratios(self._table, gap.delta, kind=kind)
+        self._uncounted_kind = KEPT_KIND if kept is None else REJECTED_KIND
+        self._num_tokens += gap.delta.shape[0]
+        columns = SequenceSums(
+            delta=gap.total,
+            rollout=total_rollout,
             weight=total_weight,
-            k3=segments.sum(k3(delta64)) if with_k3 else none,
-            tokens=segments.count(part.response_mask.clone()),
-            valid=num_valid,
+            k3=gap.k3_total if self._with_k3 else none,
+            tokens=gap.num_tokens,
+            valid=gap.num_valid,
             kept=num_kept,
-        ),
-    )
+        )
+        self._rows.append(torch.stack(columns))
+        totals, maxes = _token_sums(gap, extras, weight)
+        self._totals.append(totals)
+        self._maxes.append(maxes)
+
+    def joined(self) -> tuple[Tensor, Tensor, SequenceSums]:
+        """TOKEN_SUMS, MISMATCH_MAXES, and sums per sequence."""
+        sequences = SequenceSums(*torch.cat(self._rows, dim=1).unbind())
+        # Tokens that are not valid were counted with Delta = 0, among the rejected ones if there is such a class.
+        self._table[0, self._uncounted_kind * GROUP_BINS] -= self._num_tokens - sequences.valid.sum()
+        return torch.stack(self._totals).sum(0), torch.stack(self._maxes).amax(0), sequences
 
 
-def _token_sums(part: Tokens, measured: _Measured) -> tuple[Tensor, Tensor]:
-    """TOKEN_SUMS and MISMATCH_MAXES of a part, float64."""
-    mu = keep_where(measured.valid, _probability(part.rollout_logprobs))
-    difference = keep_where(measured.valid, _probability(part.old_logprobs)) - mu
-    # -log mu is at most 128 octaves: what overflows is not valid. The difference of equal log-probs is exactly 0.
-    mu, difference = mu.double(), difference.double()
-    distance = difference.abs()
+def _token_sums(gap: Gap, extras: Extras, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    """TOKEN_SUMS and MISMATCH_MAXES of a part, float64; weight [n] float64."""
+    mu = _probability(gap.rollout_logprobs)
+    # The difference of equal log-probs is exactly 0; where a token is not valid both are.
+    difference = _probability(gap.trainer_logprobs).sub_(mu).double()
+    mu, distance = keep_where(gap.valid_bits, mu).double(), difference.abs()
     zero = distance.new_zeros(())
     sums = [mu.sum(), difference.sum(), distance.sum()]
     sums += [torch.dot(mu, mu), torch.dot(difference, difference), torch.dot(mu, difference)]
-    sums.append(zero if measured.weight is None else torch.dot(measured.weight, measured.weight))
-    if part.advantages is None or measured.weight is None:
+    sums.append(zero if weight is None else torch.dot(weight, weight))
+    if extras.advantages is None or weight is None:
         sums += [zero] * 4
     else:
-        advantage = keep_where(mask_bits(part.response_mask), part.advantages).double()
+        advantage = keep_where(mask_bits(gap.response_mask), extras.advantages).double()
         size = advantage.abs()
-        sums += [advantage.sum(), size.sum()]
-        sums += [torch.dot(measured.weight, advantage), torch.dot(measured.weight, size)]
-    sums.append(zero if part.entropy is None else keep_where(measured.valid, part.entropy).double().sum())
-    return torch.stack(sums), torch.stack([_maximum(measured.delta), _maximum(-measured.delta), _maximum(distance)])
+        sums += [advantage.sum(), size.sum(), torch.dot(weight, advantage), torch.dot(weight, size)]
+    sums.append(zero if extras.entropy is None else keep_where(gap.valid_bits, extras.entropy).double().sum())
+    maxes = [gap.delta.amax(), -gap.delta.amin(), distance.amax()] if distance.shape[0] else [zero - math.inf] * 3
+    return torch.stack(sums), torch.stack([maximum.double() for maximum in maxes])
 
 
 def _probability(logprobs: Tensor) -> Tensor:
     """exp of logprobs [n]. Filled up to whole vectors: what is left over a processor rounds in another way."""
     num_tokens = logprobs.shape[0]
-    filled = torch.nn.functional.pad(logprobs, (0, -num_tokens % BLOCK))
-    return torch.exp2(filled * LOG2_E)[:num_tokens]
-
-
-def _maximum(values: Tensor) -> Tensor:
-    """Maximum of values [n] -> scalar float64; -inf of none."""
-    return values.amax().double() if values.shape[0] else values.new_full((), -math.inf, dtype=torch.float64)
+    octaves = logprobs.new_empty(num_tokens + -num_tokens % BLOCK)
+    octaves[num_tokens:] = 0
+    torch.mul(logprobs, LOG2_E, out=octaves[:num_tokens])
+    return octaves.exp2_()[:num_tokens]

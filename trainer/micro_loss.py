@@ -22,6 +22,7 @@ from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
 from algorithms.config import AdvantageConfig, Aggregation, Anchor, BaselineScope, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
+from algorithms.diagnostics import MismatchStats, StepContext, correct_and_measure, mismatch_stats
 from algorithms.loss import LossOutput, LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_loss, reference_kl_penalty
@@ -38,10 +39,11 @@ class MicroLoss(NamedTuple):
 
     loss: Tensor
     """Scalar with a graph, part of a sum over micro-batches and ranks."""
-    correction: Correction
     stats: LossStats
     counts: Tensor
     """[NUM_COUNTS] float64."""
+    mismatch: MismatchStats | None
+    """None if nobody asked for it."""
 
 
 def micro_loss(
@@ -52,18 +54,31 @@ def micro_loss(
     old_logprobs: Tensor,
     mini: MiniBatch,
     known: Correction | None = None,
+    context: StepContext | None = None,
 ) -> MicroLoss:
     """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `old_logprobs` [T].
 
-    `known` is the correction where it was computed before the forward (`stored_correction`).
+    `known` is the correction where it was computed before the forward (`stored_correction`). The mismatch is measured
+    if a `context` for it is given.
     """
-    correction = micro_correction(config, micro, old_logprobs) if known is None else known
+    correction, mismatch = _corrected(config, micro, old_logprobs, known=known, context=context)
     coefficients = loss_coefficients(config, micro, mini=mini, keep=correction.keep)
     loss, stats = weighted_loss(config, micro, scores, correction, coefficients=coefficients)
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
     kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
     weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
-    return MicroLoss(loss=loss, correction=correction, stats=stats, counts=torch.cat([kept, weights]))
+    counts = torch.cat([kept, weights])
+    return MicroLoss(loss=loss, stats=stats, counts=counts, mismatch=mismatch)
+
+
+def mismatch_context(micro: MicroBatch, samples: StepSamples, *, entropy: Tensor) -> StepContext:
+    """What the mismatch statistics of a micro-batch may know besides log-probs; entropy [T] nats."""
+    return StepContext(
+        advantages=micro.advantages,
+        rewards=samples.rewards[micro.sample_numbers],
+        entropy=entropy.detach(),
+        lags=samples.lags[micro.sample_numbers],
+    )
 
 
 def loss_coefficients(config: TrainConfig, micro: MicroBatch, *, mini: MiniBatch, keep: Tensor | None) -> Tensor:
@@ -138,6 +153,36 @@ def micro_correction(config: TrainConfig, micro: MicroBatch, old_logprobs: Tenso
 def stored_correction(config: TrainConfig, micro: MicroBatch) -> Correction | None:
     """The correction as far as it is known before the forward: with a stored pi_old."""
     return None if micro.old_logprobs is None else micro_correction(config, micro, micro.old_logprobs)
+
+
+def _corrected(
+    config: TrainConfig,
+    micro: MicroBatch,
+    old_logprobs: Tensor,
+    *,
+    known: Correction | None,
+    context: StepContext | None,
+) -> tuple[Correction, MismatchStats | None]:
+    """The correction of one micro-batch and, with a context, its mismatch: in one pass where both are new."""
+    if context is None:
+        return micro_correction(config, micro, old_logprobs) if known is None else known, None
+    if known is None:
+        return correct_and_measure(
+            config.correction,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            response_mask=micro.response_mask,
+            cu_seqlens=micro.cu_seqlens,
+            context=context,
+        )
+    return known, mismatch_stats(
+        old_logprobs=old_logprobs,
+        rollout_logprobs=micro.rollout_logprobs,
+        response_mask=micro.response_mask,
+        cu_seqlens=micro.cu_seqlens,
+        correction=known,
+        context=context,
+    )
 
 
 class StepFactor(NamedTuple):

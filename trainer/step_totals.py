@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms.correction import Correction, valid_tokens
-from algorithms.diagnostics import LossStats, MismatchStats, StepContext, mismatch_stats
+from algorithms.correction import valid_tokens
+from algorithms.diagnostics import LossStats, MismatchStats
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
 from algorithms.masked import segment_mean
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none
-from trainer.batch import MicroBatch, StepSamples
+from trainer.batch import MicroBatch
 from trainer.micro_loss import StepFactor
 
 
@@ -53,29 +53,8 @@ class StepTotals:
         elif grad_norm is not None:
             self._grad_norms.append(grad_norm)
 
-    def add_mismatch(
-        self,
-        micro: MicroBatch,
-        correction: Correction,
-        old_logprobs: Tensor,
-        *,
-        entropy: Tensor,
-        samples: StepSamples,
-    ) -> None:
+    def add_mismatch(self, micro: MicroBatch, stats: MismatchStats, old_logprobs: Tensor) -> None:
         """Add the mismatch of a micro-batch, and the mean K3 of each of its sequences; nothing is read yet."""
-        stats = mismatch_stats(
-            old_logprobs=old_logprobs,
-            rollout_logprobs=micro.rollout_logprobs,
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-            correction=correction,
-            context=StepContext(
-                advantages=micro.advantages,
-                rewards=samples.rewards[micro.sample_numbers],
-                entropy=entropy.detach(),
-                lags=samples.lags[micro.sample_numbers],
-            ),
-        )
         self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
         histograms = mismatch_histograms(
             old_logprobs=old_logprobs,

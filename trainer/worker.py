@@ -37,7 +37,14 @@ from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel, TokenScores
 from trainer.host_copy import HostCopy
 from trainer.logprob_head import TokenGradient
-from trainer.micro_loss import NUM_COUNTS, micro_loss, rebase_advantages, step_factor, stored_correction
+from trainer.micro_loss import (
+    NUM_COUNTS,
+    micro_loss,
+    mismatch_context,
+    rebase_advantages,
+    step_factor,
+    stored_correction,
+)
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.model_load import empty_causal_lm, load_rows
 from trainer.optim import learning_rate
@@ -350,14 +357,18 @@ class PolicyWorker:
                 scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
             # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
             old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            part = micro_loss(self._config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known)
+            # Later mini-batches without a pi_old show drift and mismatch together and are left out.
+            measured = micro.old_logprobs is not None or index == 0
+            context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
+            part = micro_loss(
+                self._config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context
+            )
             if learns:
                 self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             counts += part.counts
             totals.add_loss(part.stats)
-            # Later mini-batches without a pi_old show drift and mismatch together and are left out.
-            if micro.old_logprobs is not None or index == 0:
-                totals.add_mismatch(micro, part.correction, old_logprobs, entropy=scores.entropy, samples=samples)
+            if part.mismatch is not None:
+                totals.add_mismatch(micro, part.mismatch, old_logprobs)
             totals.add_floor(scores.floor_delta)
         dist.all_reduce(counts)
         factor = step_factor(self._config, counts, mini)

@@ -20,7 +20,7 @@ from algorithms.correction import (
     TISConfig,
     VanillaISConfig,
 )
-from algorithms.diagnostics import MismatchStats, StepContext, mismatch_metrics, mismatch_stats
+from algorithms.diagnostics import MismatchStats, StepContext, correct_and_measure, mismatch_metrics, mismatch_stats
 from algorithms.segments import BLOCK
 
 PLAIN = [
@@ -451,6 +451,31 @@ def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = stats_of(batch, MISConfig())
     torch.testing.assert_close(pieces.sums, whole.sums, rtol=1e-12, atol=1e-12)
     assert torch.equal(pieces.maxes, whole.maxes)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_one_pass_is_the_same_as_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 2 * BLOCK)
+    batch = random_batch(7, [300, 20, 0, 500, 1], noise=0.5)
+    batch.rollout_logprobs[batch.response_mask.nonzero()[3]] = math.nan
+    context = StepContext(
+        advantages=batch.advantages, rewards=torch.rand(5), entropy=batch.entropy, lags=torch.arange(5)
+    )
+    correction, stats = correct_and_measure(
+        MODES[name],
+        old_logprobs=batch.old_logprobs,
+        rollout_logprobs=batch.rollout_logprobs,
+        response_mask=batch.response_mask,
+        cu_seqlens=batch.cu_seqlens,
+        context=context,
+    )
+    expected = corrected(batch, MODES[name])
+    assert expected.effects is not None and correction.effects is not None
+    assert torch.equal(correction.effects, expected.effects) and correction.criteria == expected.criteria
+    assert all(torch.equal(a, b) for a, b in zip(correction[:3], expected[:3], strict=True))
+    apart = stats_with(batch, expected, context)
+    assert torch.equal(stats.sums, apart.sums) and torch.equal(stats.maxes, apart.maxes)
+    assert stats.criteria == apart.criteria
 
 
 VALUES = st.one_of(
