@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from rollout.config import ArithmeticDataConfig, SamplingConfig, TorchEngineConfig
+from rollout.config import SamplingConfig, TorchEngineConfig
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.task_config import ArithmeticDataConfig
 from trainer.cli.estimate import dry_run_lengths, model_shape, rank_memory
 from trainer.components import (
     BatchConfig,

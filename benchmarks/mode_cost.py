@@ -33,8 +33,9 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.config import ArithmeticDataConfig, DType, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
 from trainer.batch import TrainBatch
 from trainer.components import (

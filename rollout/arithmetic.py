@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout.config import ArithmeticDataConfig
+from rollout.task_config import ArithmeticDataConfig
 
 COLUMN_SEPARATOR = ", "
 ANSWER_MARK = " #### "

@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from rollout.arithmetic import ArithmeticProblem, arithmetic_problems
-from rollout.config import ArithmeticDataConfig, DataConfig, FileDataConfig
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 
 if TYPE_CHECKING:

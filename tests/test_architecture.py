@@ -49,6 +49,7 @@ RAY_FILES = frozenset({"rollout/engine_group.py", "trainer/policy_group.py", "tr
 LIGHT_MODULES = (
     "algorithms.config",
     "rollout.config",
+    "rollout.task_config",
     "rollout.types",
     "trainer.config",
     "trainer.cli.commands",

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 import transformers
 
 from rollout.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
-from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from rollout.task_config import ArithmeticDataConfig
 from trainer.cache import default_cache_dir
 from trainer.components import ArithmeticModelConfig
 

@@ -43,18 +43,15 @@ from algorithms.config import (
 )
 from algorithms.config.combine import combination_problems, resolved_loss
 from rollout.config import (
-    ArithmeticDataConfig,
     CollectConfig,
-    DataConfig,
     DynamicCollectConfig,
     EngineConfig,
-    FileDataConfig,
     FixedCollectConfig,
-    RewardConfig,
     SamplingConfig,
     SGLangConfig,
     TorchEngineConfig,
 )
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollout.collect import Sampler
-from rollout.config import FileDataConfig
 from rollout.data import prompts_digest
 from rollout.engine import EngineInfo
 from rollout.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, evaluation_requests, num_correct
 from rollout.rewards import Scorer
+from rollout.task_config import FileDataConfig
 from rollout.types import Prompt, Sample
 from rollout.weights import DTYPES
 from trainer.checkpoint import Checkpoint, CheckpointError, checkpoint_at

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from rollout.config import ArithmeticDataConfig
 from rollout.data import Dataset, load_dataset, load_eval_sets, stop_token_ids
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import Prompt
 from trainer.base_model import build_base_model
 from trainer.components import ArithmeticModelConfig, HFModelConfig

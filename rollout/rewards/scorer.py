@@ -12,11 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.config import RewardConfig
 from rollout.rewards.custom import custom_problem, is_custom
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.pool import Failure, Outcome, RewardPool
 from rollout.rewards.rules import RULES, rule_names
+from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
 
 GIB = 1 << 30

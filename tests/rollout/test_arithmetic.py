@@ -18,9 +18,9 @@ from rollout.arithmetic import (
     save_tokenizer,
     work_out,
 )
-from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import RULES
+from rollout.task_config import ArithmeticDataConfig
 
 
 def gsm8k(response, answer):

@@ -8,16 +8,10 @@ import torch
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.collect import Collector, CollectPlan, SeedSource, make_sample
-from rollout.config import (
-    DType,
-    DynamicCollectConfig,
-    FixedCollectConfig,
-    RewardConfig,
-    SamplingConfig,
-    TorchEngineConfig,
-)
+from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig, TorchEngineConfig
 from rollout.data import PromptStream
 from rollout.rewards import Scorer
+from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 

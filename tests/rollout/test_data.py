@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from rollout.arithmetic import arithmetic_problems, save_tokenizer
-from rollout.config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.data import PromptStream, load_dataset, load_eval_sets, prompts_digest, stop_token_ids
 from rollout.hf import AutoTokenizer
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 
 BOS, EOS = 256, 257

@@ -8,7 +8,7 @@ import torch
 from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.config import DType, RewardConfig, SamplingConfig, TorchEngineConfig
+from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.evaluate import (
     EvalPlan,
     evaluate,
@@ -19,6 +19,7 @@ from rollout.evaluate import (
     summarize,
 )
 from rollout.rewards import Scorer
+from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, Prompt
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.config import RewardConfig
 from rollout.rewards import RULES, RewardError, Scorer, overlong_penalty, rule_names
+from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 
 

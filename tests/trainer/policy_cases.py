@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
-from rollout.config import ArithmeticDataConfig, DType, TorchEngineConfig
+from rollout.config import DType, TorchEngineConfig
 from rollout.hf import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import Sample
 from trainer.components import (
     BatchConfig,

@@ -7,7 +7,8 @@ import math
 import random
 from pathlib import Path
 
-from rollout.config import ArithmeticDataConfig, DynamicCollectConfig
+from rollout.config import DynamicCollectConfig
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
 from trainer.components import ArithmeticModelConfig, RunConfig
 from trainer.config import SamplingConfig, TrainConfig

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollout.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
-from rollout.config import ArithmeticDataConfig
 from rollout.hf import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
+from rollout.task_config import ArithmeticDataConfig
 from trainer.base_model import (
     IGNORED,
     MANIFEST,

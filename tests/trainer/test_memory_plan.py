@@ -12,8 +12,9 @@ import torch
 from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
-from rollout.config import ArithmeticDataConfig, DType, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.sglang.engine import SGLangEngine
+from rollout.task_config import ArithmeticDataConfig
 from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
 from trainer.cluster import bundle_numbers, required_bundles
 from trainer.components import (

@@ -18,7 +18,8 @@ from algorithms.config import (
     ReferenceKLConfig,
     RejectedDenominator,
 )
-from rollout.config import ArithmeticDataConfig, DType, FileDataConfig, SamplingConfig, SGLangConfig
+from rollout.config import DType, SamplingConfig, SGLangConfig
+from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.cli.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.cli.plan import Machine, forwards, render_plan, size
 from trainer.components import (

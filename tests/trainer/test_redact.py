@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollout.config import FileDataConfig, SGLangConfig
+from rollout.config import SGLangConfig
+from rollout.task_config import FileDataConfig
 from trainer.components import ArithmeticModelConfig
 from trainer.config import ArithmeticDataConfig, TrainConfig
 from trainer.tracking.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text

@@ -22,7 +22,8 @@ import wandb_file
 
 import trainer.tracking.wandb_sink as wandb_sink
 from algorithms.histograms import mismatch_histograms
-from rollout.config import ArithmeticDataConfig, SGLangConfig
+from rollout.config import SGLangConfig
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.cli.compose import resolve
 from trainer.components import ArithmeticModelConfig, RunConfig

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import ArithmeticDataConfig, DType, FileDataConfig
+from rollout.config import DType
+from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.components import ArithmeticModelConfig, HFModelConfig, Offload
 from trainer.config import TrainConfig
 from trainer.model_shape import ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
