@@ -16,6 +16,9 @@ from pathlib import Path
 PLATFORM_NAME = "parity_cpu"
 """Name of the entry point, and the value of SGLANG_PLATFORM that selects it."""
 
+ATTENTION_BACKEND = "parity_batched"
+"""Value of SGLang's `attention_backend` for `rollout/sglang/cpu_attention.py`, the default on a CPU."""
+
 PLATFORM_CLASS = "rollout.sglang.cpu_srt.ParityCpuPlatform"
 
 _MISSING_OPERATORS = {

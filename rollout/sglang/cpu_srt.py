@@ -1,7 +1,7 @@
-"""The SGLang platform class behind `cpu_platform.activate`, and per-sample seeds for SGLang's sampler.
+"""The SGLang platform class behind `cpu_platform.activate`: attention in batches, and a seed for every sample.
 
 Loaded by SGLang only, inside the server's processes. It uses SGLang's own extension points: the out-of-tree platform,
-`register_sampler_backend` and the plugin hook registry. Nothing of SGLang is edited.
+`register_attention_backend`, `register_sampler_backend` and the plugin hook registry. Nothing of SGLang is edited.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.seeded_draw import draw, truncate, uniforms
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 _SEED_HOOK_TARGET = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_LAST_SLOT_HOOK_TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
 
 
 class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
@@ -30,7 +32,7 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
     device_type = "cpu"
 
     def get_default_attention_backend(self) -> str:
-        return "torch_native"
+        return ATTENTION_BACKEND
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         """The in-tree pool; only models with plain multi-head attention are supported."""
@@ -51,17 +53,16 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "native"
 
     def init_backend(self) -> None:
-        """Called by SGLang once in each worker, after it applied the hooks of plugins: install per-sample seeds."""
+        """Called by SGLang once in each worker, after it applied the hooks of plugins: install what is ours."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
+        register_attention_backend(ATTENTION_BACKEND)(_make_attention)
         # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler takes that name.
         _register_sampler()
-        HookRegistry.register(
-            _SEED_HOOK_TARGET,
-            attach_seeds,
-            HookType.AFTER,
-            source=HookSource(plugin_name="parity_cpu", dist_name="parity-rl"),
-        )
+        source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
+        HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
+        HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=source)
         HookRegistry.apply_hooks()
 
 
@@ -73,6 +74,22 @@ def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_ar
     info.sampling_seed = torch.tensor(
         [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64
     )
+
+
+def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    """[B] slot of the last token before each extension, -1 where there is none.
+
+    SGLang's own function starts a Triton kernel for every attention backend whose name it does not know.
+    """
+    found = req_to_token[requests, (prefix_lens - 1).clamp(min=0)].to(prefix_lens.dtype)
+    return torch.where(prefix_lens > 0, found, torch.full_like(prefix_lens, -1))
+
+
+def _make_attention(model_runner: Any) -> Any:
+    """SGLang calls this once per worker when the cache exists."""
+    from rollout.sglang.cpu_attention import BatchedAttention
+
+    return BatchedAttention(model_runner)
 
 
 def _register_sampler() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError
-from rollout.sglang.cpu_platform import PLATFORM_NAME
+from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.loader import LOADER
 from rollout.sglang.memory import memory_args
 
@@ -21,7 +21,7 @@ MINIMUM_SGLANG = (0, 5, 23)
 """Earlier releases execute code sent to their weight-update routes."""
 
 CPU_SERVER_ARGS: dict[str, Any] = {
-    "attention_backend": "torch_native",
+    "attention_backend": ATTENTION_BACKEND,
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
     # SGLang would take most of the machine's memory for the cache: 65536 tokens of a 0.5B model are 0.8 GB in bf16.

@@ -1,0 +1,252 @@
+"""Batched attention against SGLang's own `torch_native` loop on the same forwards: real pool and layers, no server."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import rollout.sglang.batched_attention as batched_attention
+import rollout.sglang.running_cache as running_cache
+from rollout.sglang.batched_attention import plan_blocks
+from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME, declare_torchvision_operators
+from rollout.sglang.installation import CPU_SERVER_ARGS
+
+pytestmark = pytest.mark.sglang
+
+MAX_REQUESTS, MAX_POSITIONS, NUM_SLOTS, NUM_LAYERS, HEAD_SIZE = 24, 192, 4096, 2, 16
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
+"""Outputs are of size 1: a few units in the last place of the type."""
+
+
+@dataclass
+class Driver:
+    """Both backends on one cache; plays the part of SGLang's scheduler."""
+
+    native: Any
+    batched: Any
+    layers: list[Any]
+    req_to_token: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    dtype: torch.dtype
+    mode: Any
+    free: list[int]
+    lens: dict[int, int] = field(default_factory=dict)
+    """Row of `req_to_token` -> tokens that are in the cache."""
+    worst: float = 0.0
+
+    def run(self, rows: list[int], new: list[int], *, is_decode: bool) -> None:
+        """One forward of `new` tokens per sequence; compares all outputs."""
+        prefixes = torch.tensor([self.lens.get(row, 0) for row in rows])
+        counts = torch.tensor(new)
+        slots = []
+        for row, count in zip(rows, new, strict=True):
+            own = [self.free.pop(random.randrange(len(self.free))) for _ in range(count)]
+            start = self.lens.get(row, 0)
+            self.req_to_token[row, start : start + count] = torch.tensor(own, dtype=torch.int32)
+            self.lens[row] = start + count
+            slots += own
+        batch = SimpleNamespace(
+            forward_mode=self.mode.DECODE if is_decode else self.mode.EXTEND,
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=prefixes + counts,
+            extend_prefix_lens=prefixes,
+            extend_seq_lens=counts,
+            out_cache_loc=torch.tensor(slots),
+            encoder_lens=None,
+            encoder_out_cache_loc=None,
+        )
+        self.native.init_forward_metadata(batch)
+        self.batched.init_forward_metadata(batch)
+        for layer in self.layers:
+            q = torch.randn(len(slots), self.num_heads * HEAD_SIZE).to(self.dtype)
+            k = torch.randn(len(slots), self.num_kv_heads, HEAD_SIZE).to(self.dtype)
+            v = torch.randn(len(slots), self.num_kv_heads, HEAD_SIZE).to(self.dtype)
+            name = "forward_decode" if is_decode else "forward_extend"
+            expected = getattr(self.native, name)(q, k, v, layer, batch)
+            found = getattr(self.batched, name)(q, k, v, layer, batch)
+            assert found.shape == expected.shape and found.dtype == expected.dtype
+            self.worst = max(self.worst, (found.float() - expected.float()).abs().max().item())
+
+    def end(self, row: int) -> None:
+        """Free the slots that no other sequence shares."""
+        own = set(self.req_to_token[row, : self.lens.pop(row)].tolist())
+        for other, length in self.lens.items():
+            own -= set(self.req_to_token[other, :length].tolist())
+        self.free += sorted(own)
+
+    def share(self, row: int, other: int, count: int) -> None:
+        """A new sequence that begins with the first tokens of another: a hit in the prefix cache."""
+        self.req_to_token[row, :count] = self.req_to_token[other, :count]
+        self.lens[row] = count
+
+
+@pytest.fixture
+def make_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("SGLANG_PLATFORM", PLATFORM_NAME)
+    declare_torchvision_operators()
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from rollout.sglang.cpu_attention import BatchedAttention
+
+    def make(*, num_heads: int = 4, num_kv_heads: int = 2, dtype: torch.dtype, windows: tuple[int, ...]) -> Driver:
+        random.seed(0)
+        torch.manual_seed(0)
+        pool = MHATokenToKVPool(
+            size=NUM_SLOTS,
+            page_size=1,
+            dtype=dtype,
+            head_num=num_kv_heads,
+            head_dim=HEAD_SIZE,
+            layer_num=NUM_LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        req_to_token = torch.zeros(MAX_REQUESTS, MAX_POSITIONS, dtype=torch.int32)
+        runner = SimpleNamespace(
+            device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=req_to_token), token_to_kv_pool=pool
+        )
+        layers = [
+            RadixAttention(num_heads, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads, index, sliding_window_size=window)
+            for index, window in enumerate(windows)
+        ]
+        return Driver(
+            native=TorchNativeAttnBackend(runner),
+            batched=BatchedAttention(runner),
+            layers=layers,
+            req_to_token=req_to_token,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dtype,
+            mode=ForwardMode,
+            free=list(range(1, NUM_SLOTS)),
+        )
+
+    return make
+
+
+def serve(driver: Driver, *, num_steps: int) -> int:
+    """Random traffic: groups with shared prefixes, prompts in chunks, ends, retractions, rows used again."""
+    waiting: list[tuple[int, int]] = []
+    num_decodes = 0
+    for _ in range(num_steps):
+        running = [row for row in driver.lens if row not in {row for row, _ in waiting}]
+        unused = [row for row in range(MAX_REQUESTS) if row not in driver.lens]
+        if waiting or (unused and random.random() < 0.4):
+            if not waiting:
+                random.shuffle(unused)
+                for row in unused[: random.randrange(1, 6)]:
+                    if running and random.random() < 0.5:
+                        other = random.choice(running)
+                        driver.share(row, other, random.randrange(1, driver.lens[other] + 1))
+                    waiting.append((row, random.choice([1, 2, 7, 20, 60])))
+            # The last prompt of the batch may be cut, and goes on in the next forward.
+            rows, new = [row for row, _ in waiting], [count for _, count in waiting]
+            cut = random.randrange(1, new[-1] + 1)
+            rest = new[-1] - cut
+            driver.run(rows, [*new[:-1], cut], is_decode=False)
+            waiting = [(rows[-1], rest)] if rest else []
+            continue
+        if not running:
+            continue
+        if random.random() < 0.2:
+            random.shuffle(running)
+        for _ in range(random.choice([1, 1, 2, 5])):
+            running = [row for row in running if driver.lens[row] < MAX_POSITIONS]
+            if running:
+                driver.run(running, [1] * len(running), is_decode=True)
+                num_decodes += 1
+        for row in list(driver.lens):
+            if driver.lens[row] == MAX_POSITIONS or (random.random() < 0.1 and row in running):
+                # An end and a retraction are the same to the backend: the row is given to another prompt.
+                driver.end(row)
+    return num_decodes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 2)])
+def test_equals_the_loop_over_sequences(
+    make_driver: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_heads: int, num_kv_heads: int
+) -> None:
+    # Small bounds, so that a batch has many blocks and buckets, and buckets grow.
+    monkeypatch.setattr(batched_attention, "BLOCK_NUMBERS", 4096)
+    monkeypatch.setattr(batched_attention, "QUERIES_PER_ITEM", 16)
+    monkeypatch.setattr(running_cache, "FREE_NUMBERS", 4096)
+    monkeypatch.setattr(running_cache, "ROOM", 4)
+    driver = make_driver(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, windows=(-1, -1))
+    assert serve(driver, num_steps=120) > 60
+    assert 0 < driver.worst < TOLERANCE[dtype]
+
+
+def test_equals_the_loop_where_some_layers_have_a_sliding_window(make_driver: Any) -> None:
+    driver = make_driver(dtype=torch.float32, windows=(-1, 9))
+    serve(driver, num_steps=60)
+    assert 0 < driver.worst < TOLERANCE[torch.float32]
+
+
+def test_equals_the_loop_where_the_copy_would_be_too_large(make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_cache, "MAX_BYTES", 1_000_000)
+    driver = make_driver(dtype=torch.float32, windows=(-1, -1))
+    held: set[bool] = set()
+    begin = driver.batched._running.begin
+
+    def watch(*args: Any, **kwargs: Any) -> bool:
+        found: bool = begin(*args, **kwargs)
+        held.add(found)
+        return found
+
+    monkeypatch.setattr(driver.batched._running, "begin", watch)
+    serve(driver, num_steps=60)
+    assert held == {True, False}
+    assert 0 < driver.worst < TOLERANCE[torch.float32]
+
+
+def test_a_step_that_adds_a_token_to_the_same_sequences_gathers_nothing(
+    make_driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver(dtype=torch.float32, windows=(-1, -1))
+    driver.run([0, 1, 2], [5, 9, 3], is_decode=False)
+    driver.run([0, 1, 2], [1, 1, 1], is_decode=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(running_cache.Bucket, "_gather", None)
+        driver.run([0, 1, 2], [1, 1, 1], is_decode=True)
+        driver.run([2, 0], [1, 1], is_decode=True)
+    assert driver.worst < TOLERANCE[torch.float32]
+
+
+def test_a_number_that_is_not_finite_stays_within_its_sequence(make_driver: Any) -> None:
+    driver = make_driver(dtype=torch.float32, windows=(-1, -1))
+    driver.run([0, 1], [40, 3], is_decode=False)
+    driver.batched.token_to_kv_pool.v_buffer[0][driver.req_to_token[0, 5].long()] = torch.nan
+    pool, batch = driver.batched.token_to_kv_pool, torch.tensor([0, 1])
+    blocks = plan_blocks(
+        driver.req_to_token, batch, prefix_lens=torch.tensor([39, 2]), numbers_per_key=driver.num_kv_heads * HEAD_SIZE
+    )
+    query = torch.randn(2, driver.num_heads, HEAD_SIZE)
+    found = batched_attention.attend(query, pool.k_buffer[0], pool.v_buffer[0], blocks, scale=0.25)
+    assert found[0].isnan().all() and found[1].isfinite().all()
+
+
+def test_blocks_pad_little_and_cut_long_prompts() -> None:
+    lens = torch.tensor([3000, 5, 6, 7, 2900])
+    table = torch.arange(5 * 4000, dtype=torch.int32).view(5, 4000)
+    blocks = plan_blocks(
+        table, torch.arange(5), prefix_lens=torch.zeros(5, dtype=torch.int64), extend_lens=lens, numbers_per_key=128
+    )
+    computed = sum(b * n for b, n, _ in (block.shape for block in blocks))
+    assert max(n for _, n, _ in (block.shape for block in blocks)) == batched_attention.QUERIES_PER_ITEM
+    assert int(lens.sum()) <= computed < 1.05 * int(lens.sum())
+    keys = sum(b * n * length for b, n, length in (block.shape for block in blocks))
+    assert keys < 0.6 * int((lens**2).sum())
+
+
+def test_it_is_the_default_on_a_cpu() -> None:
+    assert CPU_SERVER_ARGS["attention_backend"] == ATTENTION_BACKEND
