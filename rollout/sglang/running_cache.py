@@ -44,6 +44,7 @@ class Bucket:
         self._kept: dict[int, Pool] = {}
         """By layer: [b, capacity, key heads x size] float32."""
         self._make_room(slots.shape[1] + ROOM)
+        self._find_ends()
         self.alive: torch.Tensor | None = None
         """[rows that still decode] int64; None where all do."""
         self.batch_rows = torch.empty(0, dtype=torch.int64)
@@ -68,12 +69,12 @@ class Bucket:
         self._slots = None
         self.lens += 1
         self.longest += 1
-        self._mask.view(-1).index_fill_(0, self.ends, 0.0)
+        self._mask.view(-1).index_fill_(0, self._find_ends(), 0.0)
 
-    @property
-    def ends(self) -> torch.Tensor:
+    def _find_ends(self) -> torch.Tensor:
         """[b] int64: index of each sequence's last token in [b * capacity]."""
-        return torch.arange(len(self.requests)) * self.capacity + self.lens - 1
+        self._ends = torch.arange(len(self.requests)) * self.capacity + self.lens - 1
+        return self._ends
 
     def keep(self, rows: list[int]) -> None:
         """All other rows are dead from now on; they are dropped when they are more than half."""
@@ -81,6 +82,7 @@ class Bucket:
             self.alive = None
         elif 2 * len(rows) < len(self.requests):
             self._select(torch.tensor(rows))
+            self._find_ends()
         else:
             left = set(rows)
             self.requests = [request if row in left else GONE for row, request in enumerate(self.requests)]
@@ -99,7 +101,7 @@ class Bucket:
             # The slots include those of the new tokens.
             kept = self._kept[layer] = (self._gather(pool[0]), self._gather(pool[1]))
         else:
-            ends = self.ends if self.alive is None else self.ends[self.alive]
+            ends = self._ends if self.alive is None else self._ends[self.alive]
             for buffer, numbers in zip(kept, new, strict=True):
                 buffer.view(-1, buffer.shape[2]).index_copy_(0, ends, numbers.flatten(1))
         num_kv_heads, group = pool[0].shape[1], query.shape[1] // pool[0].shape[1]
@@ -115,11 +117,8 @@ class Bucket:
     def _gather(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._slots is None:
             raise RuntimeError("a layer that was left out of a decode step was asked for in a later one")
-        flat = numbers.flatten(1)
-        found = flat.new_zeros(len(self.requests), self.capacity, flat.shape[1], dtype=torch.float32)
-        filled = flat.index_select(0, self._slots.reshape(-1)).view(*self._slots.shape, -1)
-        found[:, : self._slots.shape[1]] = filled
-        return found
+        found = numbers.flatten(1).index_select(0, self._slots.reshape(-1)).float()
+        return _widen(found.view(*self._slots.shape, -1), self.capacity)
 
 
 class RunningCache:
@@ -251,6 +250,7 @@ def _cut(lens: list[int], numbers_per_token: int) -> list[slice]:
 
 def _widen(numbers: torch.Tensor, capacity: int) -> torch.Tensor:
     """[b, old, n] -> [b, capacity, n], zeros at the end."""
-    wide = numbers.new_zeros(numbers.shape[0], capacity, numbers.shape[2])
+    wide = numbers.new_empty(numbers.shape[0], capacity, numbers.shape[2])
     wide[:, : numbers.shape[1]] = numbers
+    wide[:, numbers.shape[1] :] = 0.0
     return wide
