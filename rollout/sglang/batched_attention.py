@@ -1,4 +1,4 @@
-"""Attention of many sequences over a paged cache in a few large operators: (queries, cache, lengths) -> outputs. Torch only.
+"""Attention of many sequences over a paged cache in a few large operators: (queries, cache) -> outputs. Torch only.
 
 `rollout/sglang/cpu_attention.py` puts it behind SGLang's attention interface. SGLang's own `torch_native` backend runs
 about ten operators per sequence and layer; here sequences of similar length share them.
@@ -19,7 +19,7 @@ BLOCK_NUMBERS = 1 << 18
 """Bound on the float32 keys of a block, 1 MiB: keys and values then stay in a core's cache between the operators that
 read them, and a long sequence never makes short ones pay for its padding."""
 QUERIES_PER_ITEM = 256
-"""A longer prompt is cut into items of so many queries, so that the mask is small and keys after an item are not read."""
+"""A longer prompt is cut into items of so many queries: the mask stays small, and keys after an item are not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -171,7 +171,9 @@ class RunningCache:
             return False
         return True
 
-    def attend(self, layer: int, query: torch.Tensor, pool: Pool, new_slots: torch.Tensor, *, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, pool: Pool, new_slots: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
         """Outputs [B, query heads, value size] of one decode step; `new_slots` [B] hold its keys and values already."""
         output = query.new_empty(*query.shape[:2], pool[1].shape[2])
         queries = query.float()

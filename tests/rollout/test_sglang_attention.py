@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 
 import rollout.sglang.batched_attention as batched_attention
 import rollout.sglang.running_cache as running_cache
+from rollout.config import SGLangConfig
 from rollout.sglang.batched_attention import plan_blocks
 from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME, declare_torchvision_operators
-from rollout.sglang.installation import CPU_SERVER_ARGS
+from rollout.sglang.installation import server_args
 
 pytestmark = pytest.mark.sglang
 
@@ -248,5 +250,23 @@ def test_blocks_pad_little_and_cut_long_prompts() -> None:
     assert keys < 0.6 * int((lens**2).sum())
 
 
-def test_it_is_the_default_on_a_cpu() -> None:
-    assert CPU_SERVER_ARGS["attention_backend"] == ATTENTION_BACKEND
+def test_it_is_the_default_on_a_cpu_and_an_option_of_the_engine_overrides_it() -> None:
+    def chosen(engine_args: dict[str, Any], device: str) -> object:
+        config = SGLangConfig(engine_args=engine_args)
+        return server_args(config, Path("model"), device=device, random_seed=0, sleeps=False).get("attention_backend")
+
+    assert chosen({}, "cpu") == ATTENTION_BACKEND
+    assert chosen({"attention_backend": "torch_native"}, "cpu") == "torch_native"
+    assert chosen({}, "cuda") is None
+
+
+def test_the_slot_before_an_extension_is_found_without_a_kernel(make_driver: Any) -> None:
+    """SGLang asks for it where a page has more than one slot."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    from rollout.sglang.cpu_srt import last_slots
+
+    table = torch.arange(60, dtype=torch.int32).view(3, 20)
+    rows, prefixes = torch.tensor([2, 0, 1]), torch.tensor([20, 0, 7])
+    assert last_slots(table, rows, prefixes).tolist() == [59, -1, 26]
+    assert last_slots(table, rows, prefixes).tolist() == get_last_loc_torch(table, rows, prefixes).tolist()

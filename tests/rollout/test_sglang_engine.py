@@ -28,6 +28,7 @@ from rollout.config import DType, PauseMode, SGLangConfig
 from rollout.engine import EngineError, EngineInfo, WeightSyncError
 from rollout.filters import invalid_reason
 from rollout.sglang.client import ClientError, Endpoint, SGLangClient
+from rollout.sglang.cpu_platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.loader import LOADER
@@ -223,6 +224,10 @@ def test_wrong_keys_get_401(served: Served) -> None:
         with pytest.raises(ClientError) as caught:
             client.call(route, body=sent, timeout_s=30)
         assert caught.value.status == 401, route
+
+
+def test_a_server_on_a_cpu_attends_in_batches(served: Served) -> None:
+    assert served.client.call("/server_info", timeout_s=30)["attention_backend"] == ATTENTION_BACKEND
 
 
 # ------------------------------------------------------------------------------------------------------ generation
