@@ -8,10 +8,10 @@ slots were busy in it. Nothing else of the run is changed. The first quarter of 
 compiled, memory is taken), the second gives the efficiencies, and the second half is predicted from its lengths with
 these. So a prediction knows how long the responses are, and nothing about how long its own steps took.
 
-Printed per setting: means over the predicted steps, measured / predicted, and the mean over steps of the error of each.
-slots busy and tail: measured ones are weighted with the real seconds of the decode steps. Also printed: what the
-floor alone would say, and the asynchronous and one-step-off schedules of the same run, which were not run.
-Prints Markdown.
+Printed per setting: means over the predicted steps, and the mean over the steps of the error of each. "by steps" counts
+every decode step alike, which no other program on the machine can disturb; "by seconds" weighs with its seconds. floor:
+what the simulator says of an engine that works at the limit of the hardware. Below the table stands what the other
+schedules would come to, which were not run. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 import ray
 
 from rollout.schedules import Outcome, Plant, Schedule, prompts_needed, simulate
-from rollout.simulator import TAIL_BUSY, Work
+from rollout.simulator import TAIL_BUSY, EngineCost, Work
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve
 from trainer.cli.estimate import model_shape
@@ -56,9 +56,13 @@ class EngineSteps:
     """What an engine did in one rollout."""
 
     seconds: list[float]
-    """Of each decode step, to the begin of the next; the last one is left out."""
+    """Of each decode step, to the begin of the next, and of the last as long as the one before it."""
     busy: list[int]
     """Slots busy in it."""
+
+    def by_steps(self) -> EngineSteps:
+        """The same with steps of one second."""
+        return EngineSteps([1.0] * len(self.seconds), self.busy)
 
     def slots_busy(self, width: int) -> float:
         return sum(s * b for s, b in zip(self.seconds, self.busy, strict=True)) / (width * sum(self.seconds))
@@ -69,18 +73,27 @@ class EngineSteps:
 
 
 def record_steps() -> None:
-    """Ray calls this in every worker: write begin and width of every decode step of an engine."""
+    """Ray calls this in every worker: write begin and width of every decode step of an engine, and every sync as 0."""
     from rollout.slots import Step
+    from rollout.torch_engine import TorchEngine
 
-    plain = Step.__init__
+    plain_step, plain_load = Step.__init__, TorchEngine.load_weights
     path = Path(os.environ[RECORD]) / f"{os.getpid()}.txt"
 
-    def made(self, *words, positions, **named):  # type: ignore[no-untyped-def]
+    def write(width: int) -> None:
         with path.open("a") as file:
-            file.write(f"{time.time():.6f} {len(positions)}\n")
-        plain(self, *words, positions=positions, **named)
+            file.write(f"{time.time():.6f} {width}\n")
+
+    def made(self, *words, positions, **named):  # type: ignore[no-untyped-def]
+        write(len(positions))
+        plain_step(self, *words, positions=positions, **named)
+
+    def load(self, *words, **named):  # type: ignore[no-untyped-def]
+        write(0)
+        return plain_load(self, *words, **named)
 
     Step.__init__ = made  # type: ignore[method-assign]
+    TorchEngine.load_weights = load  # type: ignore[method-assign]
 
 
 def compose(words: list[str]) -> TrainConfig:
@@ -95,24 +108,25 @@ def compose(words: list[str]) -> TrainConfig:
     return run.config
 
 
-def engine_steps(directory: Path, times: list[dict[str, float]], num_steps: int) -> list[EngineSteps]:
-    """The decode steps of each rollout: a rollout is a stretch whose widths were recorded without a long pause between
-    two of them, evaluations (the first and the last stretch) left out."""
+def engine_steps(directory: Path, num_steps: int) -> list[EngineSteps]:
+    """The decode steps of the rollout of each training step: those between two syncs.
+
+    Those of the first hold an evaluation too; what follows the last sync is another one.
+    """
     [path] = list(directory.glob("*.txt"))
-    begins, widths = [], []
+    rollouts: list[list[tuple[float, int]]] = []
     for line in path.read_text().splitlines():
         begin, width = line.split()
-        begins.append(float(begin))
-        widths.append(int(width))
-    # Training and sync lie between two rollouts: the widest num_steps + 1 gaps are those between the stretches.
-    gaps = sorted(range(1, len(begins)), key=lambda i: begins[i - 1] - begins[i])[: num_steps + 1]
-    edges = [0, *sorted(gaps), len(begins)]
+        if width == "0":
+            rollouts.append([])
+        else:
+            rollouts[-1].append((float(begin), int(width)))
+    if len(rollouts) != num_steps + 1:
+        raise SystemExit(f"{len(rollouts) - 1} rollouts were recorded, {num_steps} steps were taken")
     found = []
-    for first, last in list(itertools.pairwise(edges))[1:-1]:
-        seconds = [begins[i + 1] - begins[i] for i in range(first, last - 1)]
-        found.append(EngineSteps(seconds, widths[first : last - 1]))
-    if len(found) != len(times):
-        raise SystemExit(f"{len(found)} rollouts were recorded, {len(times)} steps were taken")
+    for rollout in rollouts[:num_steps]:
+        seconds = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(rollout)]
+        found.append(EngineSteps([*seconds, seconds[-1]], [width for _, width in rollout]))
     return found
 
 
@@ -122,6 +136,34 @@ def predict(recording: Recording, plant: Plant, step: int) -> Outcome:
     prompts = [max(1, round(recording.prompt_tokens))] * len(groups)
     work = Work(prompts=prompts, responses=groups, cap=max(map(max, groups)))
     return simulate(Schedule.synchronous, work, replace(plant, prompts_per_step=len(groups)), num_steps=1)
+
+
+Compared = tuple[str, list[float], list[float], list[float] | None]
+"""What, and by step: measured, predicted, and of an ideal engine."""
+
+
+def shares(
+    name: str, took: list[EngineSteps], made: list[Outcome], ideal: list[Outcome] | None, *, width: int
+) -> list[Compared]:
+    """Busy slots and tail, in percent."""
+
+    def percent(attribute: str, outcomes: list[Outcome] | None) -> list[float]:
+        return [100 * getattr(each, attribute) for each in outcomes or []]
+
+    busy, tail = (
+        [100 * share(width) for share in some] for some in ([e.slots_busy for e in took], [e.tail for e in took])
+    )
+    return [
+        (f"slots busy {name}, %", busy, percent("slots_busy_frac", made), percent("slots_busy_frac", ideal) or None),
+        (f"tail {name}, %", tail, percent("tail_frac", made), percent("tail_frac", ideal) or None),
+    ]
+
+
+def line(name: str, real: list[float], made: list[float], least: list[float] | None) -> str:
+    """The cells of a row."""
+    error = statistics.mean(abs(b - a) for a, b in zip(real, made, strict=True))
+    floor = "" if least is None else f"{statistics.mean(least):.3g}"
+    return f"{name} | {statistics.mean(real):.3g} | {statistics.mean(made):.3g} | {error:.3g} | {floor}"
 
 
 def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list[str]:
@@ -144,7 +186,7 @@ def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list
     finally:
         ray.shutdown()
     recording = read_recording(directory / "run")
-    measured = engine_steps(steps_dir, recording.times, num_steps)
+    measured = engine_steps(steps_dir, num_steps)
     engine, rank, _ = _rates(config, SimulateConfig())
     shape = model_shape(config)
     quarter = num_steps // 4
@@ -157,43 +199,25 @@ def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list
         )
         return replace(made, refill=refill)
 
-    predicted_steps = range(2 * quarter, num_steps)
+    steps = range(2 * quarter, num_steps)
+    counting = replace(plant(fitted), cost=EngineCost(step_s=1.0))
+    by_count = [predict(recording, counting, step) for step in steps]
+    predicted = [predict(recording, plant(fitted), step) for step in steps]
+    ideal = [predict(recording, plant(Efficiencies()), step) for step in steps]
+    rows = [recording.times[step] for step in steps]
+    took = [measured[step] for step in steps]
     width = min(slots, samples)
-    predicted = [predict(recording, plant(fitted), step) for step in predicted_steps]
-    ideal = [predict(recording, plant(Efficiencies()), step) for step in predicted_steps]
-    rows = [recording.times[step] for step in predicted_steps]
-    took = [measured[step] for step in predicted_steps]
-    names = ("rollout s", "train s", "step s", "slots busy %", "tail %")
-    values = {
-        "rollout s": ([row["time/rollout_s"] for row in rows], [made.rollout_s for made in predicted]),
-        "train s": ([row["time/train_s"] for row in rows], [made.train_s for made in predicted]),
-        "step s": (
-            [row["time/step_s"] - (row.get("time/eval_s") or 0.0) for row in rows],
-            [made.step_s for made in predicted],
-        ),
-        "slots busy %": (
-            [100 * each.slots_busy(width) for each in took],
-            [100 * made.slots_busy_frac for made in predicted],
-        ),
-        "tail %": ([100 * each.tail(width) for each in took], [100 * made.tail_frac for made in predicted]),
-    }
-    floors = {
-        "rollout s": statistics.mean(made.rollout_s for made in ideal),
-        "train s": statistics.mean(made.train_s for made in ideal),
-        "step s": statistics.mean(made.step_s for made in ideal),
-        "slots busy %": 100 * statistics.mean(made.slots_busy_frac for made in ideal),
-        "tail %": 100 * statistics.mean(made.tail_frac for made in ideal),
-    }
-    lines = []
-    for name in names:
-        real, made = values[name]
-        error = statistics.mean(abs(b - a) / a if a else abs(b - a) for a, b in zip(real, made, strict=True))
-        mean_real, mean_made = statistics.mean(real), statistics.mean(made)
-        off = (mean_made - mean_real) / mean_real if mean_real else 0.0
-        lines.append(
-            f"| {slots} | {name} | {mean_real:.3g} | {mean_made:.3g} | {100 * off:+.1f} | {100 * error:.1f} "
-            f"| {floors[name]:.3g} |"
-        )
+    compared = [
+        ("decode steps", [float(len(each.busy)) for each in took], [made.rollout_s for made in by_count], None),
+        *shares("by steps", [each.by_steps() for each in took], by_count, None, width=width),
+        *shares("by seconds", took, predicted, ideal, width=width),
+    ]
+    for name in ("rollout", "train", "step"):
+        eval_s = [(row.get("time/eval_s") or 0.0) if name == "step" else 0.0 for row in rows]
+        seconds = [row[f"time/{name}_s"] - less for row, less in zip(rows, eval_s, strict=True)]
+        made, least = ([getattr(each, f"{name}_s") for each in some] for some in (predicted, ideal))
+        compared.append((f"{name}, s", seconds, made, least))
+    lines = [f"| {slots} | {line(*row)} |" for row in compared]
     sys.stderr.write(f"slots {slots}: {json.dumps({'fitted': str(fitted), 'quarter': quarter})}\n")
     return lines + planned(config, recording, plant(fitted), slots)
 
@@ -222,8 +246,8 @@ def main() -> None:
     parser.add_argument("words", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     lines = [
-        "| slots | | measured | predicted | off, % | error per step, % | floor |",
-        "|--:|---|--:|--:|--:|--:|--:|",
+        "| slots | | measured | predicted | mean error of a step | floor |",
+        "|--:|---|--:|--:|--:|--:|",
     ]
     with tempfile.TemporaryDirectory() as scratch:
         for slots in arguments.slots:
