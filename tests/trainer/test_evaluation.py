@@ -1,0 +1,113 @@
+"""`parity eval` and evaluation in training: which sets, which weights, which placement, and what is written."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from policy_cases import save_policy
+from test_compose import config_of
+
+from algorithms.config import Problem
+from rollout.config import DType, RewardConfig, TorchEngineConfig
+from rollout.data import Dataset, StreamState
+from rollout.rewards import Scorer
+from rollout.torch_engine import TorchEngine
+from rollout.types import Prompt
+from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.cli.evaluate import render_results
+from trainer.cluster import engines_only, required_bundles
+from trainer.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
+from trainer.resume import flat_config
+from trainer.task import Task
+from trainer.weights_source import SourceKind, WeightsSource, find_source
+
+
+def make_prompts(count: int) -> list[Prompt]:
+    return [Prompt(prompt_id=i, token_ids=[i % 60, 7, 3 * i % 60], text="", answer="even") for i in range(count)]
+
+
+def parity(token_ids: list[int]) -> str:
+    return "odd" if token_ids[0] % 2 else "even"
+
+
+def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
+    save_policy(tmp_path)
+    engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
+    engine.start(tmp_path)
+    config = config_of("eval.samples=2", "eval.max_prompts=20", "sampling.max_new_tokens=5", "rollout=torch")
+    with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=parity)) as scorer:
+        task = Task(
+            model_path=tmp_path,
+            critic_path=tmp_path,
+            tokenizer=None,  # type: ignore[arg-type]
+            dataset=Dataset(train=[], heldout=make_prompts(30)),
+            eval_sets={"aime24": make_prompts(30), "few": make_prompts(3)},
+            stop_token_ids=(1,),
+            scorer=scorer,
+        )
+        results = evaluate_sets(config, task, engine)
+    engine.stop()
+    assert {name: result.num_prompts for name, result in results.items()} == {"heldout": 20, "aime24": 20, "few": 3}
+    # The same prompts: greedy responses agree, sampled ones are drawn anew.
+    first, second = ([g.samples for g in results[name].groups] for name in ("heldout", "aime24"))
+    assert [each[0].token_ids for each in first] == [each[0].token_ids for each in second]
+    assert [each[1].token_ids for each in first] != [each[1].token_ids for each in second]
+    metrics = evaluation_metrics(results)
+    assert metrics["eval/accuracy"] == metrics["eval/aime24/accuracy"] == results["heldout"].accuracy
+    assert metrics["eval/few/avg@2"] == results["few"].accuracy_sampled
+    shown = render_results(results).splitlines()
+    assert shown[0].split() == ["set", "prompts", "greedy", "avg@2", "pass@2", "maj@2", "tokens", "truncated"]
+    assert [row.split()[:2] for row in shown[1:]] == [["heldout", "20"], ["aime24", "20"], ["few", "3"]]
+
+
+def saved_checkpoint(run_dir: Path, **changes: object) -> Path:
+    unfinished = begin_checkpoint(run_dir, 3)
+    (unfinished / POLICY / "weights").write_bytes(b"0123456789")
+    stream = StreamState(seed=0, epoch=0, position=0, digest="")
+    state = RunState(step=3, policy_version=3, stream=stream, evaluation={}, **changes)  # type: ignore[arg-type]
+    return commit_checkpoint(unfinished, state, retention=Retention(keep=2)).path
+
+
+def test_what_a_source_is_shows_in_its_directory(tmp_path: Path) -> None:
+    path = saved_checkpoint(tmp_path / "run")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    kinds = {"none": "base", str(tmp_path / "run"): "run", str(path): "checkpoint", str(tmp_path / "model"): "model"}
+    for given, kind in kinds.items():
+        found = find_source(given, best=False)
+        assert isinstance(found, WeightsSource) and found.kind is SourceKind[kind]
+    refused = find_source(str(tmp_path), best=False)
+    assert isinstance(refused, Problem) and "must be a run directory with checkpoints/" in str(refused)
+
+
+def test_weights_of_another_model_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    config = config_of("rollout=torch")
+    path = saved_checkpoint(tmp_path / "run", config=flat_config(config_of("model.hidden_size=128", "rollout=torch")))
+    for given in (tmp_path / "run", path):
+        source = find_source(str(given), best=False)
+        assert isinstance(source, WeightsSource)
+        with pytest.raises(CheckpointError, match=r"is of another model: model\.hidden_size 128 -> 64"):
+            evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda line: None)
+    (path / POLICY / "weights").write_bytes(b"0123456788")
+    with pytest.raises(CheckpointError, match=r"cannot be used: .*weights has changed since it was written"):
+        evaluate_model(
+            config,
+            WeightsSource(kind=SourceKind.checkpoint, path=path),
+            run_dir=tmp_path / "eval",
+            say=lambda line: None,
+        )
+    assert list((tmp_path / "eval").iterdir()) == []
+    assert json.loads((path / "state.json").read_text("utf-8"))["step"] == 3
+
+
+def test_a_cluster_for_evaluation_has_engines_only() -> None:
+    words = ("policy.num_workers=4", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
+    config = config_of(*words, "rollout.num_engines=2")
+    alone = engines_only(config)
+    assert required_bundles(alone) == [{"CPU": 0.5, "GPU": 0.5}] * 2
+    assert (config.policy.num_workers, config.policy.gpus_per_worker) == (4, 0.5)
+    assert replace(alone.rollout) == config.rollout
