@@ -102,6 +102,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         rollout_logprobs=[0.0] * len(prompt) + generation.logprobs,
         token_versions=[0] * len(prompt) + generation.token_versions,
         finish_reason=generation.finish_reason,
+        quantized=generation.quantized,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
+from rollout.quantization_config import Quantization, eight_bit_problems, split_problems
 
 
 class DType(Enum):
@@ -28,6 +29,10 @@ class EngineConfig(Checked):
     """Rollout workers, each with one engine and a full copy of the weights."""
     dtype: DType = DType.bfloat16
     """Type of the engine's weights and activations. Vetted: bfloat16."""
+    quantization: Quantization = Quantization.none
+    """Grid on which weights are put at every sync (none, fp8, int8, int4). Use a correction: tis or mis."""
+    quantized_engines: int | None = None
+    """Engines that are quantised, the first ones; the others hold plain weights and share every group. null: all."""
     cpus_per_engine: float = 0.5
     """Ray CPUs (logical cores) reserved for a worker."""
     gpus_per_engine: float = 0.0
@@ -47,7 +52,19 @@ class EngineConfig(Checked):
         """Sequences that an engine decodes together at most; None where the engine decides."""
         return None
 
+    @property
+    def num_quantized(self) -> int:
+        """Engines whose weights lie on the grid: engine 0 .. num_quantized - 1."""
+        chosen = self.num_engines if self.quantized_engines is None else self.quantized_engines
+        return 0 if self.quantization is Quantization.none else chosen
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether quantised engines take 8-bit values and scales; others take what these stand for, in their type."""
+        return False
+
     def problems(self) -> Iterator[Problem]:
+        yield from split_problems(self.quantization, self.quantized_engines, num_engines=self.num_engines)
         if self.num_engines < 1:
             yield Problem(key="num_engines", rule="must be >= 1", value=self.num_engines)
         for key in ("cpus_per_engine", "gpus_per_engine"):
@@ -127,9 +144,15 @@ class SGLangConfig(EngineConfig):
         limit = self.engine_args.get("max_running_requests")
         return limit if isinstance(limit, int) and limit > 0 else None
 
+    @property
+    def takes_quantized(self) -> bool:
+        return self.gpus_per_engine > 0 and self.quantization in (Quantization.fp8, Quantization.int8)
+
     def problems(self) -> Iterator[Problem]:
         yield from EngineConfig.problems(self)
         yield from self._server_problems()
+        if self.takes_quantized:
+            yield from eight_bit_problems(self.quantization, self.engine_args, is_float32=self.dtype is DType.float32)
         tp_size = self.engine_args.get("tp_size", 1)
         if not isinstance(tp_size, int) or tp_size < 1:
             yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
@@ -147,7 +170,7 @@ class SGLangConfig(EngineConfig):
                     key=f"engine_args.{key}",
                     rule="is not supported: the engine's weights could not be verified",
                     value=value,
-                    remedy="Remove it; more engines (rollout.num_engines) are supported.",
+                    remedy="Remove it; there are more engines (rollout.num_engines) and rollout.quantization.",
                 )
             if key in REFUSED_SGLANG_ARGS:
                 yield Problem(

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from rollout.hf import PreTrainedModel
+from rollout.quantized_activations import Rounding
 from rollout.slots import Prefill, Step
 
 FUSED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
@@ -129,7 +130,9 @@ class FusedDecoder(_HiddenDecoder):
     Agrees with `ModuleDecoder` to rounding.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, rounding: Rounding | None = None) -> None:
+        """`rounding` is applied to the input of every projection."""
+        self._input = rounding or _same
         decoder: Any = model.get_decoder()
         config = model.config
         self._model = model
@@ -160,15 +163,15 @@ class FusedDecoder(_HiddenDecoder):
             normed = rms_norm(states, block.attention_norm.shape, block.attention_norm, self._epsilon)
             states = states + self._attention(index, block, normed, cos, sin, forward)
             normed = rms_norm(states, block.mlp_norm.shape, block.mlp_norm, self._epsilon)
-            gate, up = linear(normed, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-            states = states + linear(silu(gate) * up, block.down, block.down_bias)
+            gate, up = linear(self._input(normed), block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
+            states = states + linear(self._input(silu(gate) * up), block.down, block.down_bias)
         return states
 
     def _attention(
         self, index: int, block: _Block, normed: Tensor, cos: Tensor, sin: Tensor, forward: Prefill | Step
     ) -> Tensor:
         rows, tokens, _ = normed.shape
-        qkv = linear(normed, block.qkv, block.qkv_bias).view(rows, tokens, -1, self._head_dim)
+        qkv = linear(self._input(normed), block.qkv, block.qkv_bias).view(rows, tokens, -1, self._head_dim)
         rotated, value = qkv.split([self._num_heads + self._num_kv, self._num_kv], dim=2)
         if block.query_norm is not None and block.key_norm is not None:
             query, key = rotated.split([self._num_heads, self._num_kv], dim=2)
@@ -180,7 +183,7 @@ class FusedDecoder(_HiddenDecoder):
         rotated = torch.addcmul(rotated * cos, swapped, sin)
         query, key = rotated.split([self._num_heads, self._num_kv], dim=2)
         out = forward.attend(index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None)
-        return linear(out.transpose(1, 2).reshape(rows, tokens, -1), block.out, block.out_bias)
+        return linear(self._input(out.transpose(1, 2).reshape(rows, tokens, -1)), block.out, block.out_bias)
 
     def _rotation(self, positions: Tensor, *, longest: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles [B, T, 1, D], the first half of the sines negated."""
@@ -197,8 +200,11 @@ class FusedDecoder(_HiddenDecoder):
         return logits
 
 
-def build_decoder(model: PreTrainedModel) -> Decoder:
-    """The fastest decoder that computes exactly what the model's own code does."""
+def build_decoder(model: PreTrainedModel, rounding: Rounding | None = None) -> Decoder:
+    """The fastest decoder that computes exactly what the model's own code does.
+
+    `rounding` of the inputs of projections: the model's own code must have been told with `round_inputs`.
+    """
     hf_config = model.config
     rope = getattr(hf_config, "rope_parameters", None) or {}
     fits = (
@@ -207,7 +213,11 @@ def build_decoder(model: PreTrainedModel) -> Decoder:
         and rope.get("rope_type", "default") in STATIC_ROPE
         and set(getattr(hf_config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     )
-    return FusedDecoder(model) if fits else ModuleDecoder(model)
+    return FusedDecoder(model, rounding) if fits else ModuleDecoder(model)
+
+
+def _same(states: Tensor) -> Tensor:
+    return states
 
 
 def _block(layer: Any) -> _Block:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -110,6 +110,24 @@ def split_by_load(
     return [sorted(part) for part in parts]
 
 
+def split_by_kind(requests: Sequence[GenerateRequest], loads: Sequence[int], *, num_quantized: int) -> list[list[int]]:
+    """Like `split_by_load`, with each group divided between the first `num_quantized` engines and the others.
+
+    Sample i of n is for a quantised engine if the count floor(i * num_quantized / engines) rises with it: every group
+    is divided alike, in proportion to the engines, the first sample goes to a plain engine, and a resumed response
+    goes to the kind that began it.
+    """
+    kinds: dict[bool, list[int]] = {True: [], False: []}
+    for index, request in enumerate(requests):
+        before, after = (at * num_quantized // len(loads) for at in (request.sample_index, request.sample_index + 1))
+        kinds[after > before].append(index)
+    parts: list[list[int]] = []
+    for kind, taken in ((True, loads[:num_quantized]), (False, loads[num_quantized:])):
+        split = split_by_load([requests[index] for index in kinds[kind]], len(taken), loads=taken) if taken else []
+        parts += [[kinds[kind][position] for position in part] for part in split]
+    return parts
+
+
 class EngineGroup:
     """All rollout engines as one. Every method returns when all engines have answered, or raises."""
 
@@ -121,11 +139,16 @@ class EngineGroup:
         start_timeout_s: float,
         generate_timeout_s: float,
         sync_timeout_s: float,
+        num_quantized: int = 0,
         turns: Turns | None = None,
     ) -> None:
-        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs."""
+        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs.
+
+        The first `num_quantized` engines hold quantised weights.
+        """
         self._workers = list(workers)
         self._nodes = list(nodes)
+        self._num_quantized = num_quantized
         self._names = [f"engine {index}" for index in range(len(self._workers))]
         self._starting = [worker.start.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
@@ -153,11 +176,14 @@ class EngineGroup:
         return sum(map(len, self._held)) + len(self._early)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
-        """Queue requests, spread over the engines; a ticket for each, unique in the run."""
+        """Queue requests, spread over the engines; a ticket for each, unique in the run.
+
+        Where some engines are quantised and others not, every prompt goes to both kinds.
+        """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
         loads = [sum(map(load_of, held.values())) for held in self._held]
-        parts = split_by_load(requests, len(self._workers), loads=loads)
+        parts = split_by_kind(requests, loads, num_quantized=self._num_quantized)
         refs: list[ray.ObjectRef[Any]] = []
         names: list[str] = []
         for worker, name, held, part in zip(self._workers, self._names, self._held, parts, strict=True):
@@ -213,23 +239,33 @@ class EngineGroup:
                 [answer] = gather([ref], names=[self._names[index]], phase="generate", deadline_s=GRACE_S)
                 completions += answer
                 for completion in answer:
+                    completion.generation.quantized = index < self._num_quantized
                     del self._held[index][completion.ticket]
         return completions
 
-    def num_on(self, node: str) -> int:
-        """Engines on a Ray node."""
-        return self._nodes.count(node)
+    @property
+    def kinds(self) -> list[bool]:
+        """Which weights the engines take: quantised (True), plain (False), or both."""
+        return [True] * (self._num_quantized > 0) + [False] * (self._num_quantized < len(self))
+
+    def num_of(self, quantized: bool) -> int:
+        """Engines of a kind."""
+        return self._num_quantized if quantized else len(self) - self._num_quantized
+
+    def num_on(self, node: str, *, quantized: bool) -> int:
+        """Engines of a kind on a Ray node."""
+        return sum(place == node and kind == quantized for place, kind in self._places())
 
     def load_weights(
-        self, shared: SharedWeights, *, node: str, copies: ray.ObjectRef[Any] | None
+        self, shared: Mapping[bool, SharedWeights], *, node: str, copies: Mapping[bool, ray.ObjectRef[Any]]
     ) -> list[WeightReport]:
-        """Give every engine the weights; each verifies what it then holds.
+        """Give every engine the weights of its kind (see `kinds`); each verifies what it then holds.
 
-        Engines on `node` map `shared`; the others are sent `copies`, a reference to a list of WeightBucket.
+        Engines on `node` map `shared`; the others are sent `copies`, references to lists of WeightBucket.
         """
         refs = [
-            worker.load_weights.remote(shared if place == node else copies)
-            for worker, place in zip(self._workers, self._nodes, strict=True)
+            worker.load_weights.remote(shared[kind] if place == node else copies[kind])
+            for worker, (place, kind) in zip(self._workers, self._places(), strict=True)
         ]
         return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
 
@@ -237,6 +273,10 @@ class EngineGroup:
     def takes_turns(self) -> bool:
         """Whether the engines leave their GPUs, and lose their weights, while somebody else is resident."""
         return self._turns.are_taken
+
+    def _places(self) -> list[tuple[str, bool]]:
+        """Node and kind of every engine."""
+        return [(place, index < self._num_quantized) for index, place in enumerate(self._nodes)]
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""

@@ -20,6 +20,7 @@ from rollout.decoder import build_decoder
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.model_limits import altered_logits
+from rollout.quantized_activations import input_rounding, round_inputs
 from rollout.slots import SLOT_ATTENTION
 from rollout.types import Completion, GenerateRequest, WeightBucket
 from rollout.weights import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
@@ -39,6 +40,7 @@ class TorchEngine(Engine):
         self._index = index
         self._device = torch.device(device)
         self._num_threads = num_threads
+        self._rounding = input_rounding(config.quantization) if index < config.num_quantized else None
         self._model: PreTrainedModel | None = None
         self._version = 0
         self._broken = ""
@@ -81,7 +83,9 @@ class TorchEngine(Engine):
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._version = 0
         self._broken = ""
-        self._loop.load(build_decoder(model), policy_version=0)
+        if self._rounding is not None:
+            round_inputs(model, self._rounding)
+        self._loop.load(build_decoder(model, self._rounding), policy_version=0)
         start_s = time.monotonic() - begin
         if start_s > self._config.start_timeout_s:
             self.stop()
@@ -159,7 +163,7 @@ class TorchEngine(Engine):
         if not in_place:
             self._read_back(buckets, parameters, begin=begin, version=version)
         # Projections that are computed together are copied next to each other, where they do not lie so already.
-        self._loop.load(build_decoder(model), policy_version=version)
+        self._loop.load(build_decoder(model, self._rounding), policy_version=version)
         self._version = version
         self._broken = ""
         return in_place, loaded
@@ -177,7 +181,8 @@ class TorchEngine(Engine):
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
         if not self._broken:
-            self._loop.load(build_decoder(self._started_model("wake")), policy_version=self._version)
+            decoder = build_decoder(self._started_model("wake"), self._rounding)
+            self._loop.load(decoder, policy_version=self._version)
 
     @property
     def policy_version(self) -> int:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout.config import Quantization
+
 
 class FinishReason(Enum):
     """Why a response ended."""
@@ -84,6 +86,8 @@ class Generation:
     token_versions: list[int]
     """[R] policy version of the weights that sampled each token."""
     finish_reason: FinishReason
+    quantized: bool = False
+    """Whether the weights of the engine lie on a quantisation grid; set by whoever knows all engines."""
 
     @property
     def policy_version(self) -> int:
@@ -114,6 +118,8 @@ class Sample:
     token_versions: list[int]
     """[T] completed optimizer steps of the weights that sampled the token; 0 off the mask."""
     finish_reason: FinishReason
+    quantized: bool = False
+    """Whether a quantised engine sampled the response."""
     text: str = ""
     """The decoded response, for rewards and the sample log only: never tokenized again."""
     reward: float | None = None
@@ -207,6 +213,34 @@ class RegionAddress:
     """Of the weights."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationReport:
+    """What one sync lost to the grid of quantised engines."""
+
+    quantization: Quantization
+    errors: dict[str, float]
+    """Name -> norm of (held - policy's) / norm of the policy's, of every quantised tensor."""
+
+    @property
+    def error_mean(self) -> float:
+        """Over tensors."""
+        return sum(self.errors.values()) / len(self.errors)
+
+    @property
+    def worst(self) -> str:
+        """Name of the tensor with the largest error."""
+        return max(self.errors, key=lambda name: self.errors[name])
+
+    def metrics(self) -> dict[str, float | None]:
+        return {"sync/quantization_error_mean": self.error_mean, "sync/quantization_error_max": self.errors[self.worst]}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.quantization.name}: {len(self.errors)} tensors with relative errors of {self.error_mean:.2e} on "
+            f"average, {self.errors[self.worst]:.2e} at most ({self.worst})"
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class SharedWeights:
     """What engines of the trainer's machine are sent instead of the weights."""
@@ -214,6 +248,12 @@ class SharedWeights:
     address: RegionAddress
     policy_version: int
     buckets: list[BucketSpec]
+    quantization: QuantizationReport | None = None
+    """What these weights lost to a grid; None for plain weights."""
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(bucket.tensors) for bucket in self.buckets)
 
 
 @dataclass(kw_only=True, slots=True)

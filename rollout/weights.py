@@ -44,6 +44,7 @@ DTYPES = {
         torch.float32,
         torch.bfloat16,
         torch.float16,
+        torch.float8_e4m3fn,
         torch.int64,
         torch.int32,
         torch.int16,
@@ -66,13 +67,16 @@ class TensorShape(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    kept: bool = False
+    """Whether it travels in its own dtype even if that is a floating-point type: the parts of quantised weights."""
 
 
 def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> list[BucketSpec]:
     """Places for the tensors, in their order, in buckets of at most `bucket_bytes` bytes; digests are still empty.
 
-    Floating-point tensors will be cast to `dtype`, others keep theirs. A tensor larger than `bucket_bytes` gets a
-    bucket of its own. Raises ValueError for no tensors, a name given twice, or a dtype that cannot travel.
+    Floating-point tensors will be cast to `dtype`, others and those to be `kept` keep theirs. A tensor larger than
+    `bucket_bytes` gets a bucket of its own. Raises ValueError for no tensors, a name given twice, or a dtype that
+    cannot travel.
     """
     if not dtype.is_floating_point or dtype_name(dtype) not in DTYPES:
         raise ValueError(f"weights must be packed in a floating-point type of {sorted(DTYPES)}, got {dtype}")
@@ -80,13 +84,13 @@ def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: tor
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
     buckets: list[BucketSpec] = []
     names: set[str] = set()
-    for name, given, shape in shapes:
+    for name, given, shape, kept in shapes:
         if name in names:
             raise ValueError(f"tensor {name} was given twice")
         if dtype_name(given) not in DTYPES:
             raise ValueError(f"tensor {name} has dtype {given}; a bucket carries {sorted(DTYPES)}")
         names.add(name)
-        travelling = dtype if given.is_floating_point else given
+        travelling = dtype if given.is_floating_point and not kept else given
         num_bytes = math.prod(shape) * travelling.itemsize
         if not buckets or _align(buckets[-1].num_bytes) + num_bytes > bucket_bytes:
             buckets.append(BucketSpec(start=_align(num_bytes_of(buckets)), num_bytes=0, tensors=[]))

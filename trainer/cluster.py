@@ -16,6 +16,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollout.config import Quantization
 from rollout.engine_group import EngineGroup
 from rollout.residency import Turns
 from rollout.worker import EngineSetup, RolloutWorker
@@ -63,11 +64,15 @@ def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
 
 
 def engines_only(config: TrainConfig) -> TrainConfig:
-    """The config of a cluster without ranks, for evaluation; only what placement reads differs from `config`."""
-    policy = copy.copy(config.policy)
+    """The config of a cluster without ranks, for evaluation; what placement reads differs from `config`.
+
+    And no engine is quantised: weights come to lie on a grid in a sync, and there is none.
+    """
+    policy, rollout = copy.copy(config.policy), copy.copy(config.rollout)
     policy.num_workers, policy.gpus_per_worker = 0, 0.0
+    rollout.quantization, rollout.quantized_engines = Quantization.none, None
     alone = copy.copy(config)
-    alone.policy = policy
+    alone.policy, alone.rollout = policy, rollout
     return alone
 
 
@@ -209,6 +214,7 @@ class Cluster:
             start_timeout_s=config.start_timeout_s,
             generate_timeout_s=config.generate_timeout_s,
             sync_timeout_s=config.sync_timeout_s,
+            num_quantized=config.num_quantized,
             turns=self._turns,
         )
         if takes_turns:

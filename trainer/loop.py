@@ -27,6 +27,7 @@ from trainer.cli.estimate import dry_run_lengths
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
 from trainer.evaluation import evaluate_sets, evaluation_metrics
+from trainer.kinds import metrics_by_kind
 from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.metrics import StepTimer
 from trainer.packing import assign_advantages, pack, split_mini_batches
@@ -107,6 +108,7 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
                 with timer.phase("checkpoint"):
                     saved = saver.collect()
                 metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
+                metrics |= metrics_by_kind(collected.groups, report.sample_k3)
                 metrics |= evaluation | saved | timer.lap() | cluster.metrics()
                 with timer.phase("log"):
                     metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)

@@ -97,15 +97,15 @@ class PolicyGroup:
         refs = [worker.memory.remote() for worker in self._workers]
         return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
 
-    def publish_weights(self, *, policy_version: int) -> SharedWeights:
-        """Gather all weights into memory that engines on `node` can map."""
-        refs = [worker.publish_weights.remote(policy_version) for worker in self._workers]
+    def publish_weights(self, *, policy_version: int, quantized: bool = False) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map; `quantized`: for quantised engines."""
+        refs = [worker.publish_weights.remote(policy_version, quantized) for worker in self._workers]
         answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
         return answers[0]
 
-    def copy_weights(self) -> ray.ObjectRef[Any]:
+    def copy_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
         """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
-        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote()
+        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote(quantized)
         return ref
 
     def resident(self) -> AbstractContextManager[None]:

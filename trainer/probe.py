@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rollout.collect import SeedSource, make_sample, sampling_params
-from rollout.config import DType
+from rollout.config import DType, Quantization
 from rollout.engine_group import EngineGroup
 from rollout.filters import invalid_reason
 from rollout.types import GenerateRequest, Prompt, Sample
@@ -35,6 +35,8 @@ ROUNDINGS = 16
 bfloat16 differ by less than a third of it, a log-prob at the wrong temperature by more."""
 FLOAT32_TOLERANCE = 1e-3
 """Kernels add up in different orders; more than that is not rounding in float32."""
+QUANTIZED_TOLERANCE = {Quantization.fp8: 0.25, Quantization.int8: 0.25, Quantization.int4: 0.5}
+"""Where every engine is quantised. On the arithmetic model the mean is below a tenth of it."""
 CLEARLY_BETTER = 3.0
 """An explanation is found if the difference is smaller by this factor under it."""
 MIN_TOKENS_OF_ONE = 8
@@ -144,7 +146,10 @@ def tolerance_of(config: TrainConfig) -> float:
     """Largest mean |difference|, in nats: `rollout.probe_tolerance`, or what rounding can explain."""
     if config.rollout.probe_tolerance is not None:
         return config.rollout.probe_tolerance
-    return rounding_tolerance(coarser(config.rollout.dtype, config.policy.dtype), config.sampling.temperature)
+    tolerance = rounding_tolerance(coarser(config.rollout.dtype, config.policy.dtype), config.sampling.temperature)
+    if config.rollout.num_quantized < config.rollout.num_engines:
+        return tolerance  # first samples, and the probe has no others, go to plain engines
+    return max(tolerance, QUANTIZED_TOLERANCE[config.rollout.quantization] / min(1.0, config.sampling.temperature))
 
 
 def rounding_tolerance(dtype: DType, temperature: float) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
+from rollout.types import QuantizationReport
 from trainer.policy_group import PolicyGroup
 
 
@@ -22,7 +23,7 @@ class SyncReport:
     policy_version: int
     num_tensors: int
     num_bytes: int
-    """Bytes of one copy of the weights."""
+    """Bytes of one copy of the weights; the mean where engines hold different ones."""
     num_engines: int
     num_mapped: int
     """Engines that read the weights in shared memory; the others were sent copies."""
@@ -34,6 +35,10 @@ class SyncReport:
     """Seconds of the slowest engine's load."""
     verify_s: float
     """Seconds of the slowest engine's verification."""
+    quantization: QuantizationReport | None = None
+    """What the weights of quantised engines lost, if there are such engines."""
+    num_quantized: int = 0
+    """Engines that hold quantised weights."""
 
     @property
     def gb_per_s(self) -> float:
@@ -48,7 +53,7 @@ class SyncReport:
             "sync/gather_s": self.gather_s,
             "sync/load_s": self.load_s,
             "sync/verify_s": self.verify_s,
-        }
+        } | ({} if self.quantization is None else self.quantization.metrics())
 
     @property
     def transport(self) -> str:
@@ -61,34 +66,42 @@ class SyncReport:
         return (
             f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
             f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) through {self.transport} "
-            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal"
+            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal{self._grid}"
         )
+
+    @property
+    def _grid(self) -> str:
+        return "" if self.quantization is None else f"; {self.num_quantized} engine(s) hold {self.quantization}"
 
 
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
+    kinds = engines.kinds
     with policy.resident():
-        shared = policy.publish_weights(policy_version=policy_version)
-    num_mapped = engines.num_on(policy.node)
-    copies = policy.copy_weights() if num_mapped < len(engines) else None
+        shared = {kind: policy.publish_weights(policy_version=policy_version, quantized=kind) for kind in kinds}
+    mapped = {kind: engines.num_on(policy.node, quantized=kind) for kind in kinds}
+    copies = {kind: policy.copy_weights(quantized=kind) for kind in kinds if mapped[kind] < engines.num_of(kind)}
     gathered = time.perf_counter()
     with engines.resident():
         reports = engines.load_weights(shared, node=policy.node, copies=copies)
     for index, report in enumerate(reports):
-        if report.policy_version != policy_version or report.num_tensors != reports[0].num_tensors:
+        sent = shared[index < engines.num_of(True)].num_tensors
+        if report.policy_version != policy_version or report.num_tensors != sent:
             raise WeightSyncError(
                 f"phase weight sync: engine {index} holds version {report.policy_version} with "
-                f"{report.num_tensors} tensors; expected version {policy_version} with {reports[0].num_tensors}"
+                f"{report.num_tensors} tensors; expected version {policy_version} with {sent}"
             )
     return SyncReport(
         policy_version=policy_version,
         num_tensors=reports[0].num_tensors,
-        num_bytes=reports[0].num_bytes,
+        num_bytes=sum(report.num_bytes for report in reports) // len(reports),
         num_engines=len(engines),
-        num_mapped=num_mapped,
+        num_mapped=sum(mapped.values()),
         seconds=time.perf_counter() - started,
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),
         verify_s=max(report.verify_s for report in reports),
+        quantization=shared[True].quantization if True in shared else None,
+        num_quantized=engines.num_of(True),
     )

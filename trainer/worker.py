@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
 from rollout.process_memory import MemoryUse, memory_use
-from rollout.shared_weights import WeightPublisher
+from rollout.quantization import publishers
 from rollout.types import SharedWeights, WeightBucket
 from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
@@ -135,10 +135,8 @@ class PolicyWorker:
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._critic = self._load_critic(mesh)
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
-        self._publisher = WeightPublisher(
-            tensor_shapes(model),
-            bucket_bytes=config.policy.sync_bucket_mib * 2**20,
-            dtype=DTYPES[config.rollout.dtype.name],
+        self._publishers = publishers(
+            tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
         )
         return PolicyInfo(
             rank=setup.rank,
@@ -231,18 +229,21 @@ class PolicyWorker:
             micros = (micro.to(self._device) for micro in micro_batches)
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
-    def publish_weights(self, policy_version: int) -> SharedWeights | None:
-        """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None."""
+    def publish_weights(self, policy_version: int, quantized: bool = False) -> SharedWeights | None:
+        """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None.
+
+        `quantized`: on the grid of quantised engines.
+        """
         tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
             return None
-        return self._publisher.publish(tensors, policy_version=policy_version)
+        return self._publishers[quantized].publish(tensors, policy_version=policy_version)
 
-    def copy_weights(self) -> list[WeightBucket]:
-        """What rank 0 published last, for engines on other machines. For rank 0 alone."""
-        return self._publisher.copies()
+    def copy_weights(self, quantized: bool = False) -> list[WeightBucket]:
+        """What rank 0 published last of the kind, for engines on other machines. For rank 0 alone."""
+        return self._publishers[quantized].copies()
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

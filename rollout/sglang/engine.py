@@ -20,10 +20,11 @@ from rollout.config import PauseMode, SGLangConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, continuation, whole_response
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.external import ExternalServer
-from rollout.sglang.fusing import FusionError, checkpoint_names, plan_fusion
+from rollout.sglang.fusing import FusionError, checkpoint_names
 from rollout.sglang.installation import check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
 from rollout.sglang.memory import CACHE_TAGS, WEIGHT_TAGS, ServerMemory
+from rollout.sglang.quantized import engine_quantization, sent_names
 from rollout.sglang.replies import ReplyError, body_of, generation_of, no_tokens, parse_version
 from rollout.sglang.request_stream import Answer, Job, RequestStream
 from rollout.sglang.server import ServerSetup, SGLangServer
@@ -69,6 +70,7 @@ class SGLangEngine(Engine):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config
         self._index = index
+        self._quantization = engine_quantization(config, index=index)
         self._seed = seed
         self._device = device
         self._log_dir = log_dir
@@ -295,6 +297,7 @@ class SGLangEngine(Engine):
             device=self._device,
             random_seed=self._seed + self._index,
             sleeps=self._sleeps,
+            quantization=self._quantization,
         )
         setup = ServerSetup(index=self._index, log_dir=self._log_dir, environment=environment)
         return SGLangServer(setup, server_args=arguments)
@@ -313,7 +316,7 @@ class SGLangEngine(Engine):
                 # SGLang tries this itself, before its own port is open. Without it every cache flush, which collects
                 # garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
-            plan_fusion(self._weights.parameter_names, sent=checkpoint_names(model_path))
+            self._weights.fusion(sent_names(checkpoint_names(model_path), self._quantization))
             self._requests = RequestStream(
                 client.endpoint,
                 window=_window(info),
@@ -339,6 +342,7 @@ class SGLangEngine(Engine):
             num_kv_heads=hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"],
             timeout_s=self._config.sync_timeout_s,
             maps_memory=not is_external or _maps_memory(client, info),
+            quantization=self._quantization,
         )
 
     def _check_request(self, request: GenerateRequest) -> None:

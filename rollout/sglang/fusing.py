@@ -28,7 +28,7 @@ ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Modules whose rows (and biases) tensor parallelism divides among ranks."""
 KV_MODULES = ("k_proj", "v_proj")
 COLUMN_SPLIT = ("o_proj", "down_proj")
-"""Modules whose columns it divides; their biases, like the norms, are whole on every rank."""
+"""Modules whose columns (and scales of blocks) it divides; biases and scales of channels are whole on every rank."""
 
 TIED_NAME = "lm_head.weight"
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -114,7 +114,7 @@ class Share:
         if layer in ROW_SPLIT:
             ranks_per_part = max(1, self.size // self.num_kv_heads) if layer in KV_MODULES else 1
             return tensor.chunk(self.size // ranks_per_part)[self.rank // ranks_per_part]
-        if layer in COLUMN_SPLIT and kind == "weight":
+        if layer in COLUMN_SPLIT and kind in ("weight", "weight_scale_inv"):
             return tensor.chunk(self.size, dim=1)[self.rank]
         return tensor
 
@@ -225,7 +225,15 @@ def _unstack(name: str) -> tuple[str, ...]:
 
 def _looks_plain(name: str, parts: Sequence[str]) -> bool:
     """Whether a rule covers the parameter, so that absent parts are missing tensors and not an unknown model."""
-    plain = (".norm.weight", "_proj.weight", "_proj.bias", "layernorm.weight", "_norm.weight", *VOCABULARY_PARAMETERS)
+    plain = (
+        ".norm.weight",
+        "_proj.weight",
+        "_proj.weight_scale",
+        "_proj.bias",
+        "layernorm.weight",
+        "_norm.weight",
+        *VOCABULARY_PARAMETERS,
+    )
     return len(parts) > 1 or f".{name}".endswith(plain)
 
 

@@ -11,11 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rollout.config import SGLangConfig
+from rollout.config import Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.loader import LOADER
 from rollout.sglang.memory import memory_args
+from rollout.sglang.quantized import quantized_server_args
 
 MINIMUM_SGLANG = (0, 5, 23)
 """Earlier releases execute code sent to their weight-update routes."""
@@ -84,15 +85,22 @@ def server_environment(config: SGLangConfig, *, device: str, num_threads: int | 
 
 
 def server_args(
-    config: SGLangConfig, model_path: Path, *, device: str, random_seed: int, sleeps: bool
+    config: SGLangConfig,
+    model_path: Path,
+    *,
+    device: str,
+    random_seed: int,
+    sleeps: bool,
+    quantization: Quantization = Quantization.none,
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, without host, port and keys."""
+    """SGLang's ServerArgs by name, without host, port and keys; `quantization` is that of its weights."""
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",
         "skip_server_warmup": True,
         **memory_args(config, device=device, sleeps=sleeps),
         **config.engine_args,
+        **quantized_server_args(quantization),
         "custom_weight_loader": [LOADER],
         "device": device,
         "dtype": config.dtype.value,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rollout.sglang.quantized import open_layers
 from rollout.shared_weights import MappedRegion
 from rollout.types import RegionAddress
 from rollout.weights import DTYPES
@@ -24,7 +25,8 @@ LOADER = "rollout.sglang.loader.load_bucket"
 
 
 def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the bucket that the one tensor describes: [n] uint8, a JSON text with region, version, start and tensors.
+    """Load the bucket that the one tensor describes: [n] uint8, a JSON text with region, version, start, tensors
+    and whether these are the values and scales of quantised weights.
 
     The engine that sent the request holds the region's lock. An error here ends the server, with the traceback in its
     log: a half-loaded model must not serve.
@@ -33,6 +35,8 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
     request = json.loads(bytes(description.cpu().numpy()))
     region = _mapped(RegionAddress(**request["region"]))
     region.expect(request["policy_version"])
+    if request["quantized"]:
+        open_layers(model)
     model.load_weights(_views(torch.from_numpy(region.data)[request["start"] :], request["tensors"]))
 
 

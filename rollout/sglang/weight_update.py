@@ -12,13 +12,14 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from rollout.config import Quantization
 from rollout.engine import WeightReport, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.fusing import (
@@ -31,6 +32,7 @@ from rollout.sglang.fusing import (
     plan_fusion,
 )
 from rollout.sglang.loader import LOADER
+from rollout.sglang.quantized import SESSION_ROUTE, plan_quantized, quantized_digests, unquantized
 from rollout.shared_weights import WeightRegion
 from rollout.types import WeightBucket
 from rollout.weights import unpack
@@ -67,11 +69,13 @@ class WeightUpdate:
         num_kv_heads: int,
         timeout_s: float,
         maps_memory: bool = True,
+        quantization: Quantization = Quantization.none,
     ) -> None:
         """`device` ("cpu" or "cuda") and `dtype` are those of the engine; `timeout_s` bounds a whole sync.
 
-        `maps_memory` says that the server has our loader and can open memory of this machine's processes. Asks the
-        server for its routes and parameters. Raises ClientError, WeightSyncError if it lacks a route.
+        `maps_memory` says that the server has our loader and can open memory of this machine's processes;
+        `quantization` is the format in which it holds its projections. Asks the server for its routes and
+        parameters. Raises ClientError, WeightSyncError if it lacks a route.
         """
         self._client = client
         self._maps_memory = maps_memory
@@ -82,6 +86,9 @@ class WeightUpdate:
         self._routes = client.routes(timeout_s=timeout_s)
         if missing := sorted(REQUIRED_ROUTES - self._routes):
             raise WeightSyncError(f"the server lacks the routes {', '.join(missing)}: weights could not be verified")
+        self._quantization = quantization
+        if quantization is not Quantization.none and SESSION_ROUTE not in self._routes:
+            raise WeightSyncError(f"quantised weights need a server with {SESSION_ROUTE}: SGLang 0.5.23 or newer")
         held = self._held_digests()
         self.parameter_names = tuple(held[0])
         """Names of the engine's parameters, the same on every tensor-parallel rank."""
@@ -98,7 +105,8 @@ class WeightUpdate:
         self._deadline = time.monotonic() + self._timeout_s
         tensors = {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
         try:
-            fusion = plan_fusion(self.parameter_names, sent=tensors)
+            fusion = self.fusion(tensors)
+            self._expected = [self._expect(fusion, tensors, share) for share in self._shares]
         except FusionError as error:
             raise WeightSyncError(f"policy version {policy_version}: {error}") from error
         if fusion.tied and not _same_bytes(tensors[TIED_NAME], tensors[EMBEDDING_NAME]):
@@ -106,10 +114,20 @@ class WeightUpdate:
                 f"policy version {policy_version}: {TIED_NAME} differs from {EMBEDDING_NAME}, but the engine ties them"
             )
         self._fusion = fusion
-        self._expected = [
-            expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
-            for share in self._shares
-        ]
+
+    def fusion(self, sent: Iterable[str]) -> Fusion:
+        """Which of the tensors `sent` make up each parameter of the engine; raises FusionError."""
+        if self._quantization is Quantization.none:
+            return plan_fusion(self.parameter_names, sent=sent)
+        return plan_quantized(self.parameter_names, sent=sent, quantization=self._quantization)
+
+    def _expect(self, fusion: Fusion, tensors: Mapping[str, torch.Tensor], share: Share) -> dict[str, str]:
+        """The digests that one rank must report."""
+        kind, digests = self._quantization, {}
+        if kind is not Quantization.none:
+            digests = quantized_digests(fusion, tensors=tensors, quantization=kind, device=self._device, share=share)
+            fusion = unquantized(fusion, kind)
+        return digests | expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
 
     def load(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool = False) -> WeightReport:
         """Replace all weights with those that were prepared, verify, set the version; the receipt.
@@ -167,7 +185,7 @@ class WeightUpdate:
         self._post("/pause_generation", {"mode": "in_place" if keeps_cache else "retract"})
         with self._session():
             for bucket in buckets:
-                payload = describe_bucket(self._shared(bucket)) if self._maps_memory else inline_bucket(bucket)
+                payload = self._describe(bucket) if self._maps_memory else inline_bucket(bucket)
                 self._post(
                     "/update_weights_from_tensor",
                     {
@@ -180,6 +198,9 @@ class WeightUpdate:
                 )
         if not keeps_cache:
             self._post("/flush_cache", {})
+
+    def _describe(self, bucket: WeightBucket) -> str:
+        return describe_bucket(self._shared(bucket), quantized=self._quantization is not Quantization.none)
 
     def _shared(self, bucket: WeightBucket) -> WeightBucket:
         """The bucket in memory that the server can map: as it came, or staged if it is memory of this process alone."""
@@ -197,10 +218,10 @@ class WeightUpdate:
     @contextmanager
     def _session(self) -> Iterator[None]:
         """Releases since 0.5.23 refuse updates outside of a session; earlier ones do not know sessions."""
-        if "/begin_weight_update" not in self._routes:
+        if SESSION_ROUTE not in self._routes:
             yield
             return
-        self._post("/begin_weight_update", {})
+        self._post(SESSION_ROUTE, {})
         try:
             yield
         except BaseException:
@@ -219,7 +240,7 @@ class WeightUpdate:
         return self._client.call(route, body=body, timeout_s=self._deadline - time.monotonic())
 
 
-def describe_bucket(bucket: WeightBucket) -> str:
+def describe_bucket(bucket: WeightBucket, *, quantized: bool = False) -> str:
     """What crosses HTTP instead of the weights: where they lie and what they are, in the form that SGLang unpacks.
 
     SGLang accepts pickled tensors only, from an exact list of types; this is one [n] uint8 tensor holding JSON.
@@ -230,6 +251,7 @@ def describe_bucket(bucket: WeightBucket) -> str:
         "region": asdict(bucket.region),
         "policy_version": bucket.policy_version,
         "start": bucket.start,
+        "quantized": quantized,
         "tensors": [
             {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, "offset": spec.offset}
             for spec in bucket.tensors

@@ -24,7 +24,7 @@ from algorithms.config import (
 )
 from rollout.collect import make_sample as make_rollout
 from rollout.collect import sampling_params
-from rollout.config import DType, EngineConfig, SamplingConfig, SGLangConfig, TorchEngineConfig
+from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
 from rollout.shared_weights import DATA_START
@@ -151,15 +151,15 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
             region.seek(-1, os.SEEK_CUR)
             region.write(bytes([byte ^ 4]))
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights(shared, node=policy.node, copies=None)
+            engines.load_weights({False: shared}, node=policy.node, copies={})
         assert engines.policy_versions() == [1, 1]
         shared = policy.publish_weights(policy_version=3)
         shared.buckets[0].tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):
-            engines.load_weights(shared, node=policy.node, copies=None)
+            engines.load_weights({False: shared}, node=policy.node, copies={})
         shared.policy_version = 2
         with pytest.raises(WeightSyncError, match=r"hold policy version 3, policy version 2 was announced"):
-            engines.load_weights(shared, node=policy.node, copies=None)
+            engines.load_weights({False: shared}, node=policy.node, copies={})
         assert sync_weights(policy, engines, policy_version=4).policy_version == 4
 
 
@@ -187,7 +187,50 @@ def test_an_engine_on_another_machine_gets_the_same_weights_as_ray_objects(model
         data[spec.offset + 1] ^= 4
         tampered = ray.put([replace(buckets[0], data=data), *buckets[1:]])
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights(policy.publish_weights(policy_version=3), node=policy.node, copies=tampered)
+            engines.load_weights(
+                {False: policy.publish_weights(policy_version=3)}, node=policy.node, copies={False: tampered}
+            )
+
+
+@pytest.mark.slow
+def test_quantised_and_plain_engines_share_the_prompts_and_each_holds_its_own_weights(model_path: Path) -> None:
+    config = make_config(model_path)
+    config.rollout = TorchEngineConfig(
+        dtype=DType.float32,
+        num_engines=2,
+        cpus_per_engine=0.25,
+        quantization=Quantization.int4,
+        quantized_engines=1,
+    )
+    config.sampling = SamplingConfig(max_new_tokens=12)
+    with Cluster(config, log_dir=model_path) as cluster:
+        policy = cluster.spawn_policy(model_path)
+        engines = cluster.spawn_engines(model_path)
+        policy.wait_ready()
+        engines.wait_ready()
+        report = sync_weights(policy, engines, policy_version=1)
+        assert (report.num_engines, report.num_mapped, report.num_quantized) == (2, 2, 1)
+        assert "digests equal; 1 engine(s) hold int4: 14 tensors with relative errors of " in str(report)
+        assert 0.05 < (report.metrics()["sync/quantization_error_max"] or 0.0) < 0.2
+        samples = rollouts(engines, config.sampling)
+        assert {sample.quantized for sample in samples} == {True, False}
+        [logprobs] = policy.logprobs([micro_batch(samples)])
+        for kind, off in ((True, True), (False, False)):
+            chosen = [sample for sample in samples if sample.quantized == kind]
+            micro = micro_batch(chosen)
+            [logprobs] = policy.logprobs([micro])
+            assert (worst(micro, logprobs) > TOLERANCE) == off
+        # A digest of the plain weights is not accepted for the quantised ones.
+        shared = {kind: policy.publish_weights(policy_version=2, quantized=kind) for kind in (True, False)}
+        name = "model.layers.0.mlp.up_proj.weight"
+        [wrong], [right] = (
+            [spec for bucket in shared[kind].buckets for spec in bucket.tensors if spec.name == name]
+            for kind in (True, False)
+        )
+        assert wrong.digest != right.digest
+        wrong.digest = right.digest
+        with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight"):
+            engines.load_weights(shared, node=policy.node, copies={})
 
 
 ENGINES = [TorchEngineConfig(dtype=DType.float32), SGLangConfig(dtype=DType.float32)]
@@ -227,12 +270,12 @@ def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement
 
 
 def rollouts(engines: EngineGroup, sampling: SamplingConfig) -> list[Sample]:
-    """Six responses of the engines, ready to be packed."""
+    """Two responses to each of three prompts, ready to be packed."""
     requests = [
         GenerateRequest(
-            prompt_id=index,
-            sample_index=0,
-            prompt_token_ids=[3 + index, 9, 11],
+            prompt_id=index // 2,
+            sample_index=index % 2,
+            prompt_token_ids=[3 + index // 2, 9, 11],
             sampling=sampling_params(sampling, seed=index, stop_token_ids=()),
         )
         for index in range(6)

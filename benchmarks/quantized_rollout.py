@@ -1,0 +1,339 @@
+"""Quantised rollouts on the arithmetic task: K3 by precision, and what each correction makes of it over several seeds.
+
+    python benchmarks/quantized_rollout.py [--seeds 3] [--steps 40] [--precisions int4,float32,int8] [--svg FILE] \
+        [--dir DIR] [KEY=VALUE ...]
+
+Trains the recipe `arithmetic_grpo` with four optimizer steps per rollout for every precision, correction and seed: one
+rank and one torch engine in this process with one thread, without Ray, but otherwise the parts and the order of
+`trainer/loop.py`. Words KEY=VALUE are added to every run. A run that is in DIR already is not repeated. Prints
+Markdown; --svg draws the curves of the first precision.
+
+K3        mean over the first three steps, whose policy has hardly moved; tis, mean of the seeds
+final     greedy accuracy on the held-out problems after the last step, of the policy's own weights, not quantised
+lowest    least accuracy of the samples of a step after the first ten, as the engine sampled them
+gradient  norm before clipping, all optimizer steps of all seeds
+drop      largest fall of the accuracy of samples, mean of five steps, below an earlier mean of five; worst seed
+unstable  runs whose drop exceeds 0.1, whose final accuracy is below that of the start, or that skipped steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from rollout.collect import Collector, CollectPlan
+from rollout.config import EngineConfig, TorchEngineConfig
+from rollout.data import PromptStream
+from rollout.quantization import GRIDS, Quantizer
+from rollout.shared_weights import WeightReader
+from rollout.torch_engine import TorchEngine
+from rollout.weights import TensorShape
+from trainer.cli.compose import resolve
+from trainer.config import TrainConfig
+from trainer.evaluation import evaluate_sets
+from trainer.loop import build_batch
+from trainer.planner import DEFAULT_COST
+from trainer.recording import HELDOUT
+from trainer.task import Task, load_task
+from trainer.worker import PolicySetup, PolicyWorker
+
+ROOT = Path(__file__).resolve().parents[1]
+MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis")
+PRECISIONS: dict[str, tuple[str, ...]] = {
+    "float32": ("rollout.dtype=float32",),
+    "bfloat16": ("rollout.dtype=bfloat16",),
+    "fp8": ("rollout.dtype=float32", "rollout.quantization=fp8", "rollout.quantized_engines=1"),
+    "int8": ("rollout.dtype=float32", "rollout.quantization=int8", "rollout.quantized_engines=1"),
+    "int4": ("rollout.dtype=float32", "rollout.quantization=int4", "rollout.quantized_engines=1"),
+}
+SETTING = (
+    "rollout=torch",
+    "rollout.num_engines=2",  # one samples, a plain one evaluates
+    "model.num_steps=300",  # a quarter of the recipe's: what is less certain is moved more by rounding
+    "policy.num_workers=1",
+    "batch.mini_batch_prompts=4",
+    "tracking.wandb=disabled",
+)
+EVALUATED_EVERY = 5
+K3_STEPS = 3
+COSTED = "model.layers.0.mlp.up_proj.weight"
+DTYPE = torch.bfloat16
+WINDOW = 5
+COLOURS = ("#7a7a7a", "#d95f02", "#e7298a", "#1b9e77", "#1f78b4")
+UNSTABLE_DROP = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run."""
+
+    accuracy: list[float]
+    """Of the samples of each step, as the engine sampled them."""
+    k3: list[float | None]
+    entropy: list[float | None]
+    gradient: list[float | None]
+    skipped: float
+    """Optimizer steps."""
+    heldout: list[float]
+    """Greedy accuracy of the policy's own weights, before the first step and after every EVALUATED_EVERY."""
+    seconds: float
+
+    @property
+    def lowest(self) -> float:
+        return min(self.accuracy[10:] or self.accuracy)
+
+    @property
+    def drop(self) -> float:
+        means = [statistics.fmean(self.accuracy[at : at + WINDOW]) for at in range(len(self.accuracy) - WINDOW + 1)]
+        return max((max(means[: at + 1]) - mean for at, mean in enumerate(means)), default=0.0)
+
+    @property
+    def unstable(self) -> bool:
+        return self.drop > UNSTABLE_DROP or self.heldout[-1] < self.heldout[0] or self.skipped > 0
+
+
+def compose(words: list[str]) -> TrainConfig:
+    """The config of one run, as the command line makes it."""
+    resolution = resolve(ROOT / "recipes" / "arithmetic_grpo.yaml", words, own_dir=None, multirun=False)
+    if resolution.problems:
+        raise SystemExit("\n".join(str(problem) for problem in resolution.problems))
+    [run] = resolution.runs
+    assert run.config is not None
+    return run.config
+
+
+class Run:
+    """One rank and its engines in this process."""
+
+    def __init__(self, config: TrainConfig, task: Task, scratch: Path) -> None:
+        self.config, self.task = config, task
+        setup = PolicySetup(
+            config=config,
+            model_path=task.model_path,
+            rank=0,
+            init_method=f"file://{scratch / secrets.token_hex(8)}",
+            device="cpu",
+            num_threads=1,
+        )
+        self.worker = PolicyWorker(setup)
+        self.worker.setup()
+        self.version = 0
+        self.engines = {
+            quantized: (_engine(config.rollout, task.model_path, quantized=quantized), WeightReader())
+            for quantized in {False, config.rollout.num_quantized > 0}
+        }
+        self.sync()
+
+    def sync(self) -> None:
+        """Every engine holds the weights of the policy, verified."""
+        for quantized, (engine, reader) in self.engines.items():
+            shared = self.worker.publish_weights(self.version, quantized=quantized)
+            assert shared is not None
+            with reader.opened(shared) as buckets:
+                engine.load_weights(buckets)
+
+    def collector(self) -> Collector:
+        """Samples with the quantised engine, if there is one."""
+        config = self.config
+        return Collector(
+            sampler=self.engines[config.rollout.num_quantized > 0][0],
+            prompts=PromptStream(self.task.dataset.train, seed=config.run.seed),
+            scorer=self.task.scorer,
+            collect=config.collect,
+            sampling=config.sampling,
+            plan=CollectPlan(
+                prompts_per_step=config.batch.prompts_per_step,
+                group_size=config.batch.group_size,
+                seed=config.run.seed,
+                stop_token_ids=self.task.stop_token_ids,
+                min_group_size=config.min_group_size,
+            ),
+        )
+
+    def heldout(self) -> float:
+        """Greedy accuracy of the weights as they are, on all held-out problems."""
+        return evaluate_sets(self.config, self.task, self.engines[False][0])[HELDOUT].accuracy
+
+    def train(self, steps: int) -> Outcome:
+        started, collector = time.process_time(), self.collector()
+        rows, accuracy, heldout = [], [], [self.heldout()]
+        for step in range(1, steps + 1):
+            collected = collector.collect(step, self.version)
+            batch = build_batch(self.config, collected, self.version, cost=DEFAULT_COST)
+            report = self.worker.train(batch.ranks[0], batch.samples, step)
+            self.version += report.num_optimizer_steps
+            self.sync()
+            rows.append(report.metrics)
+            accuracy.append(collected.stats.generated_accuracy)
+            if step % EVALUATED_EVERY == 0:
+                heldout.append(self.heldout())
+        return Outcome(
+            accuracy=accuracy,
+            k3=[row["mismatch/k3"] for row in rows],
+            entropy=[row["policy/entropy"] for row in rows],
+            gradient=[row["optim/grad_norm"] for row in rows],
+            skipped=sum(row["optim/skipped_steps"] or 0.0 for row in rows),
+            heldout=heldout,
+            seconds=time.process_time() - started,
+        )
+
+    def close(self) -> None:
+        for engine, reader in self.engines.values():
+            engine.stop()
+            reader.close()
+        self.worker.stop()
+
+
+def _engine(config: EngineConfig, model_path: Path, *, quantized: bool) -> TorchEngine:
+    if not isinstance(config, TorchEngineConfig):
+        raise SystemExit("this benchmark needs rollout=torch")
+    engine = TorchEngine(config, index=0 if quantized else config.num_engines - 1, device="cpu", num_threads=1)
+    engine.start(model_path)
+    return engine
+
+
+def outcome(path: Path, words: Sequence[str], *, steps: int) -> Outcome:
+    """The run in the file `path`, trained now unless it was before."""
+    if path.is_file():
+        return Outcome(**json.loads(path.read_text("utf-8")))
+    config = compose([*words, f"run.num_steps={steps}"])
+    task = load_task(config, progress=lambda step, num_steps, loss: None)
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Run(config, task, Path(scratch))
+        try:
+            found = run.train(steps)
+        finally:
+            run.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(found)), "utf-8")
+    sys.stderr.write(f"{path.stem}: {found.heldout[0]:.2f} -> {found.heldout[-1]:.2f} in {found.seconds:.0f} s\n")
+    return found
+
+
+def k3_table(folder: Path, words: Sequence[str], *, seeds: int) -> None:
+    """One short run per precision and seed."""
+    found = {}
+    for name, precision in PRECISIONS.items():
+        runs = [
+            outcome(
+                folder / f"k3-{name}-{seed}.json",
+                [*SETTING, *precision, "correction=tis", *words, f"run.seed={seed}"],
+                steps=K3_STEPS,
+            )
+            for seed in range(seeds)
+        ]
+        found[name] = statistics.fmean(value for run in runs for value in run.k3 if value is not None)
+    say("| engine | K3 | times bfloat16 |")
+    say("|---|--:|--:|")
+    for name, value in found.items():
+        say(f"| {name} | {value:.1e} | {value / found['bfloat16']:.2g} |")
+    say("")
+
+
+def cost_table() -> None:
+    """What a sync costs more: processor seconds of one thread for a matrix of Qwen2.5-0.5B's MLP, median of five."""
+    matrix = torch.randn(4864, 896, generator=torch.Generator().manual_seed(0)) * 0.02
+    say("| grid | ms per million weights | relative error |")
+    say("|---|--:|--:|")
+    for quantization, grid in GRIDS.items():
+        seconds, error = [], 0.0
+        for _ in range(5):
+            quantizer = Quantizer([TensorShape(COSTED, matrix.dtype, tuple(matrix.shape))], quantization, dtype=DTYPE)
+            started = time.process_time()
+            for _ in quantizer.dequantized([(COSTED, matrix)]):
+                continue
+            seconds.append(time.process_time() - started)
+            error = quantizer.report().error_mean
+        cost = statistics.median(seconds) * 1e9 / matrix.numel()
+        say(f"| {quantization.name}, tiles of {grid.rows} x {grid.columns or 'all'} | {cost:.0f} | {error:.1e} |")
+    say("")
+
+
+def show(values: Sequence[float]) -> str:
+    """Mean, and the range in brackets."""
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def modes_table(results: dict[tuple[str, str], list[Outcome]]) -> None:
+    say(
+        "| engine | correction | K3, last ten steps | entropy | final | lowest | gradient, median | largest "
+        "| drop | unstable |"
+    )
+    say("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for (precision, mode), runs in results.items():
+        norms = [norm for run in runs for norm in run.gradient if norm is not None]
+        k3 = statistics.fmean(value for run in runs for value in run.k3[-10:] if value is not None)
+        entropy = statistics.fmean(value for run in runs for value in run.entropy[-10:] if value is not None)
+        say(
+            f"| {precision} | {mode} | {k3:.1e} | {entropy:.3f} | {show([run.heldout[-1] for run in runs])} "
+            f"| {show([run.lowest for run in runs])} | {statistics.median(norms):.2f} | {max(norms):.2f} "
+            f"| {max(run.drop for run in runs):.2f} | {sum(run.unstable for run in runs)} of {len(runs)} |"
+        )
+    say("")
+
+
+def draw(path: Path, results: dict[tuple[str, str], list[Outcome]], *, precision: str) -> None:
+    """Accuracy of the samples over steps, means of five: one thin line per seed, a colour per correction."""
+    width, height, left, bottom = 640, 300, 44, 28
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    for tick in (0.2, 0.4, 0.6, 0.8, 1.0):
+        y = (height - bottom) * (1 - tick) + 8 * tick
+        parts.append(f'<line x1="{left}" x2="{width - 110}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="8" y="{y + 4:.1f}" font-size="11">{tick:.1f}</text>')
+    for colour, mode, place in zip(COLOURS, MODES, range(len(MODES)), strict=True):
+        for run in results.get((precision, mode), []):
+            means = [statistics.fmean(run.accuracy[at : at + WINDOW]) for at in range(len(run.accuracy) - WINDOW + 1)]
+            step = (width - 110 - left) / max(1, len(means) - 1)
+            heights = [(height - bottom) * (1 - mean) + 8 * mean for mean in means]
+            dots = " ".join(f"{left + at * step:.1f},{y:.1f}" for at, y in enumerate(heights))
+            parts.append(f'<polyline points="{dots}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
+        parts.append(f'<text x="{width - 102}" y="{60 + 18 * place}" font-size="12" fill="{colour}">{mode}</text>')
+    caption = f"{precision} rollout: accuracy of samples, mean of {WINDOW} steps, a line per seed"
+    parts.append(f'<text x="{left}" y="{height - 8}" font-size="11">{caption}</text></svg>')
+    path.write_text("\n".join(parts) + "\n", "utf-8")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--precisions", default="int4,float32,int8")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--dir", type=Path, default=ROOT / "outputs" / "quantized_rollout")
+    parser.add_argument("--svg", type=Path)
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    cost_table()
+    k3_table(arguments.dir, arguments.words, seeds=arguments.seeds)
+    chosen = [(p, mode) for p in arguments.precisions.split(",") for mode in arguments.modes.split(",")]
+    results: dict[tuple[str, str], list[Outcome]] = {pair: [] for pair in chosen}
+    for seed in range(arguments.seeds):  # every pair once before any twice: an early end still compares alike
+        for precision, mode in chosen:
+            words = [*SETTING, *PRECISIONS[precision], f"correction={mode}", *arguments.words, f"run.seed={seed}"]
+            path = arguments.dir / f"{precision}-{mode}-{seed}.json"
+            results[precision, mode].append(outcome(path, words, steps=arguments.steps))
+    modes_table(results)
+    if arguments.svg is not None:
+        draw(arguments.svg, results, precision=arguments.precisions.split(",")[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What `rollout/config.py` knows of quantised engines: the formats and the rules of their keys. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from enum import Enum
+
+from algorithms.config import Problem
+
+QUANTIZED_SGLANG_ARGS = ("json_model_override_args", "load_format")
+"""SGLang options that Parity sets for engines that take quantised weights."""
+
+
+class Quantization(Enum):
+    """The grid on which the weights of an engine lie: those of attention and MLP projections."""
+
+    none = "none"
+    fp8 = "fp8"
+    """8-bit floating point (e4m3), a scale per block of 128 x 128."""
+    int8 = "int8"
+    """8-bit integers, a scale per output channel."""
+    int4 = "int4"
+    """4-bit integers, a scale per 128 inputs of an output channel: a pressure test of the correction."""
+
+
+def split_problems(quantization: Quantization, quantized_engines: int | None, *, num_engines: int) -> Iterator[Problem]:
+    """Rules of rollout.quantized_engines."""
+    if quantized_engines is None:
+        return
+    if quantization is Quantization.none:
+        yield Problem(
+            key="quantized_engines",
+            rule="has no effect with rollout.quantization=none",
+            value=quantized_engines,
+            remedy="Remove it, or choose a quantization.",
+        )
+    elif not 1 <= quantized_engines <= num_engines:
+        yield Problem(
+            key="quantized_engines",
+            rule=f"must lie in [1, rollout.num_engines ({num_engines})], or be null for all",
+            value=quantized_engines,
+        )
+
+
+def eight_bit_problems(
+    quantization: Quantization, engine_args: Collection[str], *, is_float32: bool
+) -> Iterator[Problem]:
+    """Rules of SGLang engines that compute with 8-bit values."""
+    if is_float32:
+        yield Problem(
+            key="dtype",
+            rule=f"must be bfloat16 or float16 with rollout.quantization={quantization.name}: SGLang's 8-bit layers "
+            "have no float32 output",
+            value="float32",
+        )
+    for key in QUANTIZED_SGLANG_ARGS:
+        if key in engine_args:
+            yield Problem(
+                key=f"engine_args.{key}",
+                rule=f"is set by Parity with rollout.quantization={quantization.name}",
+                value=key,
+                remedy="Remove it, or use rollout.quantization=none.",
+            )

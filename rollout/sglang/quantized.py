@@ -1,0 +1,139 @@
+"""Weights on SGLang's 8-bit linear layers: server options, the layout of values and scales, what the server must hold.
+
+int8 is SGLang's `w8a8_int8`, fp8 its `fp8` with blocks of 128 x 128; both round activations anew for every token. The
+trainer sends each projection as `*.weight` with its scales (`rollout/quantization.py`); `rollout/sglang/loader.py`
+loads them like others, `rollout/sglang/weight_update.py` verifies them. Read against SGLang 0.5.23:
+layers/quantization/{w8a8_int8,fp8}.py, utils/weight_checker*.py. Not yet run on a GPU.
+
+What SGLang holds, and digests, after a load:
+    int8    weight [I, O], a view of the [O, I] that was loaded; weight_scale [O, 1] float32
+    fp8     weight [O, I]; weight_scale_inv [ceil(O / 128), ceil(I / 128)] float32. Its digest is that of the product of
+            both in bfloat16, and that of the scales alone is not reported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig, Quantization
+from rollout.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
+from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusion
+
+BLOCK = 128
+SESSION_ROUTE = "/begin_weight_update"
+
+
+def engine_quantization(config: EngineConfig, *, index: int) -> Quantization:
+    """The format in which SGLang itself holds the weights of engine `index`; none if it is sent plain tensors."""
+    return config.quantization if config.takes_quantized and index < config.num_quantized else Quantization.none
+
+
+def quantized_server_args(quantization: Quantization) -> dict[str, Any]:
+    """SGLang options; the weights that it starts with are made up, the first sync brings the policy's."""
+    if quantization is Quantization.int8:
+        return {"quantization": "w8a8_int8", "load_format": "dummy"}
+    if quantization is Quantization.fp8:
+        # Blocks exist for checkpoints that say so in their config.json; ours does not.
+        checkpoint = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        overrides = json.dumps({"quantization_config": checkpoint})
+        return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
+    return {}
+
+
+def sent_names(names: Iterable[str], quantization: Quantization) -> set[str]:
+    """Names of the tensors that the trainer sends for a checkpoint with `names`."""
+    known = set(names)
+    if quantization is Quantization.none:
+        return known
+    return known | {scale_name(name, quantization) for name in known if is_projection(name)}
+
+
+def plan_quantized(held: Iterable[str], *, sent: Iterable[str], quantization: Quantization) -> Fusion:
+    """`plan_fusion` for an engine that holds quantised weights; raises FusionError if a scale is missing."""
+    names = set(sent)
+    scales = {scale_name(name, quantization) for name in names if is_projection(name)}
+    if missing := sorted(scales - names):
+        raise FusionError(f"missing scales: {', '.join(missing[:5])}")
+    # The scales of fp8 are digested with their weights, under the names of the weights.
+    return plan_fusion(held, sent=names - scales if quantization is Quantization.fp8 else names)
+
+
+def quantized_digests(
+    fusion: Fusion, *, tensors: Mapping[str, Tensor], quantization: Quantization, device: str, share: Share
+) -> dict[str, str]:
+    """Digest that SGLang must report for every quantised parameter of one rank; the arguments of `expected_digests`.
+
+    Raises FusionError for a block format whose blocks do not fit the matrices: SGLang would digest other bytes.
+    """
+    digest = DIGESTS[device]
+    found = {}
+    for name, sources in fusion.sources.items():
+        if is_projection(sources[0]):
+            found[name] = digest([_raw(_held(sources, tensors, quantization, share))])
+        elif sources[0].endswith(SCALES[quantization]):
+            found[name] = digest([_raw(_stacked(sources, tensors, share))])
+    return found
+
+
+def unquantized(fusion: Fusion, quantization: Quantization) -> Fusion:
+    """The part of `fusion` that is held in the engine's own type: embeddings, head, norms, biases."""
+    plain = {
+        name: sources
+        for name, sources in fusion.sources.items()
+        if not is_projection(sources[0]) and not sources[0].endswith(SCALES[quantization])
+    }
+    return Fusion(sources=plain, tied=fusion.tied)
+
+
+def open_layers(model: Any) -> None:
+    """Give the int8 layers of a served model their loaders and the layout [O, I] of a checkpoint back, in place.
+
+    SGLang's layer turns its weight round after a load and forgets the loaders. The memory stays where it is, as CUDA
+    graphs need it; when the update session is closed SGLang turns the weights again. Safe to call for every bucket.
+    """
+    from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+
+    for layer in model.modules():
+        if type(getattr(layer, "quant_method", None)).__name__ != "W8A8Int8LinearMethod":
+            continue
+        if isinstance(layer.weight, ModelWeightParameter):
+            continue
+        loader = layer.weight_loader
+        turned = layer.weight.data.t()
+        if not turned.is_contiguous():
+            raise ValueError(f"an int8 weight of shape {tuple(turned.shape)} does not lie as SGLang 0.5.23 lays it")
+        layer.weight = ModelWeightParameter(data=turned, input_dim=1, output_dim=0, weight_loader=loader)
+        scale = layer.weight_scale.data
+        layer.weight_scale = ChannelQuantScaleParameter(data=scale, output_dim=0, weight_loader=loader)
+
+
+def _held(sources: Sequence[str], tensors: Mapping[str, Tensor], quantization: Quantization, share: Share) -> Tensor:
+    """The fused weight of one rank as SGLang digests it."""
+    values = _stacked(sources, tensors, share)
+    if quantization is Quantization.int8:
+        return values.t()
+    if values.shape[1] % BLOCK or any(len(share.of(source, tensors[source])) % BLOCK for source in sources[:-1]):
+        raise FusionError(
+            f"rollout.quantization=fp8 needs matrices whose sides are multiples of {BLOCK} on every GPU; "
+            f"{', '.join(sources)} make {tuple(values.shape)}"
+        )
+    scales = _stacked([scale_name(source, quantization) for source in sources], tensors, share)
+    return dequantize(Quantized(values, scales), GRIDS[quantization]).to(torch.bfloat16)
+
+
+def _stacked(sources: Sequence[str], tensors: Mapping[str, Tensor], share: Share) -> Tensor:
+    parts = [share.of(source, tensors[source]) for source in sources]
+    if parts[0].dtype is torch.float8_e4m3fn:
+        return torch.cat([part.view(torch.int8) for part in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(parts)
+
+
+def _raw(tensor: Tensor) -> np.ndarray:
+    flat: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
