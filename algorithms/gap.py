@@ -57,7 +57,7 @@ class Gap:
         """[n] rho of the clamped Delta; 1 where not valid."""
         return self._measured[1]
 
-    @property
+    @cached_property
     def total(self) -> Tensor:
         """[N] float64, sum of Delta over each response."""
         return self._measured[0][0]
@@ -70,7 +70,7 @@ class Gap:
 
     @cached_property
     def k3_total(self) -> Tensor:
-        """[N] float64, sum of k3 over the valid tokens: of rho, less the sum of 1 + Delta. Rounding leaves 2e-16 per
+        """[N] float64, sum of k3 over the valid tokens: of rho, less the sum of 1 + Delta. Rounding leaves 1e-15 per
         token, which is far below any bound."""
         return (self.ratio_total - self._measured[0][1] - self.num_valid).clamp_(min=0)
 
@@ -78,12 +78,12 @@ class Gap:
     def _numbers(self) -> Tensor:
         return self.segments.counts([self.response_mask, self.valid])
 
-    @property
+    @cached_property
     def num_tokens(self) -> Tensor:
         """[N] float64, response tokens of each sequence."""
         return self._numbers[0]
 
-    @property
+    @cached_property
     def num_valid(self) -> Tensor:
         """[N] float64, valid tokens of each sequence."""
         return self._numbers[1]

@@ -2,11 +2,14 @@
 
     python benchmarks/correction_speed.py [--responses 512] [--length 8192] [--repeats 7] [--threads 1]
 
-Ours: `correct` (token TIS with C = 2 and five rejection criteria), `mismatch_stats` and `metrics`. verl's:
+Ours: `correct_and_measure` (token TIS with C = 2 and five rejection criteria, all statistics) and `metrics`, and the
+same with `correct` and `mismatch_stats` one after the other. verl's:
 `compute_rollout_correction_and_rejection_mask` with the same weight and the options that make it compute the same
 criteria, and `calculate_debug_metrics`, which holds its probability differences and Pearson correlation. verl is
 optional (pip install verl); without it only our times are printed. Repeats are interleaved and medians compared. With
-one thread times are processor time, so that other programs count little; with more they are wall time. Prints Markdown.
+one thread times are processor time, so that other programs count little; with more they are wall time. The last table
+is what the tensor operations of one pass cost by themselves: less is not to be had without other operations. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from algorithms.chunks import CHUNK_TOKENS
 from algorithms.config import Bound, CustomConfig, Level, RejectConfig
 from algorithms.correction import Correction, correct
-from algorithms.diagnostics import StepContext, mismatch_stats
+from algorithms.diagnostics import StepContext, correct_and_measure, mismatch_stats
 from algorithms.histograms import mismatch_histograms
+from algorithms.segments import BLOCK
 
 CONFIG = CustomConfig(
     level=Level.token,
@@ -89,6 +94,11 @@ def make_batch(lengths: Tensor, *, seed: int = 0) -> Packed:
 
 
 def ours(batch: Packed) -> Metrics:
+    _, stats = correct_and_measure(CONFIG, **batch._asdict())
+    return stats.metrics()
+
+
+def ours_in_two(batch: Packed) -> Metrics:
     correction = correct(CONFIG, **batch._asdict())
     return mismatch_stats(**batch._asdict(), correction=correction).metrics()
 
@@ -147,21 +157,23 @@ def compare(arguments: argparse.Namespace) -> None:
     generator = torch.Generator().manual_seed(1)
     ragged = torch.randint(1, arguments.length + 1, (arguments.responses,), generator=generator)
     write(f"## {arguments.responses} responses of up to {arguments.length} tokens, {arguments.threads} thread(s)\n")
-    write("| lengths | response tokens | ours, ms | of it correct(), ms | verl, ms | ratio |")
-    write("|---|---|---|---|---|---|")
+    write("| lengths | response tokens | ours, ms | in two passes, ms | of it correct(), ms | verl, ms | ratio |")
+    write("|---|---|---|---|---|---|---|")
     values: tuple[Metrics, Metrics] | None = None
     for name, lengths in (("all full", full), ("uniform", ragged)):
         batch = make_batch(lengths)
         peer = peer_of(batch, lengths)
-        times: dict[str, list[float]] = {"ours": [], "correct": [], "peer": []}
+        times: dict[str, list[float]] = {"ours": [], "in_two": [], "correct": [], "peer": []}
         for _ in range(arguments.repeats + 1):
             times["ours"].append(seconds(lambda b=batch: ours(b)))
+            times["in_two"].append(seconds(lambda b=batch: ours_in_two(b)))
             times["correct"].append(seconds(lambda b=batch: correct(CONFIG, **b._asdict())))
             if peer is not None:
                 times["peer"].append(seconds(peer))
         # The first of each pays for memory and caches.
         middle = {key: statistics.median(measured[1:]) for key, measured in times.items() if measured}
-        row = [name, str(int(lengths.sum())), f"{1e3 * middle['ours']:.1f}", f"{1e3 * middle['correct']:.1f}"]
+        row = [name, str(int(lengths.sum()))]
+        row += [f"{1e3 * middle[key]:.1f}" for key in ("ours", "in_two", "correct")]
         row += ["-", "-"] if peer is None else [f"{1e3 * middle['peer']:.0f}", f"{middle['peer'] / middle['ours']:.1f}"]
         write(f"| {' | '.join(row)} |")
         if peer is not None and values is None:
@@ -200,6 +212,7 @@ def demo(arguments: argparse.Namespace) -> None:
     parts: dict[str, Callable[[], object]] = {
         "correct": lambda: correct(CONFIG, **batch._asdict()),
         "mismatch_stats": lambda: mismatch_stats(**batch._asdict(), correction=correction),
+        "both in one pass with context": lambda: correct_and_measure(CONFIG, **batch._asdict(), context=context),
         "mismatch_stats with context": lambda: mismatch_stats(
             **batch._asdict(), correction=correction, context=context
         ),
@@ -214,6 +227,41 @@ def demo(arguments: argparse.Namespace) -> None:
     write()
 
 
+def floor(arguments: argparse.Namespace) -> None:
+    """The operations of `ours` without the calls around them: tokens of one piece, results written over old ones."""
+    size = CHUNK_TOKENS
+    single, double = torch.rand(size) - 1, torch.rand(size, dtype=torch.float64) - 1
+    single_out, double_out = torch.empty_like(single), torch.empty_like(double)
+    bits, bits_out = torch.full((2, size), -1, dtype=torch.int32)
+    flags = torch.ones(size, dtype=torch.bool)
+    bins, table = torch.randint(4000, (size,)), torch.zeros(4096, dtype=torch.float64)
+    passes: list[tuple[str, int, Callable[[], object]]] = [
+        ("float32 in, float32 out", 19, lambda: torch.sub(single, single_out, out=single_out)),
+        ("masks and bins, int32", 12, lambda: torch.bitwise_and(bits, bits_out, out=bits_out)),
+        ("masks, bool", 13, lambda: flags.logical_and_(flags)),
+        ("bool to int32 or float32, and back", 8, lambda: bits_out.copy_(flags)),
+        ("float32 to float64, and back", 10, lambda: double_out.copy_(single)),
+        ("float64 in, float64 out", 3, lambda: torch.mul(double, 1.5, out=double_out)),
+        ("exp2, float32", 2, lambda: torch.exp2(single, out=single_out)),
+        ("exp2, float64", 1, lambda: torch.exp2(double, out=double_out)),
+        ("sums of blocks, float64", 6, lambda: double.view(-1, BLOCK).sum(1)),
+        ("sums of blocks, bool", 7, lambda: flags.view(torch.int64).view(-1, BLOCK // 8).sum(1)),
+        ("sums and products, float64", 7, lambda: torch.dot(double, double_out)),
+        ("maxima", 3, lambda: single.amax()),
+        ("table of log-ratios", 2, lambda: table.scatter_add_(0, bins, double)),
+    ]
+    write(f"## The operations alone, {size} tokens in a cache\n")
+    write("| operation | how many | ns per token, each | together |")
+    write("|---|---|---|---|")
+    total = 0.0
+    for name, times, function in passes:
+        each = 1e9 * median(function, repeats=20 * arguments.repeats) / size
+        total += times * each
+        write(f"| {name} | {times} | {each:.3f} | {times * each:.2f} |")
+    write(f"| all | {sum(times for _, times, _ in passes)} | | {total:.2f} |")
+    write()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=512)
@@ -225,6 +273,7 @@ def main() -> None:
     compare(arguments)
     growth(arguments)
     demo(arguments)
+    floor(arguments)
 
 
 if __name__ == "__main__":
