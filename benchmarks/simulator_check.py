@@ -166,14 +166,8 @@ def line(name: str, real: list[float], made: list[float], least: list[float] | N
     return f"{name} | {statistics.mean(real):.3g} | {statistics.mean(made):.3g} | {error:.3g} | {floor}"
 
 
-def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list[str]:
-    """Run, predict, compare; the rows of the table."""
-    words = [*RECIPE, *words, f"rollout.max_batch_size={slots}", f"run.num_steps={num_steps}"]
-    config = compose(words)
-    samples = config.batch.samples_per_step
-    config = compose([*words, f"tracking.samples_per_step={samples}", f"run.dir={directory / 'run'}"])
-    steps_dir = directory / "steps"
-    steps_dir.mkdir(parents=True)
+def run(config: TrainConfig, steps_dir: Path) -> None:
+    """Train, with the steps of the engine recorded in `steps_dir`."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray.init(
         address="local",
@@ -185,6 +179,18 @@ def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list
         train(config)
     finally:
         ray.shutdown()
+
+
+def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list[str]:
+    """Run, predict, compare; the rows of the table."""
+    words = [*RECIPE, *words, f"rollout.max_batch_size={slots}", f"run.num_steps={num_steps}"]
+    config = compose(words)
+    samples = config.batch.samples_per_step
+    config = compose([*words, f"tracking.samples_per_step={samples}", f"run.dir={directory / 'run'}"])
+    steps_dir = directory / "steps"
+    if not steps_dir.exists():
+        steps_dir.mkdir(parents=True)
+        run(config, steps_dir)
     recording = read_recording(directory / "run")
     measured = engine_steps(steps_dir, num_steps)
     engine, rank, _ = _rates(config, SimulateConfig())
@@ -242,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--slots", type=int, nargs="+", default=[256, 32])
-    parser.add_argument("--dir", type=Path, default=None, help="where the runs are kept; a temporary directory without")
+    parser.add_argument("--dir", type=Path, default=None, help="where the runs are kept, and not repeated")
     parser.add_argument("words", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
     lines = [

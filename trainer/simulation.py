@@ -39,6 +39,10 @@ DEVICES = {
 efficiency, measured in a run."""
 
 
+USUAL_SLOWNESS = 2.0
+"""Seconds of a well-made engine over its floor, where a run does not tell: the prior of `fit_step_cost`."""
+
+
 class LengthLaw(Enum):
     """Where the lengths of the responses come from."""
 
@@ -343,14 +347,28 @@ def measure_efficiencies(
 
 
 def fit_step_cost(counts: Sequence[float], floors: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(a, s) of seconds = a * counts + s * floors by least squares, a >= 0 and s >= 1: nothing beats its floor."""
+    """(a, s) of seconds = a * counts + s * floors, a >= 0 and s >= 1: nothing beats its floor.
+
+    Steps of like lengths hardly tell the two apart. So s is drawn to `USUAL_SLOWNESS` as strongly as the residuals are
+    large (a normal prior on the share of the floor in the seconds, with a standard deviation of 1): exact data decide by
+    themselves, noisy ones leave to the overhead what a usual floor does not explain.
+    """
     n, f, t = (np.asarray(values, dtype=np.float64) for values in (counts, floors, seconds))
-    a, s = np.linalg.lstsq(np.stack([n, f], axis=1), t, rcond=None)[0]
-    if s < 1:
-        a, s = float((n * (t - f)).sum() / (n * n).sum()), 1.0
-    if a < 0:
-        a, s = 0.0, max(1.0, float((f * t).sum() / (f * f).sum()))
-    return float(a), float(s)
+    # In shares of the mean: t / mean = u * n / mean + v * f / mean.
+    scaled = np.stack([n / n.mean(), f / f.mean()], axis=1)
+    target = t / t.mean()
+    free = np.linalg.lstsq(scaled, target, rcond=None)[0]
+    noise = float(((scaled @ free - target) ** 2).sum()) / max(1, len(t) - 2)
+    least = float(f.mean() / t.mean())
+    usual = min(1.0, USUAL_SLOWNESS * least)
+    drawn = np.vstack([scaled, [0.0, math.sqrt(noise)]])
+    u, v = np.linalg.lstsq(drawn, np.append(target, math.sqrt(noise) * usual), rcond=None)[0]
+    if v < least:
+        v = least
+        u = float((scaled[:, 0] * (target - v * scaled[:, 1])).sum() / (scaled[:, 0] ** 2).sum())
+    if u < 0:
+        u, v = 0.0, max(least, float((scaled[:, 1] * target).sum() / (scaled[:, 1] ** 2).sum()))
+    return float(u * t.mean() / n.mean()), float(v * t.mean() / f.mean())
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

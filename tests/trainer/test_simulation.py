@@ -94,6 +94,18 @@ def test_a_fit_finds_what_it_was_made_of_and_stays_possible() -> None:
     assert fit_step_cost(counts, floors, [7 * f - 0.01 * n for n, f in zip(counts, floors, strict=True)])[0] == 0
 
 
+def test_noisy_steps_of_like_lengths_are_put_down_to_the_overhead() -> None:
+    # 19 or 20 decode steps of 15 ms each, whose floor is 0.1 ms: what noise there is must not make the floor 150 times
+    # slower, or a step with few sequences would be as quick as its floor.
+    rng = random.Random(1)
+    counts = [float(rng.randint(19, 20)) for _ in range(8)]
+    floors = [1e-4 * rng.uniform(0.9, 1.1) * count for count in counts]
+    seconds = [0.015 * count * rng.uniform(0.7, 1.3) for count in counts]
+    overhead, slowness = fit_step_cost(counts, floors, seconds)
+    assert overhead == pytest.approx(0.015, rel=0.25)
+    assert slowness < 40
+
+
 def write_run(directory: Path, steps: list[list[list[int]]], seconds: list[dict[str, float]]) -> Path:
     samples = [
         {"step": number, "prompt_id": prompt, "sample_index": index, "num_response_tokens": tokens}
