@@ -48,7 +48,7 @@ from trainer.simulation import (
 )
 
 RECORD = "PARITY_STEP_RECORD"
-RECIPE = ("rollout=torch", "tracking.wandb=disabled", "eval.max_prompts=8", "checkpoint.every=0")
+RECIPE = ("rollout=torch", "tracking.wandb=disabled", "eval.max_prompts=8", "eval.every=0", "checkpoint.every=0")
 
 
 @dataclass(frozen=True)

@@ -350,8 +350,8 @@ def fit_step_cost(counts: Sequence[float], floors: Sequence[float], seconds: Seq
     """(a, s) of seconds = a * counts + s * floors, a >= 0 and s >= 1: nothing beats its floor.
 
     Steps of like lengths hardly tell the two apart. So s is drawn to `USUAL_SLOWNESS` as strongly as the residuals are
-    large (a normal prior on the share of the floor in the seconds, with a standard deviation of 1): exact data decide by
-    themselves, noisy ones leave to the overhead what a usual floor does not explain.
+    large (a normal prior on the share of the floor in the seconds, with a standard deviation of 1): exact data decide
+    by themselves, noisy ones leave to the overhead what a usual floor does not explain.
     """
     n, f, t = (np.asarray(values, dtype=np.float64) for values in (counts, floors, seconds))
     # In shares of the mean: t / mean = u * n / mean + v * f / mean.
