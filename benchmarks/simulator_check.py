@@ -6,7 +6,8 @@ Trains `arithmetic_grpo` with the torch engine for --steps steps, once per value
 The engine's own steps are recorded by a hook that Ray runs in every worker: when each decode step began and how many
 slots were busy in it. Nothing else of the run is changed. The first quarter of the steps is left out (kernels are
 compiled, memory is taken), the second gives the efficiencies, and the second half is predicted from its lengths with
-these. So a prediction knows how long the responses are, and nothing about how long its own steps took.
+these; a step behind an evaluation is left out, whose decode steps would be taken for its own. So a prediction knows how
+long the responses are, and nothing about how long its own steps took.
 
 Printed per setting: means over the predicted steps, and the mean over the steps of the error of each. "by steps" counts
 every decode step alike, which no other program on the machine can disturb; "by seconds" weighs with its seconds. floor:
@@ -36,7 +37,7 @@ from trainer.cli.compose import resolve
 from trainer.cli.estimate import model_shape
 from trainer.cli.simulate import _rates
 from trainer.config import TrainConfig
-from trainer.loop import train
+from trainer.loop import is_evaluated, train
 from trainer.simulation import (
     Efficiencies,
     Recording,
@@ -48,7 +49,7 @@ from trainer.simulation import (
 )
 
 RECORD = "PARITY_STEP_RECORD"
-RECIPE = ("rollout=torch", "tracking.wandb=disabled", "eval.max_prompts=8", "eval.every=0", "checkpoint.every=0")
+RECIPE = ("rollout=torch", "tracking.wandb=disabled", "eval.max_prompts=8", "checkpoint.every=0")
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def compose(words: list[str]) -> TrainConfig:
 def engine_steps(directory: Path, num_steps: int) -> list[EngineSteps]:
     """The decode steps of the rollout of each training step: those between two syncs.
 
-    Those of the first hold an evaluation too; what follows the last sync is another one.
+    Those behind an evaluated step, and those of the first, begin with an evaluation; what follows the last sync is one.
     """
     [path] = list(directory.glob("*.txt"))
     rollouts: list[list[tuple[float, int]]] = []
@@ -205,7 +206,7 @@ def check(words: list[str], slots: int, num_steps: int, directory: Path) -> list
         )
         return replace(made, refill=refill)
 
-    steps = range(2 * quarter, num_steps)
+    steps = [step for step in range(2 * quarter, num_steps) if not is_evaluated(config, step)]
     counting = replace(plant(fitted), cost=EngineCost(step_s=1.0))
     by_count = [predict(recording, counting, step) for step in steps]
     predicted = [predict(recording, plant(fitted), step) for step in steps]
