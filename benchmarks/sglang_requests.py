@@ -5,7 +5,7 @@
 One server on the CPU, started by the engine, on a random Qwen2 model (hidden 64, 2 layers, vocabulary 512). The same
 requests, with the same seeds, go to it as one batched POST /generate and one by one through the engine's stream, in
 turn; answers are compared. Counted is the processor time of the server's processes and of this one, which other work on
-the machine does not change much; wall times are given besides. Then the same weights, 16 MiB of float32, are synced as
+the machine does not change much. Then the same weights, 16 MiB of float32, are synced as
 our own servers get them (shared memory), and as a server without Parity gets them (base64 over HTTP).
 
 Prints Markdown.
@@ -18,7 +18,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,11 +74,11 @@ def processor_s(pids: list[int]) -> float:
     return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in [*pids, psutil.Process().pid])
 
 
-def measure(pids: list[int], work: Callable[[], object]) -> tuple[float, float]:
-    """(processor seconds, wall seconds)."""
-    before, begin = processor_s(pids), time.perf_counter()
+def measure(pids: list[int], work: Callable[[], object]) -> float:
+    """Processor seconds."""
+    before = processor_s(pids)
     work()
-    return processor_s(pids) - before, time.perf_counter() - begin
+    return processor_s(pids) - before
 
 
 def make_requests(count: int) -> list[GenerateRequest]:
@@ -115,17 +114,17 @@ def compare_requests(engine: SGLangEngine, pids: list[int], *, count: int, round
     def streamed() -> None:
         answers["one by one"] = [one.token_ids for one in engine.generate(requests)]
 
-    found: dict[str, list[tuple[float, float]]] = {"batched": [], "one by one": []}
+    found: dict[str, list[float]] = {"batched": [], "one by one": []}
     batched()
     for _ in range(rounds):
         found["batched"].append(measure(pids, batched))
         found["one by one"].append(measure(pids, streamed))
         assert answers["batched"] == answers["one by one"]
     say(f"\n{count} samples of {RESPONSE_TOKENS} tokens at most, answers equal; median of {rounds} rounds.\n")
-    say("| requests | processor time, s | wall, s | processor time per sample, ms |\n|---|--:|--:|--:|")
+    say("| requests | processor time, s | per sample, ms |\n|---|--:|--:|")
     for name, values in found.items():
-        cpu, wall = (statistics.median(column) for column in zip(*values, strict=True))
-        say(f"| {name} | {cpu:.2f} | {wall:.2f} | {1e3 * cpu / count:.1f} |")
+        cpu = statistics.median(values)
+        say(f"| {name} | {cpu:.2f} | {1e3 * cpu / count:.1f} |")
 
 
 def compare_syncs(engine: SGLangEngine, pids: list[int], model: torch.nn.Module, *, rounds: int) -> None:
@@ -133,7 +132,7 @@ def compare_syncs(engine: SGLangEngine, pids: list[int], model: torch.nn.Module,
     named = list(model.named_parameters())
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
     publisher, reader = WeightPublisher(shapes, bucket_bytes=256 << 20, dtype=torch.float32), WeightReader()
-    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    found: dict[bool, list[float]] = {True: [], False: []}
     version = 0
     for _ in range(rounds + 1):
         for maps_memory in found:
@@ -144,10 +143,10 @@ def compare_syncs(engine: SGLangEngine, pids: list[int], model: torch.nn.Module,
             reader.release()
     size = sum(tensor.nbytes for _, tensor in named) / 2**20
     say(f"\n{size:.0f} MiB, verified; median of {rounds} rounds.\n")
-    say("| weights through | processor time, s | wall, s |\n|---|--:|--:|")
+    say("| weights through | processor time, s |\n|---|--:|")
     for maps_memory, values in found.items():
-        cpu, wall = (statistics.median(column) for column in zip(*values[1:], strict=True))
-        say(f"| {'shared memory' if maps_memory else 'base64 over HTTP'} | {cpu:.2f} | {wall:.2f} |")
+        way = "shared memory" if maps_memory else "base64 over HTTP"
+        say(f"| {way} | {statistics.median(values[1:]):.2f} |")
 
 
 def say(text: str) -> None:

@@ -694,6 +694,9 @@ def test_in_place_keeps_what_was_computed_but_no_later_request_sees_it(
     assert gap < 1e-4
     assert served.engine._requests is not None
     served.engine._requests.extra_key = None
+    careless = make_requests(PROMPTS, num_samples=2, seed=99)
+    gap = largest_gap(careless, served.engine.generate(careless), served.model, temperature=1.0)
+    assert gap > 1e-3, "without the key the old prefixes would have been found"
     monkeypatch.undo()
     served.load(served.model)
 
