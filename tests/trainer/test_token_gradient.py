@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from algorithms.config import (
     ReferenceKLConfig,
 )
 from algorithms.config.combine import is_token_local
-from algorithms.correction import Correction, correct
 from rollout.types import Sample
 from trainer import micro_loss as micro_loss_module
 from trainer import worker as worker_module
@@ -131,18 +131,24 @@ def test_a_correction_by_a_stored_pi_old_is_computed_once(
     model_path: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(model_path, num_workers=1, correction=MODES["tis"], mini_batch_prompts=2)
-    corrected: list[int] = []
+    corrected: list[str] = []
     scored: list[object] = []
 
-    def counted_correct(*args: object, **kwargs: torch.Tensor) -> Correction:
-        corrected.append(kwargs["response_mask"].numel())
-        return correct(*args, **kwargs)  # type: ignore[arg-type]
+    def counted(name: str) -> Callable[..., object]:
+        function = getattr(micro_loss_module, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            corrected.append(name)
+            return function(*args, **kwargs)
+
+        return call
 
     def counted_loss(*args: object, **kwargs: object) -> micro_loss_module.MicroLoss:
         scored.append(None)
         return micro_loss_module.micro_loss(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(micro_loss_module, "correct", counted_correct)
+    for name in ("correct", "correct_and_measure"):
+        monkeypatch.setattr(micro_loss_module, name, counted(name))
     monkeypatch.setattr(worker_module, "micro_loss", counted_loss)
     gradient(with_small_chunks(config), model_path, samples, max_tokens=60)
     assert len(corrected) == len(scored) > 1
