@@ -215,7 +215,7 @@ def completions(line: str, cwd: Path) -> list[str]:
 
 
 def test_completion_of_every_position(tmp_path: Path) -> None:
-    assert completions("parity ", tmp_path) == ["train", "recipes", "export", "doctor"]
+    assert completions("parity ", tmp_path) == ["train", "eval", "simulate", "recipes", "export", "doctor"]
     assert completions("parity train arithmetic_", tmp_path) == ["arithmetic_dapo", "arithmetic_grpo", "arithmetic_ppo"]
     assert completions("parity train arithmetic_grpo corr", tmp_path) == ["correction.", "correction="]
     assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
@@ -227,6 +227,14 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
         "correction.rejected_denominator=",
     ]
     assert completions("parity train arithmetic_grpo --dry", tmp_path) == ["--dry-run"]
+    assert completions("parity eval arithmetic_d", tmp_path) == ["arithmetic_dapo"]
+    assert completions("parity eval arithmetic_grpo che", tmp_path)[:2] == ["checkpoint=", "checkpoint."]
+    assert completions("parity eval arithmetic_grpo checkpoint=none correction=t", tmp_path) == ["correction=tis"]
+    assert completions("parity simulate arithmetic_grpo simulate.long", tmp_path) == [
+        "simulate.long_factor=",
+        "simulate.long_frac=",
+    ]
+    assert completions("parity simulate arithmetic_grpo simulate.steps=4 correction=t", tmp_path) == ["correction=tis"]
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

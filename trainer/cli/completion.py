@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -21,6 +22,11 @@ from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
+COMPOSING = ("train", "eval", "simulate")
+"""Commands that take a recipe and overrides."""
+OWN_PREFIXES: dict[str, tuple[str, ...]] = {"train": (), "eval": ("checkpoint=",), "simulate": ("simulate.",)}
+"""How words begin that a command keeps to itself."""
+OWN_FLAGS = {"eval": ("--best", "--config-dir", "--help"), "simulate": ("--config-dir", "--help")}
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 
 
@@ -45,20 +51,36 @@ def _query(query: str, line: str) -> None:
     last = typed[-1] if typed else ""
     if len(typed) <= 1:
         _offer(COMMANDS, last)
-    elif typed[0] != "train":
+    elif typed[0] not in COMPOSING:
         return
     elif len(typed) == 2:
         files = [path.name for path in Path().glob("*.yaml")] if last else []
         _offer([*recipe_files(recipe_dir()), *files], last)
     elif last.startswith("-"):
-        _offer(FLAGS, last)
+        _offer(FLAGS if typed[0] == "train" else OWN_FLAGS[typed[0]], last)
     else:
+        own = OWN_PREFIXES[typed[0]]
+        if any(word.startswith(last) for word in _own_words(typed[0])):
+            _offer(_own_words(typed[0]), last)
+        if own and last.startswith(own):
+            return
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path):
-            # Our own flags are no part of what Hydra can parse.
-            rest = [word for word in typed[2:] if not word.startswith("--")]
+            # Our own flags and words are no part of what Hydra can parse.
+            rest = [word for word in typed[2:] if not word.startswith(("--", *own))]
             os.environ[LINE] = " ".join(["parity", *rest])
             hydra_main(recipe, ["-sc", query], own_dir=None, job=_no_job)
+
+
+def _own_words(command: str) -> list[str]:
+    """What a command takes besides overrides of the config."""
+    if command == "eval":
+        return [OWN_PREFIXES[command][0]]
+    if command == "simulate":
+        from trainer.simulation import SimulateConfig
+
+        return sorted(f"{OWN_PREFIXES[command][0]}{spec.name}=" for spec in fields(SimulateConfig))
+    return []
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:
