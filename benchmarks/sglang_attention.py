@@ -44,6 +44,7 @@ from rollout.sglang.engine import SGLangEngine
 from rollout.types import GenerateRequest, SamplingParams
 from trainer.base_model import build_base_model
 from trainer.ceilings import find_ceilings
+from trainer.cli.estimate import DTYPE_BYTES
 from trainer.components import ArithmeticModelConfig
 from trainer.floors import Lengths, Rates, prefill_floor, replay_decode
 from trainer.model_shape import directory_shape
@@ -134,7 +135,9 @@ def table(model: Path, rows: dict[tuple[int, str, str], Measured], arguments: ar
     for count in arguments.sequences:
         for kind in ("even", "ragged"):
             lengths = response_lengths(kind, count, arguments.tokens)
-            replay = replay_decode(shape, [Lengths(8, length) for length in lengths], rates, number_bytes=2, slots=None)
+            replay = replay_decode(
+                shape, [Lengths(8, length) for length in lengths], rates, number_bytes=DTYPE_BYTES[dtype], slots=None
+            )
             floor = replay.seconds + prefill_floor(shape, [8] * (count // GROUP), rates)
             for backend in BACKENDS:
                 row = rows[count, kind, backend]
