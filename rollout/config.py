@@ -40,12 +40,16 @@ class EngineConfig(Checked):
     start_timeout_s: float = 300.0
     """Deadline in seconds from start to ready."""
     generate_timeout_s: float = 600.0
-    """Deadline in seconds of one generate call."""
+    """Deadline in seconds of one request, from when the engine takes it up. An engine that misses it counts as dead."""
+    answer_timeout_s: float = 60.0
+    """Seconds that an engine with requests may be silent when asked for answers, before it counts as dead."""
     sync_timeout_s: float = 120.0
     """Deadline in seconds of one weight sync."""
     probe_tolerance: float | None = None
     """Mean |log-prob of the engine - of the trainer| in nats that the probe before training allows; null: what rounding
     explains (0.001 in float32, 0.125 in bfloat16 at temperature 1)."""
+    max_restarts: int = 3
+    """How often an engine that died or does not answer is started anew in a run; 0 for never."""
 
     @property
     def max_running(self) -> int | None:
@@ -70,7 +74,9 @@ class EngineConfig(Checked):
         for key in ("cpus_per_engine", "gpus_per_engine"):
             if getattr(self, key) < 0:
                 yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
-        for key in ("start_timeout_s", "generate_timeout_s", "sync_timeout_s"):
+        if self.max_restarts < 0:
+            yield Problem(key="max_restarts", rule="must be >= 0", value=self.max_restarts)
+        for key in ("start_timeout_s", "generate_timeout_s", "answer_timeout_s", "sync_timeout_s"):
             if not getattr(self, key) > 0:
                 yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
         if self.probe_tolerance is not None and not self.probe_tolerance > 0:

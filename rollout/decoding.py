@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollout.decoder import Decoder
-from rollout.engine import whole_response
+from rollout.engine import aborted, whole_response
 from rollout.slots import KVSlots, Prefill, Step
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
@@ -211,7 +211,7 @@ class Batch:
         self._logits = None
         completions: list[Completion] = []
         if bool(ended.any()):
-            completions = self._collect(ended, aborted=False)
+            completions = self._collect(ended, is_abort=False)
         if self._sequences:
             self._logits = self._next_logits()
         return completions
@@ -220,10 +220,10 @@ class Batch:
         """End the unfinished requests among `tickets`, None for all, with what they have."""
         completions: list[Completion] = []
         for ticket in [ticket for ticket in self._waiting if tickets is None or ticket in tickets]:
-            completions.append(Completion(ticket, nothing_more(self._waiting.pop(ticket))))
+            completions.append(Completion(ticket, aborted(self._waiting.pop(ticket))))
         mine = [tickets is None or ticket in tickets for ticket in self._rows.ticket[: self.num_active].tolist()]
         if any(mine):
-            completions += self._collect(torch.tensor(mine, device=self._decoder.device), aborted=True)
+            completions += self._collect(torch.tensor(mine, device=self._decoder.device), is_abort=True)
         return completions
 
     def renew(self, decoder: Decoder, policy_version: int) -> None:
@@ -297,7 +297,7 @@ class Batch:
         rows.count[active] += 1
         return (tokens[:, None] == rows.stop[active]).any(dim=-1) | (rows.count[active] >= rows.limit[active])
 
-    def _collect(self, ended: Tensor, *, aborted: bool) -> list[Completion]:
+    def _collect(self, ended: Tensor, *, is_abort: bool) -> list[Completion]:
         """The responses of the rows `ended` [N] bool, whose slots are free from now on."""
         rows, indices, completions = self._rows, ended.nonzero().squeeze(-1), []
         columns = (rows.ticket, rows.count, rows.tokens, rows.logprobs)
@@ -307,7 +307,7 @@ class Batch:
             stopped = tokens[count - 1] in sequence.request.sampling.stop_token_ids
             reason = FinishReason.stop if stopped else FinishReason.length
             generation = sequence.generation(
-                tokens[:count], logprobs[:count], FinishReason.abort if aborted else reason
+                tokens[:count], logprobs[:count], FinishReason.abort if is_abort else reason
             )
             completions.append(Completion(ticket, generation))
         self._release(ended, active=active)
@@ -350,9 +350,3 @@ def chunks(texts: Sequence[Sequence[int]], *, max_tokens: int) -> Iterator[slice
         distinct.add(key)
         width = max(width, len(text))
     yield slice(begin, len(texts))
-
-
-def nothing_more(request: GenerateRequest) -> Generation:
-    """The answer to a request that was aborted before it was taken up."""
-    nothing = Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
-    return whole_response(request, nothing)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout.types import Completion, GenerateRequest, Generation, WeightBucket
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, WeightBucket
 
 POLL_S = 5.0
 """Seconds of one poll where nothing else is to be done meanwhile."""
@@ -152,3 +152,9 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         token_versions=begun.token_versions + rest.token_versions,
         finish_reason=rest.finish_reason,
     )
+
+
+def aborted(request: GenerateRequest) -> Generation:
+    """The answer to a request that was aborted before an engine took it up."""
+    nothing = Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
+    return whole_response(request, nothing)

@@ -1,282 +1,201 @@
-"""EngineGroup: a typed handle over the rollout workers. Splits requests, fans out weights, keeps every deadline.
+"""EngineGroup: a typed handle over the rollout workers. Spreads requests, fans out weights, replaces engines that fail.
 
-The only file of `rollout/` that talks to Ray actors.
+The only file of `rollout/` that calls the rollout workers; see `rollout/worker.py` for the verbs.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport
+from rollout.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
+from rollout.balance import load_of, split_by_load
+from rollout.config import EngineConfig
+from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
 from rollout.process_memory import MemoryUse
+from rollout.processes import ProcessMark
 from rollout.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 15.0
-"""Seconds that a group waits longer than its worker, so that the worker's own, better error arrives first."""
+
+class Health(Enum):
+    """What an engine can be used for."""
+
+    starting = "starting"
+    """Its process starts and loads the model; it holds no weights of the run."""
+    stale = "stale"
+    """It loads the weights that were published last: until they are verified it samples nothing."""
+    serving = "serving"
+    retired = "retired"
+    """It was lost more often than rollout.max_restarts."""
 
 
-class WorkerError(RuntimeError):
-    """A worker failed, died or did not answer in time; names phase, worker and cause."""
+@dataclass(kw_only=True, slots=True)
+class _Member:
+    """One engine of the group."""
 
+    index: int
+    node: str
+    """Ray node id."""
+    worker: ActorHandle[Any]
+    call: ray.ObjectRef[Any] | None
+    """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""
+    due: float
+    """time.monotonic() at which a missing answer to `call` means that the engine is lost."""
+    health: Health = Health.starting
+    held: dict[int, GenerateRequest] = field(default_factory=dict)
+    """What it has not answered yet, by ticket."""
+    processes: tuple[ProcessMark, ...] = ()
+    asked: int = -1
+    """Policy version of the weights that it was last told to load."""
+    report: WeightReport | None = None
+    restarts: int = 0
+    lost_by: str = ""
+    """Why it was lost the last time."""
 
-def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: str, deadline_s: float) -> list[Any]:
-    """Results of `refs` in order; raises at the first failure, without waiting for the others.
-
-    Waiting for all would hide the cause: when one FSDP rank dies, the others hang in a collective.
-    Raises EngineError as the worker raised it, WorkerError for everything else.
-    """
-    pending = {ref: position for position, ref in enumerate(refs)}
-    results: list[Any] = [None] * len(refs)
-    deadline = time.monotonic() + deadline_s
-    while pending:
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            silent = ", ".join(names[position] for position in pending.values())
-            raise WorkerError(f"phase {phase}: no answer from {silent} within {deadline_s:.0f} s")
-        for ref in done:
-            position = pending.pop(ref)
-            try:
-                results[position] = ray.get(ref)
-            except RayTaskError as error:
-                if isinstance(error.cause, EngineError):
-                    raise error.cause from error
-                raise WorkerError(
-                    f"phase {phase}: {names[position]} raised {type(error.cause).__name__}: {error.cause}"
-                ) from error
-            except RayActorError as error:
-                raise WorkerError(f"phase {phase}: {names[position]} died: {error}") from error
-            except RayError as error:
-                kind = type(error).__name__
-                raise WorkerError(f"phase {phase}: {names[position]} could not answer: {kind}: {error}") from error
-    return results
-
-
-def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -> None:
-    """Ask every worker to stop, log those that could not, and kill all of them; takes at most GRACE_S."""
-    refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in workers]
-    done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-    for ref, name in zip(refs, names, strict=True):
-        if ref not in done:
-            logger.warning("%s did not stop within %.0f s and is killed", name, GRACE_S)
-            continue
-        try:
-            ray.get(ref)
-        except RayActorError:
-            logger.debug("%s was gone before it was asked to stop", name)
-        except RayError as error:
-            logger.warning("%s stopped with an error: %s", name, error)
-    for worker in workers:
-        ray.kill(worker)
-
-
-def load_of(request: GenerateRequest) -> int:
-    """Tokens that are still to be sampled at most."""
-    begun = 0 if request.resumed is None else len(request.resumed.token_ids)
-    return request.sampling.max_new_tokens - begun
-
-
-def split_by_load(
-    requests: Sequence[GenerateRequest], num_parts: int, *, loads: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Indices of `requests` for each of `num_parts` engines, which have `loads` tokens to sample already.
-
-    The requests of one prompt stay together (they share a prefix); the heaviest group goes to the lightest
-    engine, counting prompt tokens once and response tokens at their bound.
-    """
-    groups: dict[int, list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault(request.prompt_id, []).append(index)
-
-    def load(indices: list[int]) -> int:
-        return len(requests[indices[0]].prompt_token_ids) + sum(load_of(requests[i]) for i in indices)
-
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = list(loads or [0] * num_parts)
-    for indices in sorted(groups.values(), key=lambda indices: (-load(indices), indices[0])):
-        part = min(range(num_parts), key=lambda p: (loads[p], p))
-        parts[part].extend(indices)
-        loads[part] += load(indices)
-    return [sorted(part) for part in parts]
-
-
-def split_by_kind(requests: Sequence[GenerateRequest], loads: Sequence[int], *, num_quantized: int) -> list[list[int]]:
-    """Like `split_by_load`, with each group divided between the first `num_quantized` engines and the others.
-
-    Sample i of n is for a quantised engine if the count floor(i * num_quantized / engines) rises with it: every group
-    is divided alike, in proportion to the engines, the first sample goes to a plain engine, and a resumed response
-    goes to the kind that began it.
-    """
-    kinds: dict[bool, list[int]] = {True: [], False: []}
-    for index, request in enumerate(requests):
-        before, after = (at * num_quantized // len(loads) for at in (request.sample_index, request.sample_index + 1))
-        kinds[after > before].append(index)
-    parts: list[list[int]] = []
-    for kind, taken in ((True, loads[:num_quantized]), (False, loads[num_quantized:])):
-        split = split_by_load([requests[index] for index in kinds[kind]], len(taken), loads=taken) if taken else []
-        parts += [[kinds[kind][position] for position in part] for part in split]
-    return parts
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
 
 
 class EngineGroup:
-    """All rollout engines as one. Every method returns when all engines have answered, or raises."""
+    """All rollout engines as one, and the care for them.
+
+    An engine is lost when its process dies, when it raises, or when it holds requests and does not answer in time.
+    It is then killed and started anew, given the weights that were published last, and used once it has verified them;
+    its requests go to the others. The caller's own thread does all of this, inside the methods.
+    """
 
     def __init__(
         self,
-        workers: Sequence[ActorHandle[Any]],
+        spawn: Callable[[int], ActorHandle[Any]],
         *,
         nodes: Sequence[str],
-        start_timeout_s: float,
-        generate_timeout_s: float,
-        sync_timeout_s: float,
-        num_quantized: int = 0,
+        config: EngineConfig,
         turns: Turns | None = None,
     ) -> None:
-        """`nodes` are the Ray node ids of the workers; `turns` is shared with whoever is on the same GPUs.
+        """`spawn` makes the worker of an engine; `nodes` are the Ray node ids of the engines.
 
-        The first `num_quantized` engines hold quantised weights.
+        `turns` is shared with whoever is on the same GPUs.
         """
-        self._workers = list(workers)
-        self._nodes = list(nodes)
-        self._num_quantized = num_quantized
-        self._names = [f"engine {index}" for index in range(len(self._workers))]
-        self._starting = [worker.start.remote() for worker in self._workers]
-        self._start_timeout_s = start_timeout_s
-        self._generate_timeout_s = generate_timeout_s
-        self._sync_timeout_s = sync_timeout_s
+        self._spawn = spawn
+        self._config = config
         self._turns = turns or Turns()
+        self._members = [self._started(index, node) for index, node in enumerate(nodes)]
+        self._weights: tuple[SharedWeights, str, ray.ObjectRef[Any] | None] | None = None
+        """What was published last, the node where it lies in memory, and a reference to copies for others."""
         self._next_ticket = 0
-        self._held: list[dict[int, GenerateRequest]] = [{} for _ in self._workers]
-        """By engine: the requests that it has not answered yet, by ticket."""
-        self._polls: dict[ray.ObjectRef[Any], int] = {}
-        """Polls that have not been answered yet, and whose they are; one per engine at most."""
+        self._backlog: dict[int, GenerateRequest] = {}
+        """Requests that no engine holds."""
         self._early: list[Completion] = []
-        """Answers that came while `generate` waited for others."""
+        """What `poll` will return at once."""
+        self._num_restarts = self._num_redispatched = 0
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self._members)
 
     def wait_ready(self) -> list[EngineInfo]:
-        """Return when every engine is ready; they began to start when the group was made."""
-        return self._gather(self._starting, phase="engine start", deadline_s=self._start_timeout_s)
+        """Return when every engine is ready; they began to start when the group was made.
+
+        An engine that cannot start the first time ends the run: nothing would change the second time.
+        """
+        calls = [member.call for member in self._members if member.call is not None]
+        names = [member.name for member in self._members]
+        started = gather(calls, names=names, phase="engine start", deadline_s=self._config.start_timeout_s + GRACE_S)
+        for member, (_, processes) in zip(self._members, started, strict=True):
+            member.processes = processes
+            member.call, member.health = None, Health.serving
+        return [info for info, _ in started]
 
     @property
     def unfinished(self) -> int:
         """Tickets that `poll` has not returned yet."""
-        return sum(map(len, self._held)) + len(self._early)
+        return sum(len(member.held) for member in self._members) + len(self._backlog) + len(self._early)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Queue requests, spread over the engines; a ticket for each, unique in the run.
 
-        Where some engines are quantised and others not, every prompt goes to both kinds.
+        Raises WorkerError for a request that can never be served; none of them is sampled then.
         """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
-        loads = [sum(map(load_of, held.values())) for held in self._held]
-        parts = split_by_kind(requests, loads, num_quantized=self._num_quantized)
-        refs: list[ray.ObjectRef[Any]] = []
-        names: list[str] = []
-        for worker, name, held, part in zip(self._workers, self._names, self._held, parts, strict=True):
-            if part:
-                given = {tickets[index]: requests[index] for index in part}
-                refs.append(worker.submit.remote(list(given), list(given.values())))
-                names.append(name)
-                held.update(given)
-        gather(refs, names=names, phase="generate", deadline_s=self._generate_timeout_s + GRACE_S)
+        self._backlog.update(zip(tickets, requests, strict=True))
+        try:
+            self._dispatch()
+        except WorkerError:
+            self.abort(tickets)
+            self._forget(tickets)
+            raise
         return tickets
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended on any engine since the last poll; waits at most `timeout_s` for the first."""
+        """What has ended on any engine since the last poll; waits at most `timeout_s` for the first.
+
+        Raises EngineError when no engine is left.
+        """
         early, self._early = self._early, []
-        return early or self._poll_engines(timeout_s)
+        return early or self._answers(timeout_s)
 
     def abort(self, tickets: Sequence[int] | None) -> None:
         """End the unfinished requests among `tickets`, None for all; `poll` returns what they have so far."""
-        for worker, held in zip(self._workers, self._held, strict=True):
-            if mine := [ticket for ticket in held if tickets is None or ticket in tickets]:
-                worker.abort.remote(mine)
+        for ticket in [ticket for ticket in self._backlog if tickets is None or ticket in tickets]:
+            self._early.append(Completion(ticket, aborted(self._backlog.pop(ticket))))
+        for member in self._members:
+            if mine := [ticket for ticket in member.held if tickets is None or ticket in tickets]:
+                member.worker.abort.remote(mine)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests, spread over the engines."""
-        waited = dict.fromkeys(self.submit(requests))
+        waited = self.submit(requests)
         answers: dict[int, Generation] = {}
-        deadline = time.monotonic() + self._generate_timeout_s + 2 * GRACE_S
+        others: list[Completion] = []
         while len(answers) < len(waited):
-            if time.monotonic() > deadline:
-                silent = ", ".join(name for name, held in zip(self._names, self._held, strict=True) if held)
-                raise WorkerError(f"phase generate: no answer from {silent} within {self._generate_timeout_s:.0f} s")
-            for completion in self._poll_engines(POLL_S):
-                if completion.ticket in waited:
+            for completion in self.poll(POLL_S):
+                if waited[0] <= completion.ticket <= waited[-1]:
                     answers[completion.ticket] = completion.generation
                 else:
-                    self._early.append(completion)
+                    others.append(completion)
+        self._early += others
         return [answers[ticket] for ticket in waited]
 
-    def _poll_engines(self, timeout_s: float) -> list[Completion]:
-        deadline = time.monotonic() + timeout_s
-        completions: list[Completion] = []
-        while not completions:
-            asked = set(self._polls.values())
-            for index, held in enumerate(self._held):
-                if held and index not in asked:
-                    self._polls[self._workers[index].poll.remote(POLL_S)] = index
-            # One that is ready wakes us; then all that are, so that no engine waits behind another.
-            remaining_s = max(0.0, deadline - time.monotonic())
-            if not self._polls or not ray.wait(list(self._polls), num_returns=1, timeout=remaining_s)[0]:
-                break
-            for ref in ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0)[0]:
-                index = self._polls.pop(ref)
-                [answer] = gather([ref], names=[self._names[index]], phase="generate", deadline_s=GRACE_S)
-                completions += answer
-                for completion in answer:
-                    completion.generation.quantized = index < self._num_quantized
-                    del self._held[index][completion.ticket]
-        return completions
-
-    @property
-    def kinds(self) -> list[bool]:
-        """Which weights the engines take: quantised (True), plain (False), or both."""
-        return [True] * (self._num_quantized > 0) + [False] * (self._num_quantized < len(self))
-
-    def num_of(self, quantized: bool) -> int:
-        """Engines of a kind."""
-        return self._num_quantized if quantized else len(self) - self._num_quantized
-
-    def num_on(self, node: str, *, quantized: bool) -> int:
-        """Engines of a kind on a Ray node."""
-        return sum(place == node and kind == quantized for place, kind in self._places())
+    def num_on(self, node: str) -> int:
+        """Engines on a Ray node."""
+        return sum(member.node == node for member in self._members)
 
     def load_weights(
-        self, shared: Mapping[bool, SharedWeights], *, node: str, copies: Mapping[bool, ray.ObjectRef[Any]]
+        self, shared: SharedWeights, *, node: str, copies: ray.ObjectRef[Any] | None
     ) -> list[WeightReport]:
-        """Give every engine the weights of its kind (see `kinds`); each verifies what it then holds.
+        """Give every engine the weights; each verifies what it then holds. Reports of those that serve then.
 
-        Engines on `node` map `shared`; the others are sent `copies`, references to lists of WeightBucket.
+        Engines on `node` map `shared`; the others are sent `copies`, a reference to a list of WeightBucket. An engine
+        that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
         """
-        refs = [
-            worker.load_weights.remote(shared[kind] if place == node else copies[kind])
-            for worker, (place, kind) in zip(self._workers, self._places(), strict=True)
-        ]
-        return self._gather(refs, phase="weight sync", deadline_s=self._sync_timeout_s)
+        self._weights = (shared, node, copies)
+        # One that still loads an earlier version goes on to this one: left behind, it would keep memory in use that
+        # the trainer needs for a later version.
+        stale = {member.index for member in self._members if member.health is Health.stale}
+        self._wait_while(lambda member: member.health is Health.stale)
+        calls = {member.index: self._load_call(member) for member in self._serving() if member.index not in stale}
+        for index, report in self._gather(calls, phase="weight sync").items():
+            self._members[index].report = report
+        if not self._serving():
+            self._wait_while(lambda member: not self._serving() and member.health is not Health.retired)
+        return [member.report for member in self._serving() if member.report is not None]
 
     @property
     def takes_turns(self) -> bool:
         """Whether the engines leave their GPUs, and lose their weights, while somebody else is resident."""
         return self._turns.are_taken
-
-    def _places(self) -> list[tuple[str, bool]]:
-        """Node and kind of every engine."""
-        return [(place, index < self._num_quantized) for index, place in enumerate(self._nodes)]
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
@@ -284,27 +203,202 @@ class EngineGroup:
 
     def sleep(self) -> None:
         """For `Turns` only: give the GPUs' memory back."""
-        refs = [worker.sleep.remote() for worker in self._workers]
-        self._gather(refs, phase="engine sleep", deadline_s=self._sync_timeout_s)
+        self._wait_while(lambda member: member.health in (Health.starting, Health.stale))
+        self._all([member.worker.sleep.remote() for member in self._serving()], phase="engine sleep")
 
     def wake(self) -> None:
         """For `Turns` only: take memory for the weights; `load_weights` takes that of the caches."""
-        refs = [worker.wake.remote() for worker in self._workers]
-        self._gather(refs, phase="engine wake", deadline_s=self._sync_timeout_s)
+        self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
 
     def policy_versions(self) -> list[int]:
-        """Version of the weights that each engine says it holds."""
-        refs = [worker.policy_version.remote() for worker in self._workers]
-        return self._gather(refs, phase="weight version", deadline_s=self._sync_timeout_s)
+        """Version of the weights that each serving engine says it holds."""
+        calls = {member.index: member.worker.policy_version.remote() for member in self._serving()}
+        return list(self._gather(calls, phase="weight version").values())
 
-    def memory(self) -> list[MemoryUse]:
-        """What each engine holds, its server's processes included."""
-        refs = [worker.memory.remote() for worker in self._workers]
-        return self._gather(refs, phase="engine memory", deadline_s=self._sync_timeout_s)
+    def memory(self) -> dict[int, MemoryUse]:
+        """What each serving engine holds, its server's processes included, by index."""
+        calls = {member.index: member.worker.memory.remote() for member in self._serving()}
+        return self._gather(calls, phase="engine memory")
+
+    def metrics(self) -> dict[str, float | None]:
+        """Engines that were started anew and requests that were given to another since the last call."""
+        restarts, redispatched = self._num_restarts, self._num_redispatched
+        self._num_restarts = self._num_redispatched = 0
+        return {"rollout/engine_restarts": float(restarts), "rollout/redispatched": float(redispatched)}
 
     def stop(self) -> None:
         """Stop every engine; an engine that does not answer is killed with its worker."""
-        stop_workers(self._workers, names=self._names)
+        alive = [member for member in self._members if member.health is not Health.retired]
+        stop_workers([member.worker for member in alive], names=[member.name for member in alive])
 
-    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
-        return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)
+    def _serving(self) -> list[_Member]:
+        return [member for member in self._members if member.health is Health.serving]
+
+    def _started(self, index: int, node: str, *, restarts: int = 0) -> _Member:
+        worker = self._spawn(index)
+        due = time.monotonic() + self._config.start_timeout_s + GRACE_S
+        return _Member(index=index, node=node, worker=worker, call=worker.start.remote(), due=due, restarts=restarts)
+
+    def _load_call(self, member: _Member) -> ray.ObjectRef[Any]:
+        if self._weights is None:
+            raise RuntimeError("weights are loaded after they have been published")
+        shared, node, copies = self._weights
+        member.asked = shared.policy_version
+        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(shared if member.node == node else copies)
+        return call
+
+    def _dispatch(self) -> None:
+        """Give the backlog to the engines that serve, in the order of submission."""
+        while self._backlog and (serving := self._serving()):
+            given = dict(sorted(self._backlog.items()))
+            self._backlog.clear()
+            tickets, requests = list(given), list(given.values())
+            loads = [sum(map(load_of, member.held.values())) for member in serving]
+            calls: dict[int, ray.ObjectRef[Any]] = {}
+            for member, part in zip(serving, split_by_load(requests, len(serving), loads=loads), strict=True):
+                if part:
+                    mine = {tickets[index]: requests[index] for index in part}
+                    member.held.update(mine)
+                    calls[member.index] = member.worker.submit.remote(list(mine), list(mine.values()))
+            # An engine that is lost meanwhile leaves its part in the backlog.
+            self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
+
+    def _forget(self, tickets: Sequence[int]) -> None:
+        """Nobody waits for these any more: what comes for them is ignored."""
+        gone = set(tickets)
+        for member in self._members:
+            member.held = {ticket: request for ticket, request in member.held.items() if ticket not in gone}
+        self._early = [completion for completion in self._early if completion.ticket not in gone]
+
+    def _answers(self, timeout_s: float) -> list[Completion]:
+        """Completions of any engine; waits at most `timeout_s` for the first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._dispatch()
+            for member in self._serving():
+                if member.held and member.call is None:
+                    member.call = member.worker.poll.remote(POLL_S)
+                    member.due = time.monotonic() + POLL_S + self._config.answer_timeout_s
+            completions = self._wait(deadline - time.monotonic())
+            idle = not self._backlog and not any(member.held for member in self._members)
+            if completions or idle or time.monotonic() >= deadline:
+                return completions
+
+    def _wait(self, timeout_s: float) -> list[Completion]:
+        """Take the answers that are there, or else the first; lose the engines whose answers are overdue."""
+        waited = [member for member in self._members if member.call is not None]
+        if not waited:
+            return []
+        until_due_s = min(member.due for member in waited) - time.monotonic()
+        calls = [member.call for member in waited]
+        ray.wait(calls, num_returns=1, timeout=max(0.0, min(timeout_s, until_due_s)))
+        # All that are ready, so that no engine waits behind another.
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        completions: list[Completion] = []
+        for member in waited:
+            if member.call in ready:
+                completions += self._answered(member)
+            elif time.monotonic() >= member.due:
+                doing = "poll" if member.health is Health.serving else member.health.value
+                self._lose(member, f"phase {doing}: no answer from {member.name} in time")
+        return completions
+
+    def _answered(self, member: _Member) -> list[Completion]:
+        """What follows from the answer to `member.call`."""
+        call, member.call = member.call, None
+        if call is None:
+            return []
+        phase = "generate" if member.health is Health.serving else f"restart, {member.health.value}"
+        try:
+            [answer] = gather([call], names=[member.name], phase=phase, deadline_s=GRACE_S)
+        except (EngineError, WorkerError) as error:
+            if isinstance(error, WeightSyncError) and self._is_behind(member):
+                self._load(member)
+            else:
+                self._lose(member, str(error))
+            return []
+        if member.health is Health.starting:
+            _, member.processes = answer
+            self._load(member)
+        elif member.health is Health.stale:
+            self._loaded(member, answer)
+        else:
+            # What another engine has answered meanwhile is not held any more.
+            completions: list[Completion] = [each for each in answer if each.ticket in member.held]
+            for completion in completions:
+                del member.held[completion.ticket]
+            return completions
+        return []
+
+    def _is_behind(self, member: _Member) -> bool:
+        """Whether newer weights were published since it was told to load."""
+        return self._weights is not None and self._weights[0].policy_version != member.asked
+
+    def _load(self, member: _Member) -> None:
+        """Have a new engine load what was published last; it serves at once if nothing was."""
+        member.health = Health.serving
+        if self._weights is not None:
+            member.health, member.call = Health.stale, self._load_call(member)
+            member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
+
+    def _loaded(self, member: _Member, report: WeightReport) -> None:
+        """Let a new engine serve, if it holds what was published last."""
+        if self._is_behind(member):
+            self._load(member)
+        elif report.policy_version != member.asked:
+            cause = f"it was sent policy version {member.asked} and reports {report.policy_version}"
+            self._lose(member, f"phase restart, stale: {member.name}: {cause}")
+        else:
+            member.report, member.health = report, Health.serving
+            logger.warning("%s serves again, after restart %d", member.name, member.restarts)
+
+    def _wait_while(self, is_waited_for: Callable[[_Member], bool]) -> None:
+        """Until no engine is in a state that is waited for; each state has a deadline of its own."""
+        while any(map(is_waited_for, self._members)):
+            self._early += self._wait(POLL_S)
+
+    def _gather(
+        self, calls: Mapping[int, ray.ObjectRef[Any]], *, phase: str, deadline_s: float | None = None
+    ) -> dict[int, Any]:
+        """Answers by engine. One that dies, fails, or does not answer within rollout.sync_timeout_s, is lost.
+
+        Raises WeightSyncError for one that cannot hold the weights that it was sent: all of them may be wrong then.
+        """
+        limit_s = (self._config.sync_timeout_s if deadline_s is None else deadline_s) + GRACE_S
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=limit_s)
+        answers = {}
+        for index, call in calls.items():
+            member = self._members[index]
+            try:
+                [answers[index]] = gather([call], names=[member.name], phase=phase, deadline_s=0.0)
+            except (EngineError, LostWorkerError) as error:
+                if isinstance(error, WeightSyncError):
+                    raise
+                self._lose(member, str(error))
+        return answers
+
+    def _all(self, calls: Sequence[ray.ObjectRef[Any]], *, phase: str) -> None:
+        """Wait for all engines that serve; raises whatever one of them says."""
+        names = [member.name for member in self._serving()]
+        gather(calls, names=names, phase=phase, deadline_s=self._config.sync_timeout_s + GRACE_S)
+
+    def _lose(self, member: _Member, cause: str) -> None:
+        """Kill an engine and start another in its place; what it held goes to the backlog."""
+        logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
+        self._backlog.update(member.held)
+        self._num_redispatched += len(member.held)
+        kill_worker(member.worker, node=member.node, processes=member.processes)
+        if member.restarts < self._config.max_restarts:
+            self._num_restarts += 1
+            self._members[member.index] = self._started(member.index, member.node, restarts=member.restarts + 1)
+            self._members[member.index].lost_by = cause
+            return
+        member.held, member.call = {}, None
+        member.health, member.lost_by = Health.retired, cause
+        if all(each.health is Health.retired for each in self._members):
+            causes = "\n".join(f"{each.name}: {each.lost_by}" for each in self._members)
+            raise EngineError(
+                f"0 of {len(self)} engines are left, each restarted rollout.max_restarts={self._config.max_restarts} "
+                f"times:\n{causes}"
+            )

@@ -1,16 +1,26 @@
-"""The rollout worker: hosts one engine in a Ray actor; `rollout/engine_group.py` is the typed handle over all."""
+"""The rollout worker: hosts one engine in a Ray actor; `rollout/engine_group.py` is the typed handle over all.
+
+Ray runs one verb at a time, but for those of CONCURRENCY_GROUPS: requests come and answers go while another verb runs.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse, memory_use
+from rollout.processes import ProcessMark, mark_processes
 from rollout.shared_weights import WeightReader
 from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
+
+CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
+"""Threads that an actor has for the verbs marked with them, besides the one for the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,17 +73,21 @@ class RolloutWorker:
         self._pids: tuple[int, ...] = ()
         self._shared = WeightReader()
 
-    def start(self) -> EngineInfo:
+    def start(self) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
+        """Also the processes to kill where the worker does not answer any more."""
         info = self._engine.start(self._setup.model_path)
         self._pids = info.pids
-        return info
+        return info, mark_processes((os.getpid(), *info.pids))
 
+    @ray.method(concurrency_group="requests")
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
         self._engine.submit(tickets, requests)
 
+    @ray.method(concurrency_group="answers")
     def poll(self, timeout_s: float) -> list[Completion]:
         return self._engine.poll(timeout_s)
 
+    @ray.method(concurrency_group="requests")
     def abort(self, tickets: Sequence[int] | None) -> None:
         self._engine.abort(tickets)
 

@@ -43,7 +43,9 @@ TOP_LEVEL = frozenset(
 FORBIDDEN_IMPORTS = {"algorithms": ("rollout", "trainer"), "rollout": ("trainer",), "trainer": ()}
 """Package -> packages that it never imports: algorithms <- rollout <- trainer."""
 
-RAY_FILES = frozenset({"rollout/engine_group.py", "trainer/policy_group.py", "trainer/cluster.py"})
+RAY_FILES = frozenset(
+    {"rollout/actor_calls.py", "rollout/engine_group.py", "trainer/policy_group.py", "trainer/cluster.py"}
+)
 """The only files that call actors and wait for them; everybody else calls typed methods."""
 
 LIGHT_MODULES = (

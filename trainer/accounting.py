@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout.actor_calls import WorkerError
+from rollout.balance import split_by_load
 from rollout.collect import Collected, CollectStats
-from rollout.engine_group import EngineGroup, WorkerError, split_by_load
+from rollout.engine_group import EngineGroup
 from rollout.process_memory import memory_use
 from trainer.batch import TrainBatch
 from trainer.ceilings import Ceilings
@@ -137,7 +139,7 @@ class StepAccounting:
         """Memory of every actor and the driver; warns of one that grows."""
         uses = {"driver": memory_use()}
         uses |= {f"policy {rank}": use for rank, use in enumerate(policy.memory())}
-        uses |= {f"engine {index}": use for index, use in enumerate(engines.memory())}
+        uses |= {f"engine {index}": use for index, use in engines.memory().items()}
         return self._memory.metrics(uses)
 
     def fraction(self, phase: str, floor_s: float, measured_s: float) -> float | None:

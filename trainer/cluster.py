@@ -13,13 +13,14 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.config import Quantization
 from rollout.engine_group import EngineGroup
 from rollout.residency import Turns
-from rollout.worker import EngineSetup, RolloutWorker
+from rollout.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from trainer.config import TrainConfig
 from trainer.memory_plan import may_take_turns, memory_plan
 from trainer.policy_group import PolicyGroup
@@ -111,6 +112,14 @@ def start_ray(address: str | None) -> None:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
 
 
+def spawn_worker(setup: EngineSetup, **options: object) -> ActorHandle[Any]:
+    """Begin to start one rollout worker; `options` are those of a Ray actor."""
+    # The type stubs know neither the argument nor the threads of its verbs.
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]
+    worker: ActorHandle[Any] = actor.options(**options).remote(setup)
+    return worker
+
+
 class Cluster:
     """The Ray cluster of one run, as a context manager: leaving it ends every worker and what they started."""
 
@@ -151,8 +160,9 @@ class Cluster:
                     cleanup.callback(group.stop)
 
     def metrics(self) -> dict[str, float | None]:
-        """Seconds of the step that moving sides on and off shared GPUs took; they are part of the phases too."""
-        return self._turns.metrics()
+        """Of the step: seconds in which sides moved on and off shared GPUs, part of the phases too; lost engines."""
+        engines = {} if self._engines is None else self._engines.metrics()
+        return self._turns.metrics() | engines
 
     def spawn_policy(self, model_path: Path, critic_path: Path | None = None) -> PolicyGroup:
         """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model.
@@ -194,8 +204,8 @@ class Cluster:
         takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
         threads = engine_threads(self._config)
-        workers: list[Any] = []
-        for index in range(config.num_engines):
+
+        def spawn(index: int) -> ActorHandle[Any]:
             setup = EngineSetup(
                 config=config,
                 index=index,
@@ -207,16 +217,10 @@ class Cluster:
                 sleeps=takes_turns,
             )
             options = self._options(self._config.policy.num_workers + index, threads)
-            workers.append(ray.remote(RolloutWorker).options(**options).remote(setup))
-        self._engines = EngineGroup(
-            workers,
-            nodes=self._nodes()[self._config.policy.num_workers :],
-            start_timeout_s=config.start_timeout_s,
-            generate_timeout_s=config.generate_timeout_s,
-            sync_timeout_s=config.sync_timeout_s,
-            num_quantized=config.num_quantized,
-            turns=self._turns,
-        )
+            return spawn_worker(setup, **options)
+
+        nodes = self._nodes()[self._config.policy.num_workers :]
+        self._engines = EngineGroup(spawn, nodes=nodes, config=config, turns=self._turns)
         if takes_turns:
             self._turns.take(awake=self._engines)
         return self._engines

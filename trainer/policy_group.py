@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from rollout.engine_group import GRACE_S, gather, stop_workers
+from rollout.actor_calls import GRACE_S, gather, stop_workers
 from rollout.process_memory import MemoryUse
 from rollout.residency import Turns
 from rollout.types import SharedWeights

@@ -172,7 +172,8 @@ class SGLangEngine(Engine):
             cause = f"the new weights were not loaded: {error}"
             lost = error.status is None
             text = server.error("load_weights", cause, policy_version=self._version, lost=lost)
-            raise WeightSyncError(text) from error
+            # A server that is gone says nothing about the weights: another one may hold them.
+            raise (EngineError if lost else WeightSyncError)(text) from error
         report.verify_s += prepared_s
         return report
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from runs import QUICK, column, compose, metrics_of
 
+from rollout.actor_calls import WorkerError
 from rollout.engine import EngineError
-from rollout.engine_group import WorkerError
 from trainer.evaluation import evaluate_model, evaluation_metrics
 from trainer.loop import train
 from trainer.weights_source import WeightsSource, find_source
@@ -261,7 +261,9 @@ def sglang_processes(parent: int) -> list[psutil.Process]:
 @pytest.mark.sglang
 def test_a_killed_server_ends_the_run_with_its_name_and_log_and_leaves_nothing(tmp_path: Path, local_ray: None) -> None:
     run_dir = tmp_path / "run"
-    config = compose("arithmetic_grpo", *QUICK, *SMALL, "run.num_steps=500", f"run.dir={run_dir}")
+    config = compose(
+        "arithmetic_grpo", *QUICK, *SMALL, "run.num_steps=500", f"run.dir={run_dir}", "rollout.max_restarts=0"
+    )
     servers: list[psutil.Process] = []
 
     def kill_after_two_steps() -> None:

@@ -1,0 +1,232 @@
+"""Real engines in processes that are killed, stopped or lie: nothing is lost or comes twice, the end is clear."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from care_workers import DishonestWorker, SlowWorker
+from policy_cases import save_policy
+
+from rollout.actor_calls import WorkerError
+from rollout.config import DType, TorchEngineConfig
+from rollout.engine import EngineError, WeightReport, WeightSyncError
+from rollout.engine_group import EngineGroup, Health
+from rollout.hf import AutoModelForCausalLM
+from rollout.shared_weights import WeightPublisher
+from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
+from rollout.weights import TensorShape
+from rollout.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from trainer.cluster import start_ray
+
+pytestmark = pytest.mark.slow
+
+LONG = 100
+"""Tokens of a response: the model's context is 128."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    start_ray(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("model"))
+
+
+class Published:
+    """The tiny policy's weights in shared memory, as rank 0 holds them."""
+
+    def __init__(self, model_path: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        named = list(self._model.named_parameters())
+        shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
+        self._publisher = WeightPublisher(shapes, bucket_bytes=1 << 20, dtype=torch.float32)
+
+    def version(self, number: int) -> SharedWeights:
+        return self._publisher.publish(self._model.named_parameters(), policy_version=number)
+
+
+def build_group(worker: type[RolloutWorker], model_path: Path, log_dir: Path, **keys: Any) -> EngineGroup:
+    """Two engines that are ready and hold version 0."""
+    config = TorchEngineConfig(dtype=DType.float32, num_engines=2, answer_timeout_s=3.0, max_restarts=1, **keys)
+    # The actors can import what lies beside this file.
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker)  # type: ignore[call-overload]
+
+    def spawn(index: int) -> Any:
+        setup = EngineSetup(
+            config=config, index=index, seed=0, device="cpu", num_threads=1, log_dir=log_dir, model_path=model_path
+        )
+        return actor.options(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": paths}}).remote(setup)
+
+    group = EngineGroup(spawn, nodes=[ray.get_runtime_context().get_node_id()] * 2, config=config)
+    assert len(group.wait_ready()) == 2
+    return group
+
+
+@pytest.fixture(scope="module")
+def published(model_path: Path) -> Published:
+    return Published(model_path)
+
+
+@pytest.fixture(scope="module")
+def group(model_path: Path, published: Published) -> Iterator[EngineGroup]:
+    """Of slow engines; what one test leaves the next one finds."""
+    group = build_group(SlowWorker, model_path, model_path)
+    load(group, published.version(0))
+    yield group
+    group.stop()
+
+
+def load(group: EngineGroup, shared: SharedWeights) -> list[WeightReport]:
+    return group.load_weights(shared, node=ray.get_runtime_context().get_node_id(), copies=None)
+
+
+def requests_of(count: int = 8, *, tokens: int = LONG) -> list[GenerateRequest]:
+    """Two samples for each prompt."""
+    return [
+        GenerateRequest(
+            prompt_id=index // 2,
+            sample_index=index % 2,
+            prompt_token_ids=[3, 5 + index // 2],
+            sampling=SamplingParams(temperature=1.0, max_new_tokens=tokens, seed=index),
+        )
+        for index in range(count)
+    ]
+
+
+def collect(group: EngineGroup, tickets: Sequence[int], *, timeout_s: float = 120.0) -> dict[int, Generation]:
+    """Everything that comes until nothing is unfinished; each ticket must come once."""
+    found: dict[int, Generation] = {}
+    deadline = time.monotonic() + timeout_s
+    while group.unfinished:
+        assert time.monotonic() < deadline
+        for ticket, generation in group.poll(1.0):
+            assert ticket not in found
+            found[ticket] = generation
+    assert sorted(found) == sorted(tickets)
+    return found
+
+
+def pid_of(group: EngineGroup, index: int) -> int:
+    return group._members[index].processes[0].pid
+
+
+def same_tokens(found: dict[int, Generation], expected: list[Generation]) -> bool:
+    return [found[ticket].token_ids for ticket in sorted(found)] == [each.token_ids for each in expected]
+
+
+def test_requests_are_spread_polled_and_aborted(group: EngineGroup, published: Published) -> None:
+    requests = requests_of()
+    expected = group.generate(requests)
+    assert [each.token_versions for each in expected] == [[0] * LONG] * 8
+    tickets = group.submit(requests)
+    assert group.unfinished == 8
+    # Groups stay together, and both engines have the same to do.
+    held = [sorted(ticket - tickets[0] for ticket in member.held) for member in group._members]
+    assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    # Others who wait for their own answers meanwhile take none of ours.
+    assert [len(each.token_ids) for each in group.generate(requests_of(2, tokens=5))] == [5, 5]
+    group.abort(tickets[:3])
+    time.sleep(0.5)
+    # Weights come while they are sampled, by another thread of the workers than polls and requests.
+    load(group, published.version(1))
+    found = collect(group, tickets)
+    assert [found[ticket].finish_reason is FinishReason.abort for ticket in tickets] == [True] * 3 + [False] * 5
+    assert all(len(found[ticket].token_ids) < LONG for ticket in tickets[:3])
+    assert [set(found[ticket].token_versions) for ticket in tickets[3:]] == [{0, 1}] * 5
+    assert [found[ticket].token_ids for ticket in tickets[3:]] == [each.token_ids for each in expected[3:]]
+
+
+def test_what_is_refused_costs_no_engine(group: EngineGroup, published: Published) -> None:
+    with pytest.raises(WorkerError, match=r"prompt 0/0: 2 prompt tokens and max_new_tokens=127 exceed"):
+        group.submit([*requests_of(4), *requests_of(1, tokens=127)])
+    assert group.unfinished == 0
+    shared = published.version(2)
+    spec = shared.buckets[0].tensors[2]
+    digest, spec.digest = spec.digest, "0" * 16
+    with pytest.raises(WeightSyncError, match=f"tensor {spec.name} was changed on the way"):
+        load(group, shared)
+    spec.digest = digest
+    assert [report.policy_version for report in load(group, shared)] == [2, 2]
+    assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0}
+
+
+def serve_all(group: EngineGroup, *, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(member.health is not Health.serving for member in group._members):
+        assert time.monotonic() < deadline
+        group._wait(1.0)
+
+
+def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
+    group: EngineGroup, published: Published
+) -> None:
+    requests = requests_of()
+    expected = group.generate(requests)
+    tickets = group.submit(requests)
+    time.sleep(0.3)
+    os.kill(pid_of(group, 1), signal.SIGKILL)
+    assert same_tokens(collect(group, tickets), expected)
+    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 4.0}
+    # It takes part again with the weights that are current then, not those that it died with.
+    load(group, published.version(3))
+    serve_all(group)
+    assert group.policy_versions() == [3, 3]
+    tickets = group.submit(requests)
+    wedged = psutil.Process(pid_of(group, 0))
+    wedged.suspend()
+    found = collect(group, tickets)
+    assert same_tokens(found, expected)
+    assert {version for each in found.values() for version in each.token_versions} == {3}
+    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 4.0}
+    with pytest.raises(psutil.NoSuchProcess):
+        wedged.wait(timeout=10)
+        psutil.Process(wedged.pid)
+    serve_all(group)
+    # Both have used up their restart. When they are gone, aborted requests still come back, others end the run.
+    tickets = group.submit(requests)
+    begin = time.monotonic()
+    for index in (0, 1):
+        os.kill(pid_of(group, index), signal.SIGKILL)
+    with pytest.raises(EngineError) as caught:
+        while True:
+            group.poll(1.0)
+    assert time.monotonic() - begin < 30
+    text = str(caught.value)
+    assert text.startswith("0 of 2 engines are left, each restarted rollout.max_restarts=1 times:\nengine 0: phase ")
+    assert "engine 1 died" in text
+    group.abort(None)
+    assert sorted(completion.ticket for completion in group.poll(0.0)) == tickets
+
+
+def test_an_engine_that_never_gets_on_or_holds_other_weights_is_not_used(
+    model_path: Path, published: Published, tmp_path: Path
+) -> None:
+    group = build_group(DishonestWorker, model_path, tmp_path, generate_timeout_s=3.0)
+    try:
+        load(group, published.version(4))
+        found = collect(group, group.submit(requests_of(4, tokens=20)))
+        assert [len(each.token_ids) for each in found.values()] == [20] * 4
+        assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 2.0}
+        deadline = time.monotonic() + 60
+        while group._members[0].health is not Health.retired:
+            assert time.monotonic() < deadline
+            assert group._members[0].health is not Health.serving
+            group._wait(1.0)
+        assert group._members[0].lost_by.endswith("it was sent policy version 4 and reports 11")
+        collect(group, group.submit(requests_of(4, tokens=20)))
+    finally:
+        group.stop()
