@@ -88,7 +88,7 @@ class Step:
 # ---------------------------------------------------------------- the model
 
 
-def build_model(directory: Path, *, end_probability: float) -> None:
+def build_model(directory: Path, *, end_probability: float, width: int = WIDTH, layers: int = LAYERS) -> None:
     """The demo's network, wider and untrained; `end_probability` of every token to end the response, 0 for never."""
     import torch
 
@@ -101,11 +101,11 @@ def build_model(directory: Path, *, end_probability: float) -> None:
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(TOKENS),
-            hidden_size=WIDTH,
-            intermediate_size=4 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=WIDTH // 32,
-            num_key_value_heads=WIDTH // 32,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 32,
+            num_key_value_heads=width // 32,
             max_position_embeddings=512,
             tie_word_embeddings=False,
             attention_dropout=0.0,
