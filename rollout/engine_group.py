@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import ray
@@ -20,52 +18,12 @@ from rollout.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, k
 from rollout.balance import load_of, split_by_load
 from rollout.config import EngineConfig
 from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
+from rollout.group_member import Health, Member
 from rollout.process_memory import MemoryUse
-from rollout.processes import ProcessMark
 from rollout.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 
 logger = logging.getLogger(__name__)
-
-
-class Health(Enum):
-    """What an engine can be used for."""
-
-    starting = "starting"
-    """Its process starts and loads the model; it holds no weights of the run."""
-    stale = "stale"
-    """It loads the weights that were published last: until they are verified it samples nothing."""
-    serving = "serving"
-    retired = "retired"
-    """It was lost more often than rollout.max_restarts."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Member:
-    """One engine of the group."""
-
-    index: int
-    node: str
-    """Ray node id."""
-    worker: ActorHandle[Any]
-    call: ray.ObjectRef[Any] | None
-    """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""
-    due: float
-    """time.monotonic() at which a missing answer to `call` means that the engine is lost."""
-    health: Health = Health.starting
-    held: dict[int, GenerateRequest] = field(default_factory=dict)
-    """What it has not answered yet, by ticket."""
-    processes: tuple[ProcessMark, ...] = ()
-    asked: int = -1
-    """Policy version of the weights that it was last told to load."""
-    report: WeightReport | None = None
-    restarts: int = 0
-    lost_by: str = ""
-    """Why it was lost the last time."""
-
-    @property
-    def name(self) -> str:
-        return f"engine {self.index}"
 
 
 class EngineGroup:
@@ -231,15 +189,15 @@ class EngineGroup:
         alive = [member for member in self._members if member.health is not Health.retired]
         stop_workers([member.worker for member in alive], names=[member.name for member in alive])
 
-    def _serving(self) -> list[_Member]:
+    def _serving(self) -> list[Member]:
         return [member for member in self._members if member.health is Health.serving]
 
-    def _started(self, index: int, node: str, *, restarts: int = 0) -> _Member:
+    def _started(self, index: int, node: str, *, restarts: int = 0) -> Member:
         worker = self._spawn(index)
         due = time.monotonic() + self._config.start_timeout_s + GRACE_S
-        return _Member(index=index, node=node, worker=worker, call=worker.start.remote(), due=due, restarts=restarts)
+        return Member(index=index, node=node, worker=worker, call=worker.start.remote(), due=due, restarts=restarts)
 
-    def _load_call(self, member: _Member) -> ray.ObjectRef[Any]:
+    def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
         shared, node, copies = self._weights
@@ -303,7 +261,7 @@ class EngineGroup:
                 self._lose(member, f"phase {doing}: no answer from {member.name} in time")
         return completions
 
-    def _answered(self, member: _Member) -> list[Completion]:
+    def _answered(self, member: Member) -> list[Completion]:
         """What follows from the answer to `member.call`."""
         call, member.call = member.call, None
         if call is None:
@@ -330,18 +288,18 @@ class EngineGroup:
             return completions
         return []
 
-    def _is_behind(self, member: _Member) -> bool:
+    def _is_behind(self, member: Member) -> bool:
         """Whether newer weights were published since it was told to load."""
         return self._weights is not None and self._weights[0].policy_version != member.asked
 
-    def _load(self, member: _Member) -> None:
+    def _load(self, member: Member) -> None:
         """Have a new engine load what was published last; it serves at once if nothing was."""
         member.health = Health.serving
         if self._weights is not None:
             member.health, member.call = Health.stale, self._load_call(member)
             member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
 
-    def _loaded(self, member: _Member, report: WeightReport) -> None:
+    def _loaded(self, member: Member, report: WeightReport) -> None:
         """Let a new engine serve, if it holds what was published last."""
         if self._is_behind(member):
             self._load(member)
@@ -352,7 +310,7 @@ class EngineGroup:
             member.report, member.health = report, Health.serving
             logger.warning("%s serves again, after restart %d", member.name, member.restarts)
 
-    def _wait_while(self, is_waited_for: Callable[[_Member], bool]) -> None:
+    def _wait_while(self, is_waited_for: Callable[[Member], bool]) -> None:
         """Until no engine is in a state that is waited for; each state has a deadline of its own."""
         while any(map(is_waited_for, self._members)):
             self._early += self._wait(POLL_S)
@@ -383,7 +341,7 @@ class EngineGroup:
         names = [member.name for member in self._serving()]
         gather(calls, names=names, phase=phase, deadline_s=self._config.sync_timeout_s + GRACE_S)
 
-    def _lose(self, member: _Member, cause: str) -> None:
+    def _lose(self, member: Member, cause: str) -> None:
         """Kill an engine and start another in its place; what it held goes to the backlog."""
         logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
         self._backlog.update(member.held)

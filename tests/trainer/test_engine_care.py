@@ -19,7 +19,8 @@ from policy_cases import save_policy
 from rollout.actor_calls import WorkerError
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightReport, WeightSyncError
-from rollout.engine_group import EngineGroup, Health
+from rollout.engine_group import EngineGroup
+from rollout.group_member import Health
 from rollout.hf import AutoModelForCausalLM
 from rollout.shared_weights import WeightPublisher
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
