@@ -101,15 +101,28 @@ class EngineGroup:
 
         Raises EngineError when no engine is left.
         """
-        early, self._early = self._early, []
-        return early or self._answers(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self._early:
+            self._dispatch()
+            for member in self._serving():
+                if member.held and member.call is None:
+                    member.call = member.worker.poll.remote(POLL_S)
+                    member.due = time.monotonic() + POLL_S + self._config.answer_timeout_s
+            self._early += self._wait(deadline - time.monotonic())
+            idle = not self._backlog and not any(member.held for member in self._members)
+            if idle or time.monotonic() >= deadline:
+                break
+        completions, self._early = self._early, []
+        return completions
 
     def abort(self, tickets: Sequence[int] | None) -> None:
         """End the unfinished requests among `tickets`, None for all; `poll` returns what they have so far."""
-        for ticket in [ticket for ticket in self._backlog if tickets is None or ticket in tickets]:
+        chosen = None if tickets is None else set(tickets)
+        for ticket in [ticket for ticket in self._backlog if chosen is None or ticket in chosen]:
             self._early.append(Completion(ticket, aborted(self._backlog.pop(ticket))))
         for member in self._members:
-            if mine := [ticket for ticket in member.held if tickets is None or ticket in tickets]:
+            if mine := [ticket for ticket in member.held if chosen is None or ticket in chosen]:
+                member.aborting.update(mine)
                 member.worker.abort.remote(mine)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -117,13 +130,15 @@ class EngineGroup:
         waited = self.submit(requests)
         answers: dict[int, Generation] = {}
         others: list[Completion] = []
-        while len(answers) < len(waited):
-            for completion in self.poll(POLL_S):
-                if waited[0] <= completion.ticket <= waited[-1]:
-                    answers[completion.ticket] = completion.generation
-                else:
-                    others.append(completion)
-        self._early += others
+        try:
+            while len(answers) < len(waited):
+                for completion in self.poll(POLL_S):
+                    if waited[0] <= completion.ticket <= waited[-1]:
+                        answers[completion.ticket] = completion.generation
+                    else:
+                        others.append(completion)
+        finally:
+            self._early += others
         return [answers[ticket] for ticket in waited]
 
     def num_on(self, node: str) -> int:
@@ -226,21 +241,8 @@ class EngineGroup:
         gone = set(tickets)
         for member in self._members:
             member.held = {ticket: request for ticket, request in member.held.items() if ticket not in gone}
+            member.aborting -= gone
         self._early = [completion for completion in self._early if completion.ticket not in gone]
-
-    def _answers(self, timeout_s: float) -> list[Completion]:
-        """Completions of any engine; waits at most `timeout_s` for the first."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._dispatch()
-            for member in self._serving():
-                if member.held and member.call is None:
-                    member.call = member.worker.poll.remote(POLL_S)
-                    member.due = time.monotonic() + POLL_S + self._config.answer_timeout_s
-            completions = self._wait(deadline - time.monotonic())
-            idle = not self._backlog and not any(member.held for member in self._members)
-            if completions or idle or time.monotonic() >= deadline:
-                return completions
 
     def _wait(self, timeout_s: float) -> list[Completion]:
         """Take the answers that are there, or else the first; lose the engines whose answers are overdue."""
@@ -285,6 +287,7 @@ class EngineGroup:
             completions: list[Completion] = [each for each in answer if each.ticket in member.held]
             for completion in completions:
                 del member.held[completion.ticket]
+                member.aborting.discard(completion.ticket)
             return completions
         return []
 
@@ -344,8 +347,10 @@ class EngineGroup:
     def _lose(self, member: Member, cause: str) -> None:
         """Kill an engine and start another in its place; what it held goes to the backlog."""
         logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
-        self._backlog.update(member.held)
-        self._num_redispatched += len(member.held)
+        again = {ticket: request for ticket, request in member.held.items() if ticket not in member.aborting}
+        self._backlog.update(again)
+        self._num_redispatched += len(again)
+        self._early += [Completion(t, aborted(request)) for t, request in member.held.items() if t in member.aborting]
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1

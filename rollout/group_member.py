@@ -41,6 +41,8 @@ class Member:
     health: Health = Health.starting
     held: dict[int, GenerateRequest] = field(default_factory=dict)
     """What it has not answered yet, by ticket."""
+    aborting: set[int] = field(default_factory=set)
+    """Those that it was told to end."""
     processes: tuple[ProcessMark, ...] = ()
     asked: int = -1
     """Policy version of the weights that it was last told to load."""
