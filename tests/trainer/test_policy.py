@@ -172,7 +172,7 @@ def test_an_engine_on_another_machine_gets_the_same_weights_as_ray_objects(model
         engines = cluster.spawn_engines(model_path)
         policy.wait_ready()
         engines.wait_ready()
-        engines._nodes[1] = "another node"
+        engines._members[1].node = "another node"
         for version in (1, 2):
             policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
             report = sync_weights(policy, engines, policy_version=version)
