@@ -15,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from rollout.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
-from rollout.balance import load_of, split_by_load
+from rollout.balance import load_of, split_by_kind
 from rollout.config import EngineConfig
 from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
 from rollout.group_member import Health, Member
@@ -50,8 +50,8 @@ class EngineGroup:
         self._config = config
         self._turns = turns or Turns()
         self._members = [self._started(index, node) for index, node in enumerate(nodes)]
-        self._weights: tuple[SharedWeights, str, ray.ObjectRef[Any] | None] | None = None
-        """What was published last, the node where it lies in memory, and a reference to copies for others."""
+        self._weights: tuple[Mapping[bool, SharedWeights], str, Mapping[bool, ray.ObjectRef[Any]]] | None = None
+        """What was published last by kind, the node where it lies in memory, and references to copies for others."""
         self._next_ticket = 0
         self._backlog: dict[int, GenerateRequest] = {}
         """Requests that no engine holds."""
@@ -83,7 +83,8 @@ class EngineGroup:
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Queue requests, spread over the engines; a ticket for each, unique in the run.
 
-        Raises WorkerError for a request that can never be served; none of them is sampled then.
+        Where some engines are quantised and others not, every prompt goes to both kinds, as long as both serve. Raises
+        WorkerError for a request that can never be served; none of them is sampled then.
         """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
@@ -141,16 +142,25 @@ class EngineGroup:
             self._early += others
         return [answers[ticket] for ticket in waited]
 
-    def num_on(self, node: str) -> int:
-        """Engines on a Ray node."""
-        return sum(member.node == node for member in self._members)
+    @property
+    def kinds(self) -> list[bool]:
+        """Which weights the engines take: quantised (True), plain (False), or both."""
+        return [kind for kind in (True, False) if self.num_of(kind)]
+
+    def num_of(self, quantized: bool) -> int:
+        """Engines of a kind."""
+        return sum(member.quantized == quantized for member in self._members)
+
+    def num_on(self, node: str, *, quantized: bool) -> int:
+        """Engines of a kind on a Ray node."""
+        return sum((member.node, member.quantized) == (node, quantized) for member in self._members)
 
     def load_weights(
-        self, shared: SharedWeights, *, node: str, copies: ray.ObjectRef[Any] | None
-    ) -> list[WeightReport]:
-        """Give every engine the weights; each verifies what it then holds. Reports of those that serve then.
+        self, shared: Mapping[bool, SharedWeights], *, node: str, copies: Mapping[bool, ray.ObjectRef[Any]]
+    ) -> dict[int, WeightReport]:
+        """Give every engine the weights of its kind; each verifies what it then holds. Reports by engine that serves.
 
-        Engines on `node` map `shared`; the others are sent `copies`, a reference to a list of WeightBucket. An engine
+        Engines on `node` map `shared`; the others are sent `copies`, references to lists of WeightBucket. An engine
         that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
         """
         self._weights = (shared, node, copies)
@@ -163,7 +173,7 @@ class EngineGroup:
             self._members[index].report = report
         if not self._serving():
             self._wait_while(lambda member: not self._serving() and member.health is not Health.retired)
-        return [member.report for member in self._serving() if member.report is not None]
+        return {member.index: member.report for member in self._serving() if member.report is not None}
 
     @property
     def takes_turns(self) -> bool:
@@ -210,14 +220,19 @@ class EngineGroup:
     def _started(self, index: int, node: str, *, restarts: int = 0) -> Member:
         worker = self._spawn(index)
         due = time.monotonic() + self._config.start_timeout_s + GRACE_S
-        return Member(index=index, node=node, worker=worker, call=worker.start.remote(), due=due, restarts=restarts)
+        quantized = index < self._config.num_quantized
+        call: ray.ObjectRef[Any] = worker.start.remote()
+        return Member(index=index, node=node, quantized=quantized, worker=worker, call=call, due=due, restarts=restarts)
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
         shared, node, copies = self._weights
-        member.asked = shared.policy_version
-        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(shared if member.node == node else copies)
+        kind = member.quantized
+        member.asked = shared[kind].policy_version
+        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(
+            shared[kind] if member.node == node else copies[kind]
+        )
         return call
 
     def _dispatch(self) -> None:
@@ -228,7 +243,8 @@ class EngineGroup:
             tickets, requests = list(given), list(given.values())
             loads = [sum(map(load_of, member.held.values())) for member in serving]
             calls: dict[int, ray.ObjectRef[Any]] = {}
-            for member, part in zip(serving, split_by_load(requests, len(serving), loads=loads), strict=True):
+            parts = split_by_kind(requests, loads, num_quantized=sum(member.quantized for member in serving))
+            for member, part in zip(serving, parts, strict=True):
                 if part:
                     mine = {tickets[index]: requests[index] for index in part}
                     member.held.update(mine)
@@ -287,13 +303,14 @@ class EngineGroup:
             completions: list[Completion] = [each for each in answer if each.ticket in member.held]
             for completion in completions:
                 del member.held[completion.ticket]
+                completion.generation.quantized = member.quantized
                 member.aborting.discard(completion.ticket)
             return completions
         return []
 
     def _is_behind(self, member: Member) -> bool:
         """Whether newer weights were published since it was told to load."""
-        return self._weights is not None and self._weights[0].policy_version != member.asked
+        return self._weights is not None and self._weights[0][member.quantized].policy_version != member.asked
 
     def _load(self, member: Member) -> None:
         """Have a new engine load what was published last; it serves at once if nothing was."""

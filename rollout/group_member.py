@@ -33,6 +33,8 @@ class Member:
     index: int
     node: str
     """Ray node id."""
+    quantized: bool
+    """Which weights it takes."""
     worker: ActorHandle[Any]
     call: ray.ObjectRef[Any] | None
     """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""

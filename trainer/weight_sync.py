@@ -84,20 +84,22 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     copies = {kind: policy.copy_weights(quantized=kind) for kind in kinds if mapped[kind] < engines.num_of(kind)}
     gathered = time.perf_counter()
     with engines.resident():
-        reports = engines.load_weights(shared, node=policy.node, copies=copies)
-    for index, report in enumerate(reports):
+        by_engine = engines.load_weights(shared, node=policy.node, copies=copies)
+    for index, report in by_engine.items():
         sent = shared[index < engines.num_of(True)].num_tensors
         if report.policy_version != policy_version or report.num_tensors != sent:
             raise WeightSyncError(
                 f"phase weight sync: engine {index} holds version {report.policy_version} with "
                 f"{report.num_tensors} tensors; expected version {policy_version} with {sent}"
             )
+    # An engine that is being started anew gets the weights when it is ready.
+    reports = list(by_engine.values())
     return SyncReport(
         policy_version=policy_version,
         num_tensors=reports[0].num_tensors,
         num_bytes=sum(report.num_bytes for report in reports) // len(reports),
-        num_engines=len(engines),
-        num_mapped=sum(mapped.values()),
+        num_engines=len(reports),
+        num_mapped=min(sum(mapped.values()), len(reports)),
         seconds=time.perf_counter() - started,
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),

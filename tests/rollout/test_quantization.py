@@ -11,10 +11,10 @@ import torch
 from tiny_model import write_tiny_model
 
 from algorithms.config import ConfigError
+from rollout.balance import split_by_kind
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.decoder import FusedDecoder, ModuleDecoder
 from rollout.engine import WeightSyncError
-from rollout.engine_group import split_by_kind
 from rollout.quantization import (
     GRIDS,
     Quantizer,

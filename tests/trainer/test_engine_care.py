@@ -91,8 +91,8 @@ def group(model_path: Path, published: Published) -> Iterator[EngineGroup]:
     group.stop()
 
 
-def load(group: EngineGroup, shared: SharedWeights) -> list[WeightReport]:
-    return group.load_weights(shared, node=ray.get_runtime_context().get_node_id(), copies=None)
+def load(group: EngineGroup, shared: SharedWeights) -> dict[int, WeightReport]:
+    return group.load_weights({False: shared}, node=ray.get_runtime_context().get_node_id(), copies={})
 
 
 def requests_of(count: int = 8, *, tokens: int = LONG) -> list[GenerateRequest]:
@@ -161,7 +161,7 @@ def test_what_is_refused_costs_no_engine(group: EngineGroup, published: Publishe
     with pytest.raises(WeightSyncError, match=f"tensor {spec.name} was changed on the way"):
         load(group, shared)
     spec.digest = digest
-    assert [report.policy_version for report in load(group, shared)] == [2, 2]
+    assert [report.policy_version for report in load(group, shared).values()] == [2, 2]
     assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0}
 
 
