@@ -285,6 +285,15 @@ class SamplingConfig(Checked):
                 )
 
 
+class CollectOrder(Enum):
+    """Which of the finished groups a step takes first."""
+
+    submission = "submission"
+    """Those whose prompts were submitted first, whatever they take: no preference for short answers."""
+    completion = "completion"
+    """Those that are finished first: a shorter tail, and a bias towards short answers (rollout/length_bias)."""
+
+
 @dataclass(kw_only=True, slots=True)
 class CollectConfig(Checked):
     """How a step's groups are gathered. Choose with `collect=fixed` or `collect=dynamic`."""
@@ -292,8 +301,34 @@ class CollectConfig(Checked):
     kind: ClassVar[str] = ""
     max_invalid_fraction: float = 0.05
     """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops."""
+    over_sampling: float = 1.0
+    """Prompts under way at the begin of a step, as a multiple of batch.prompts_per_step."""
+    order: CollectOrder = CollectOrder.submission
+    """Which finished groups a step takes first. Vetted: submission."""
+    partial: bool = False
+    """Whether what is unfinished when a step has its groups is aborted, kept and resumed in the next step, first."""
+    max_partial_age: int = 1
+    """Rollout steps that a token of a resumed group may be older than the step that trains on it."""
 
     def problems(self) -> Iterator[Problem]:
+        if self.over_sampling < 1:
+            yield Problem(key="over_sampling", rule="must be >= 1", value=self.over_sampling)
+        if self.max_partial_age < 1:
+            yield Problem(key="max_partial_age", rule="must be >= 1 rollout step", value=self.max_partial_age)
+        elif self.partial and self.over_sampling == 1:
+            yield Problem(
+                key="partial",
+                rule="has no effect with collect.over_sampling=1: a step then waits for every response",
+                value=self.partial,
+                remedy="Set collect.over_sampling=1.5, or collect.partial=false.",
+            )
+        elif self.partial and self.order is CollectOrder.submission and self.over_sampling > 1 + self.max_partial_age:
+            yield Problem(
+                key="max_partial_age",
+                rule=f"must be >= collect.over_sampling - 1 ({self.over_sampling - 1:g}): groups wait so many steps "
+                "for their turn, and those that are too old are thrown away",
+                value=self.max_partial_age,
+            )
         if not 0 <= self.max_invalid_fraction <= 1:
             yield Problem(key="max_invalid_fraction", rule="must lie in [0, 1]", value=self.max_invalid_fraction)
 
@@ -304,6 +339,16 @@ class FixedCollectConfig(CollectConfig):
 
     kind: ClassVar[str] = "fixed"
 
+    def problems(self) -> Iterator[Problem]:
+        yield from CollectConfig.problems(self)
+        if self.over_sampling > 1 and not self.partial and self.order is CollectOrder.submission:
+            yield Problem(
+                key="over_sampling",
+                rule="must be 1: collect=fixed takes the groups that were submitted first, others would be thrown away",
+                value=self.over_sampling,
+                remedy="Set collect.partial=true, which keeps them for the next step, or use collect=dynamic.",
+            )
+
 
 @dataclass(kw_only=True, slots=True)
 class DynamicCollectConfig(CollectConfig):
@@ -311,7 +356,7 @@ class DynamicCollectConfig(CollectConfig):
 
     kind: ClassVar[str] = "dynamic"
     over_sampling: float = 1.5
-    """Prompts sampled in the first round, as a multiple of batch.prompts_per_step. Vetted: 3.0 at scale."""
+    """Prompts of a round, as a multiple of the groups that are missing. Vetted: 3.0 at scale."""
     max_rounds: int = 10
     """Rounds of generation per step before the run stops with the counts. Vetted: 10."""
     min_prompts: int | None = None
@@ -319,8 +364,6 @@ class DynamicCollectConfig(CollectConfig):
 
     def problems(self) -> Iterator[Problem]:
         yield from CollectConfig.problems(self)
-        if self.over_sampling < 1:
-            yield Problem(key="over_sampling", rule="must be >= 1", value=self.over_sampling)
         if self.max_rounds < 1:
             yield Problem(key="max_rounds", rule="must be >= 1", value=self.max_rounds)
         if self.min_prompts is not None and self.min_prompts < 1:

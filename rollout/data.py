@@ -138,6 +138,7 @@ class PromptStream:
         if not prompts:
             raise ValueError("there are no training prompts")
         self._prompts = prompts
+        self._by_id = {prompt.prompt_id: prompt for prompt in prompts}
         self._seed = seed
         self._epoch = 0
         self._position = 0
@@ -155,6 +156,10 @@ class PromptStream:
             taken += [self._prompts[index] for index in chosen]
             self._position += len(chosen)
         return taken
+
+    def prompt(self, prompt_id: int) -> Prompt:
+        """A prompt that was taken earlier. Raises KeyError for one that the data does not have."""
+        return self._by_id[prompt_id]
 
     def state_dict(self) -> StreamState:
         """What load_state_dict() needs to go on from here."""

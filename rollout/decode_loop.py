@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from rollout.busy_clock import BusyClock
 from rollout.decoder import Decoder
 from rollout.decoding import Batch
 from rollout.engine import EngineError
@@ -62,9 +63,16 @@ class DecodeLoop:
         """The same for aborts."""
         self._unfinished: set[int] = set()
         """Tickets whose completion does not exist yet."""
+        self._clock = BusyClock()
         self._completions: list[Completion] = []
         self._oldest: tuple[float, GenerateRequest] | None = None
         self._failure: EngineError | None = None
+
+    @property
+    def sampling_s(self) -> float:
+        """Seconds in which there were unfinished requests."""
+        with self._changed:
+            return self._clock.seconds
 
     @property
     def num_unfinished(self) -> int:
@@ -99,6 +107,7 @@ class DecodeLoop:
                 raise ValueError(f"{self._where}: tickets {sorted(known)[:5]} are in use")
             self._submitted.update(zip(tickets, requests, strict=True))
             self._unfinished.update(tickets)
+            self._clock.set(is_busy=bool(self._unfinished))
             if self._thread is None and self._unfinished:
                 # A daemon: an engine that nobody stopped must not keep its process alive.
                 self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
@@ -181,6 +190,7 @@ class DecodeLoop:
     def _forget(self) -> None:
         self._submitted.clear()
         self._unfinished.clear()
+        self._clock.set(is_busy=False)
         self._aborts.clear()
         self._oldest = None
         # A thread that is not ours any more ends when it looks, and what it still samples is dropped.
@@ -243,6 +253,7 @@ class DecodeLoop:
             if not self._is_current:
                 return
             self._unfinished.difference_update(completion.ticket for completion in completions)
+            self._clock.set(is_busy=bool(self._unfinished))
             self._completions += completions
             self._is_stepping, self._oldest = False, oldest
             if completions or self._pauses:

@@ -118,6 +118,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def sampling_s(self) -> float:
+        """Seconds, since it was made, in which the engine had unfinished requests."""
+        ...
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights that the engine holds, as the engine itself reports it."""
         ...

@@ -58,6 +58,8 @@ class EngineGroup:
         self._early: list[Completion] = []
         """What `poll` will return at once."""
         self._num_restarts = self._num_redispatched = 0
+        self._generating_s = 0.0
+        """Seconds in which the engines sampled inside `generate`."""
 
     def __len__(self) -> int:
         return len(self._members)
@@ -128,6 +130,7 @@ class EngineGroup:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests, spread over the engines."""
+        before_s = self.sampling_s()
         waited = self.submit(requests)
         answers: dict[int, Generation] = {}
         others: list[Completion] = []
@@ -140,7 +143,17 @@ class EngineGroup:
                         others.append(completion)
         finally:
             self._early += others
+        self._generating_s += self.sampling_s() - before_s
         return [answers[ticket] for ticket in waited]
+
+    def sampling_s(self) -> float:
+        """Seconds, since they started, in which the engines had unfinished requests, mean over engines; without those
+        inside `generate`, whose caller waits anyhow."""
+        calls = {member.index: member.worker.sampling_s.remote() for member in self._serving()}
+        for index, seconds in self._gather(calls, phase="sampling time").items():
+            self._members[index].sampled_s = seconds
+        sampled_s = sum(member.sampled_before_s + member.sampled_s for member in self._members)
+        return sampled_s / len(self._members) - self._generating_s
 
     @property
     def kinds(self) -> list[bool]:
@@ -372,6 +385,7 @@ class EngineGroup:
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
             self._members[member.index] = self._started(member.index, member.node, restarts=member.restarts + 1)
+            self._members[member.index].sampled_before_s = member.sampled_before_s + member.sampled_s
             self._members[member.index].lost_by = cause
             return
         member.held, member.call = {}, None

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
-from rollout.collect import Sampler, SeedSource, make_sample, sampling_params
 from rollout.config import SamplingConfig
+from rollout.dispatch import Sampler
 from rollout.filters import invalid_reason
+from rollout.requests import SeedSource, make_sample, sampling_params
 from rollout.rewards import Scorer
 from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
 

@@ -16,6 +16,13 @@ MAX_LOGPROB = 1e-4
 """A log-prob may exceed 0 by rounding only; the bound of `rollout.types.Sample`."""
 
 
+class Versions(NamedTuple):
+    """Policy versions that can have sampled a token, from the submission of its request to now."""
+
+    oldest: int
+    newest: int
+
+
 class SampleFilter(NamedTuple):
     """One reason for which a response is invalid."""
 
@@ -23,8 +30,8 @@ class SampleFilter(NamedTuple):
     """Suffix of the metric rollout/samples_dropped/<name>."""
     meaning: str
     """What the user is told when too many are dropped."""
-    rejects: Callable[[GenerateRequest, Generation, int], bool]
-    """(request, generation, expected policy version) -> whether it is invalid for this reason."""
+    rejects: Callable[[GenerateRequest, Generation, Versions], bool]
+    """Whether a response is invalid for this reason."""
 
 
 class GroupFilter(NamedTuple):
@@ -35,32 +42,36 @@ class GroupFilter(NamedTuple):
     rejects: Callable[[SampleGroup], bool]
 
 
-def is_aborted(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def is_aborted(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """The engine gave the request up: the response is cut at an arbitrary place."""
     return generation.finish_reason is FinishReason.abort
 
 
-def is_wrong_version(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
-    """A token was sampled from other weights than the step expects."""
-    return any(version != policy_version for version in generation.token_versions)
+def is_wrong_version(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
+    """A new token was sampled from weights that no engine can have held since the request was submitted.
+
+    How old a token may be for training is another question, which the schedule answers: see `TOO_OLD`.
+    """
+    new = generation.token_versions[_num_resumed(request) :]
+    return any(not versions.oldest <= version <= versions.newest for version in new)
 
 
-def is_empty(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def is_empty(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """No token at all, not even end-of-sequence."""
     return not generation.token_ids
 
 
-def is_too_long(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def is_too_long(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """More tokens than were asked for."""
     return len(generation.token_ids) > request.sampling.max_new_tokens
 
 
-def has_no_logprobs(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def has_no_logprobs(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """pi_rollout is unknown, so the mismatch is too."""
     return generation.logprobs is None
 
 
-def has_wrong_length(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def has_wrong_length(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """Tokens cannot be matched with their log-probs or versions."""
     return any(
         values is not None and len(values) != len(generation.token_ids)
@@ -68,9 +79,19 @@ def has_wrong_length(request: GenerateRequest, generation: Generation, policy_ve
     )
 
 
-def has_bad_logprob(request: GenerateRequest, generation: Generation, policy_version: int) -> bool:
+def has_bad_logprob(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """A value that is no log-probability: NaN, infinite or positive."""
     return any(not (math.isfinite(value) and value <= MAX_LOGPROB) for value in generation.logprobs or ())
+
+
+def has_lost_resumed(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
+    """The engine did not go on from the tokens that it was given."""
+    begun = request.resumed
+    return begun is not None and generation.token_ids[: len(begun.token_ids)] != begun.token_ids
+
+
+def _num_resumed(request: GenerateRequest) -> int:
+    return 0 if request.resumed is None else len(request.resumed.token_ids)
 
 
 SAMPLE_FILTERS = (
@@ -81,13 +102,21 @@ SAMPLE_FILTERS = (
     SampleFilter("no_logprobs", "the engine returned no log-probs", has_no_logprobs),
     SampleFilter("wrong_length", "as many log-probs and versions as tokens are needed", has_wrong_length),
     SampleFilter("bad_logprob", "a log-prob was NaN, infinite or positive", has_bad_logprob),
+    SampleFilter("lost_resumed", "the response does not begin with the tokens that were resumed", has_lost_resumed),
 )
 
 
-def invalid_reason(request: GenerateRequest, generation: Generation, *, policy_version: int) -> SampleFilter | None:
-    """The first filter that rejects the generation, or None if it can be trained on."""
+def invalid_reason(
+    request: GenerateRequest, generation: Generation, *, policy_version: int, oldest_version: int | None = None
+) -> SampleFilter | None:
+    """The first filter that rejects the generation, or None if it can be trained on.
+
+    `policy_version` is that of the engines' weights now, `oldest_version` when the request was submitted; None if they
+    have not changed since.
+    """
+    versions = Versions(policy_version if oldest_version is None else oldest_version, policy_version)
     for candidate in SAMPLE_FILTERS:
-        if candidate.rejects(request, generation, policy_version):
+        if candidate.rejects(request, generation, versions):
             return candidate
     return None
 
@@ -111,6 +140,8 @@ def is_zero_variance(group: SampleGroup) -> bool:
 
 TOO_SMALL = "too_small"
 ZERO_VARIANCE = GroupFilter("zero_variance", is_zero_variance)
+TOO_OLD = "too_old"
+"""Suffix of rollout/groups_dropped/ for groups with a token of older weights than the schedule allows."""
 SURPLUS = "surplus"
-"""Suffix of rollout/groups_dropped/ for good groups beyond those that a step needs."""
-GROUP_DROP_REASONS = (TOO_SMALL, ZERO_VARIANCE.name, SURPLUS)
+"""Suffix of rollout/groups_dropped/ for groups beyond those that a step needs; nobody looked at their rewards."""
+GROUP_DROP_REASONS = (TOO_OLD, TOO_SMALL, ZERO_VARIANCE.name, SURPLUS)

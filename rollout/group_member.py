@@ -49,6 +49,10 @@ class Member:
     asked: int = -1
     """Policy version of the weights that it was last told to load."""
     report: WeightReport | None = None
+    sampled_s: float = 0.0
+    """Seconds in which it sampled, as it said last."""
+    sampled_before_s: float = 0.0
+    """Those of the engines that it replaces."""
     restarts: int = 0
     lost_by: str = ""
     """Why it was lost the last time."""

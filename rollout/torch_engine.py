@@ -185,6 +185,10 @@ class TorchEngine(Engine):
             self._loop.load(decoder, policy_version=self._version)
 
     @property
+    def sampling_s(self) -> float:
+        return self._loop.sampling_s
+
+    @property
     def policy_version(self) -> int:
         """Version of the last weights that passed verification; 0 before the first sync."""
         return self._version

@@ -91,6 +91,9 @@ class RolloutWorker:
     def abort(self, tickets: Sequence[int] | None) -> None:
         self._engine.abort(tickets)
 
+    def sampling_s(self) -> float:
+        return self._engine.sampling_s
+
     def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
         """From the memory of this machine, or as they came from another one."""
         if isinstance(weights, SharedWeights):

@@ -125,9 +125,16 @@ class StepAccounting:
         }
         for phase, floor_s in floors.items():
             measured_s = times.get(f"time/{phase}_s") or 0.0
+            if phase == "rollout":
+                measured_s += collected.stats.hidden_s
             found[f"perf/{phase}_floor_frac"] = self.fraction(phase, floor_s, measured_s)
         if floors:
-            found["perf/step_floor_frac"] = self.fraction("step", sum(floors.values()), step_s - eval_s)
+            least_s = sum(floors.values())
+            if self._config.schedule.steps_ahead:
+                # Sampling may be hidden behind the rest, or the rest behind it.
+                rollout_s = floors.get("rollout", 0.0)
+                least_s = max(rollout_s, least_s - rollout_s)
+            found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - eval_s)
         rank = self._policy_rates()
         if self._hardware.shape is not None and rank is not None:
             found["perf/mfu"] = self.fraction(

@@ -24,6 +24,7 @@ from pathlib import Path
 import xxhash
 
 from rollout.data import StreamState
+from rollout.pending import CollectorState
 from trainer.recording import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class RunState:
     """Completed optimizer steps."""
     stream: StreamState
     """Place in the prompt stream."""
+    collector: CollectorState | None = None
+    """Prompts and tokens of steps that have not been trained yet; None in checkpoints of earlier versions."""
     wandb_run_id: str | None = None
     """The W&B run, which a resumed run goes on with; None without W&B."""
     evaluation: Mapping[str, float | None] = field(default_factory=dict)

@@ -65,6 +65,13 @@ from trainer.components import (
     RunConfig,
 )
 from trainer.recording import CheckpointConfig, EvalConfig, TrackingConfig
+from trainer.schedule import (
+    BoundedScheduleConfig,
+    OneStepOffScheduleConfig,
+    ScheduleConfig,
+    SyncScheduleConfig,
+    schedule_problems,
+)
 
 BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
 """Estimators whose baseline is the group, which therefore must have two members."""
@@ -80,6 +87,7 @@ class TrainConfig(Checked):
     rollout: EngineConfig = field(default_factory=SGLangConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     collect: CollectConfig = field(default_factory=FixedCollectConfig)
+    schedule: ScheduleConfig = field(default_factory=SyncScheduleConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -98,6 +106,11 @@ class TrainConfig(Checked):
     def min_group_size(self) -> int:
         """Samples without which a group cannot be trained on."""
         return 2 if self.advantage.estimator in BASELINE_ESTIMATORS else 1
+
+    @property
+    def max_lag_steps(self) -> int:
+        """Rollout steps that the weights which sampled a token may be behind those that train on it."""
+        return self.collect.max_partial_age if self.collect.partial else self.schedule.steps_ahead
 
     @property
     def policy_loss(self) -> LossConfig:
@@ -194,6 +207,7 @@ class TrainConfig(Checked):
                 value=self.policy.num_workers,
             )
         yield from self._sharing_problems()
+        yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
             self.sampling.max_new_tokens
         ):
@@ -340,6 +354,11 @@ GROUPS: dict[str, dict[str, type[Checked]]] = {
     "data": {"file": FileDataConfig, "arithmetic": ArithmeticDataConfig},
     "rollout": {"sglang": SGLangConfig, "torch": TorchEngineConfig},
     "collect": {"fixed": FixedCollectConfig, "dynamic": DynamicCollectConfig},
+    "schedule": {
+        "sync": SyncScheduleConfig,
+        "one_step_off": OneStepOffScheduleConfig,
+        "bounded": BoundedScheduleConfig,
+    },
     "correction": {
         "recompute": RecomputeConfig,
         "ppo_is": PPOISConfig,

@@ -17,8 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollout.collect import Sampler
 from rollout.data import prompts_digest
+from rollout.dispatch import Sampler
 from rollout.engine import EngineInfo
 from rollout.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, evaluation_requests, num_correct
 from rollout.rewards import Scorer

@@ -5,9 +5,10 @@
            -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
-           -save-> weights, optimizer, place in the data                       trainer/saving.py
+           -save-> weights, optimizer, place in the data, what is under way    trainer/saving.py
 
-The weights that sample step k have version = completed optimizer steps; each sample carries it.
+Weights have a version, the completed optimizer steps, and every token that of the weights which sampled it. What runs
+beside what, `schedule=`, is decided in trainer/schedule.py; the phases are the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.collect import Collected, Collector, CollectPlan
+from rollout.collect import Collected, Collector, CollectPlan, Surplus
 from rollout.data import PromptStream
 from rollout.engine_group import EngineGroup
 from trainer.accounting import StepAccounting, look_at_hardware
@@ -36,13 +37,29 @@ from trainer.policy_group import PolicyGroup
 from trainer.probe import probe_logprobs
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
+from trainer.schedule import Schedule
 from trainer.task import Task, load_task
-from trainer.termination import RunTerminated, termination_requests
+from trainer.termination import RunTerminated, Termination, termination_requests
 from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What the steps of a run work with."""
+
+    config: TrainConfig
+    task: Task
+    cluster: Cluster
+    policy: PolicyGroup
+    engines: EngineGroup
+    prompts: PromptStream
+    collector: Collector
+    saver: Saver
+    tracker: Tracker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,46 +99,66 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
             for info in engines.wait_ready():
                 tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
             prompts = PromptStream(task.dataset.train, seed=config.run.seed)
-            collector = build_collector(config, task, engines, prompts)
-            done, policy_version = restore(config, checkpoint, policy, prompts, tracker)
+            run = Run(
+                config=config,
+                task=task,
+                cluster=cluster,
+                policy=policy,
+                engines=engines,
+                prompts=prompts,
+                collector=build_collector(config, task, engines, prompts),
+                saver=saver,
+                tracker=tracker,
+            )
+            done, policy_version = restore(run, checkpoint)
             check_memory(config, policy, tracker)
             tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
             tracker.console.line(str(probe_logprobs(config, task, policy, engines, policy_version=policy_version)))
-            accounting = StepAccounting(config, look_at_hardware(task.model_path, policy))
-            tracker.log_assumptions(accounting.assumptions())
-            timer = StepTimer()
-            for step in range(done + 1, config.run.num_steps + 1):
-                # The first evaluation sees the untouched policy, the later ones what the step made of it.
-                evaluation = evaluate_policy(config, task, engines, timer) if step == 1 else {}
-                with timer.phase("rollout"), engines.resident():
-                    collected = collector.collect(step, policy_version)
-                timer.move(collected.stats.reward_s, source="rollout", target="reward")
-                with timer.phase("pack"):
-                    batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
-                with timer.phase("train"), policy.resident():
-                    report = policy.train(batch, step=step)
-                policy_version += report.num_optimizer_steps
-                with timer.phase("sync"):
-                    sync = sync_weights(policy, engines, policy_version=policy_version)
-                if is_evaluated(config, step):
-                    evaluation = evaluate_policy(config, task, engines, timer)
-                with timer.phase("checkpoint"):
-                    saved = saver.collect()
-                metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
-                metrics |= metrics_by_kind(collected.groups, report.sample_k3)
-                metrics |= evaluation | saved | timer.lap() | cluster.metrics()
-                with timer.phase("log"):
-                    metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
-                    metrics |= accounting.memory(policy, engines)
-                    tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
-                    tracker.log_histograms(step, report.histograms)
-                request = termination.request  # read once: what ends the run must have been saved
-                last = request is not None or step == config.run.num_steps
-                if is_saved(config, step, last=last):
-                    state = run_state(config, step, policy_version, prompts, tracker, evaluation)
-                    save(saver, policy, state, timer, last=last)
-                if request is not None and step < config.run.num_steps:
-                    raise RunTerminated(request, step=step)
+            take_steps(run, termination, done=done, policy_version=policy_version)
+
+
+def take_steps(run: Run, termination: Termination, *, done: int, policy_version: int) -> None:
+    """Rollout step after rollout step, from the one after `done`."""
+    config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
+    accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
+    tracker.log_assumptions(accounting.assumptions())
+    schedule = Schedule(config.schedule, collector, num_steps=config.run.num_steps)
+    timer = StepTimer()
+    for step in range(done + 1, config.run.num_steps + 1):
+        # The first evaluation sees the untouched policy, the later ones what the step made of it.
+        evaluation = evaluate_policy(run, timer) if step == 1 else {}
+        with timer.phase("rollout"), engines.resident():
+            collected = collector.collect(step, policy_version)
+            schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
+        with timer.phase("pack"):
+            batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
+        with timer.phase("train"), policy.resident():
+            report = policy.train(batch, step=step)
+        with timer.phase("rollout"):
+            schedule.before_update(step, policy_version)
+        policy_version += report.num_optimizer_steps
+        with timer.phase("sync"):
+            sync = sync_weights(policy, engines, policy_version=policy_version)
+        timer.move(collector.take_reward_s(), source="rollout", target="reward")
+        if is_evaluated(config, step):
+            evaluation = evaluate_policy(run, timer)
+        with timer.phase("checkpoint"):
+            saved = run.saver.collect()
+        metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
+        metrics |= metrics_by_kind(collected.groups, report.sample_k3)
+        metrics |= evaluation | saved | timer.lap() | run.cluster.metrics()
+        with timer.phase("log"):
+            metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
+            metrics |= accounting.memory(policy, engines)
+            tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
+            tracker.log_histograms(step, report.histograms)
+        request = termination.request  # read once: what ends the run must have been saved
+        last = request is not None or step == config.run.num_steps
+        if is_saved(config, step, last=last):
+            with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
+                run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
+        if request is not None and step < config.run.num_steps:
+            raise RunTerminated(request, step=step)
 
 
 def keep_report_of_failure(run_dir: Path) -> None:
@@ -132,41 +169,35 @@ def keep_report_of_failure(run_dir: Path) -> None:
         logger.warning("the failed run has no report: %s", error)
 
 
-def restore(
-    config: TrainConfig, checkpoint: Checkpoint | None, policy: PolicyGroup, prompts: PromptStream, tracker: Tracker
-) -> tuple[int, int]:
+def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     """Go on from `checkpoint`: (completed steps, policy version); (0, 0) without one."""
     if checkpoint is None:
         return 0, 0
     state = checkpoint.state
-    prompts.load_state_dict(state.stream)
-    with policy.resident():
-        has_rng = policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
-    tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
-    for change in changed_keys(state.config, config).values():
-        tracker.console.line(f"changed since then: {change}")
+    run.prompts.load_state_dict(state.stream)
+    if state.collector is not None:
+        run.collector.load_state_dict(state.collector)
+    with run.policy.resident():
+        has_rng = run.policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
+    run.tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
+    for change in changed_keys(state.config, run.config).values():
+        run.tracker.console.line(f"changed since then: {change}")
     if not has_rng:
         logger.warning("another number of ranks wrote the checkpoint: random number generators are seeded anew")
     return state.step, state.policy_version
 
 
-def run_state(
-    config: TrainConfig,
-    step: int,
-    policy_version: int,
-    prompts: PromptStream,
-    tracker: Tracker,
-    evaluation: dict[str, float | None],
-) -> RunState:
+def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> RunState:
     """What a run that goes on after `step` needs besides what the ranks hold."""
     return RunState(
         step=step,
         policy_version=policy_version,
-        stream=prompts.state_dict(),
-        wandb_run_id=tracker.wandb_run_id,
+        stream=run.prompts.state_dict(),
+        collector=run.collector.state_dict(),
+        wandb_run_id=run.tracker.wandb_run_id,
         # The first step is evaluated before it is taken.
-        evaluation=evaluation if is_evaluated(config, step) else {},
-        config=flat_config(config),
+        evaluation=evaluation if is_evaluated(run.config, step) else {},
+        config=flat_config(run.config),
     )
 
 
@@ -177,12 +208,6 @@ def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> 
     tracker.console.line(str(report))
 
 
-def save(saver: Saver, policy: PolicyGroup, state: RunState, timer: StepTimer, *, last: bool) -> None:
-    """Write a checkpoint, or begin to; it counts only once it is whole and on the disk."""
-    with timer.phase("checkpoint"):
-        saver.save(policy, state, last=last)
-
-
 def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
     """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
     every = config.checkpoint.every
@@ -191,6 +216,9 @@ def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
 
 def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, prompts: PromptStream) -> Collector:
     """The collector that turns prompts into rewarded groups with `engines`."""
+    surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
+    if config.collect.partial:
+        surplus = Surplus.resume
     return Collector(
         sampler=engines,
         prompts=prompts,
@@ -203,6 +231,8 @@ def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, promp
             seed=config.run.seed,
             stop_token_ids=task.stop_token_ids,
             min_group_size=config.min_group_size,
+            max_lag_steps=config.max_lag_steps,
+            surplus=surplus,
         ),
     )
 
@@ -225,7 +255,10 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
     return (due and step > 1) or step == config.run.num_steps
 
 
-def evaluate_policy(config: TrainConfig, task: Task, engines: EngineGroup, timer: StepTimer) -> dict[str, float | None]:
-    """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been."""
-    with timer.phase("eval"), engines.resident():
-        return evaluation_metrics(evaluate_sets(config, task, engines))
+def evaluate_policy(run: Run, timer: StepTimer) -> dict[str, float | None]:
+    """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
+
+    What the engines sample for later steps goes on beside it, and is not waited for.
+    """
+    with timer.phase("eval"), run.engines.resident():
+        return evaluation_metrics(evaluate_sets(run.config, run.task, run.engines))

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollout.collect import SeedSource, make_sample, sampling_params
 from rollout.config import DType, Quantization
 from rollout.engine_group import EngineGroup
 from rollout.filters import invalid_reason
+from rollout.requests import SeedSource, make_sample, sampling_params
 from rollout.types import GenerateRequest, Prompt, Sample
 from rollout.weights import DTYPES
 from trainer.config import TrainConfig

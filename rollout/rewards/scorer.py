@@ -1,7 +1,8 @@
 """Scorer: samples -> the same samples with text, correct and reward filled in.
 
-Called by `rollout/collect.py` and `rollout/evaluate.py`. The judging happens in the processes of a `RewardPool`, so
-that what an engine samples meanwhile does not wait for it, and nothing that a response makes a reward do stops the run.
+Called by `rollout/dispatch.py`, sample by sample, and `rollout/evaluate.py`, all at once. The judging happens in the
+processes of a `RewardPool`, so that what an engine samples meanwhile does not wait for it, and nothing that a response
+makes a reward do stops the run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rollout.types import Prompt, Sample, SampleGroup
 
 GIB = 1 << 30
 LISTED_ERRORS = 5
+POLL_S = 5.0
 GRACE_S = 30.0
 """Seconds beyond every deadline after which the pool itself must be broken."""
 
@@ -78,6 +80,10 @@ class Scorer:
         )
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
+        self._early: list[Sample] = []
+        """Scored while `score` waited for others."""
+        self._last_sign = time.monotonic()
+        """When a verdict came, or was asked for while none was expected."""
         self._stats = ScoreStats()
 
     @property
@@ -94,6 +100,8 @@ class Scorer:
         tokens = [token for token, sampled in zip(sample.token_ids, sample.response_mask, strict=True) if sampled]
         sample.text = self._decode(tokens)
         key = next(self._keys)
+        if not self._waiting:
+            self._last_sign = time.monotonic()
         self._waiting[key] = sample
         self._pool.submit(
             key,
@@ -101,37 +109,46 @@ class Scorer:
         )
 
     def poll(self, timeout_s: float) -> list[Sample]:
-        """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first."""
+        """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
+
+        Raises RewardError if samples are waiting and there was no verdict for longer than any can take.
+        """
+        early, self._early = self._early, []
+        return early or self._poll_pool(timeout_s)
+
+    def _poll_pool(self, timeout_s: float) -> list[Sample]:
         finished: list[Sample] = []
         for key, outcome in self._pool.poll(timeout_s if self._waiting else 0.0):
             sample = self._waiting.pop(key)
             self._fill(sample, outcome)
             finished.append(sample)
+        patience_s = self._config.timeout_s + GRACE_S
+        if finished:
+            self._last_sign = time.monotonic()
+        elif self._waiting and time.monotonic() - self._last_sign > patience_s:
+            raise RewardError(f"reward.function={self._config.function}: no verdict within {patience_s:.0f} s")
         return finished
 
     @property
     def unfinished(self) -> int:
         """Samples that were submitted and not yet returned by `poll`."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._early)
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
-        """Fill in text, correct and reward of every sample, and return when all are done.
+        """Fill in text, correct and reward of every sample, and return when all are done; what was submitted by itself
+        still comes back by `poll`.
 
         Raises RewardError when more than reward.max_error_fraction of them could not be scored.
         """
-        samples = [(group.prompt, sample) for group in groups for sample in group.samples]
-        for prompt, sample in samples:
-            self.submit(prompt, sample)
-        left = len(samples)
-        patience_s = self._config.timeout_s + GRACE_S
-        last = time.monotonic()
+        left: dict[int, Sample] = {}
+        for group in groups:
+            for sample in group.samples:
+                self.submit(group.prompt, sample)
+                left[id(sample)] = sample
         while left:
-            finished = self.poll(patience_s)
-            left -= len(finished)
-            if finished:
-                last = time.monotonic()
-            elif time.monotonic() - last > patience_s:
-                raise RewardError(f"reward.function={self._config.function}: no verdict within {patience_s:.0f} s")
+            for sample in self._poll_pool(POLL_S):
+                if left.pop(id(sample), None) is None:
+                    self._early.append(sample)
         self.check()
 
     def check(self) -> None:

@@ -233,6 +233,10 @@ class SGLangEngine(Engine):
             raise self._failure("verify_weights", error) from error
 
     @property
+    def sampling_s(self) -> float:
+        return 0.0 if self._requests is None else self._requests.sampling_s
+
+    @property
     def policy_version(self) -> int:
         """Version of the weights, asked from the server. Raises EngineError while no verified version is loaded."""
         server = self._running("policy_version")

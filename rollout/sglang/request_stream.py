@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
+from rollout.busy_clock import BusyClock
 from rollout.sglang.client import ClientError, Endpoint, parse_reply
 from rollout.types import GenerateRequest
 
@@ -89,6 +90,7 @@ class RequestStream:
         self._ended: list[Answer] = []
         self._failure: ClientError | None = None
         self._num_unfinished = 0
+        self._busy = BusyClock()
         # What belongs to the thread:
         self._waiting: deque[Job] = deque()
         self._sent: dict[int, Job] = {}
@@ -105,6 +107,12 @@ class RequestStream:
             raise ClientError(f"no thread for requests after {HANDOVER_TIMEOUT_S:.0f} s")
 
     @property
+    def sampling_s(self) -> float:
+        """Seconds in which there were jobs that had not ended."""
+        with self._changed:
+            return self._busy.seconds
+
+    @property
     def num_unfinished(self) -> int:
         """Jobs that have neither ended nor failed."""
         with self._changed:
@@ -114,6 +122,7 @@ class RequestStream:
         """Queue jobs and return at once."""
         with self._changed:
             self._num_unfinished += len(jobs)
+            self._busy.set(is_busy=self._num_unfinished > 0)
         self._loop.call_soon_threadsafe(self._take, list(jobs))
 
     def poll(self, timeout_s: float) -> list[Answer]:
@@ -235,6 +244,7 @@ class RequestStream:
         with self._changed:
             self._ended.extend(answers)
             self._num_unfinished -= len(answers)
+            self._busy.set(is_busy=self._num_unfinished > 0)
             self._changed.notify_all()
 
     def _abort(self, tickets: set[int] | None) -> None:
@@ -296,6 +306,7 @@ class RequestStream:
             task.cancel()
         with self._changed:
             self._num_unfinished -= len(jobs)
+            self._busy.set(is_busy=self._num_unfinished > 0)
             self._failure = self._failure or cause
             self._changed.notify_all()
         # The server notices that nobody waits any more, and ends the requests.

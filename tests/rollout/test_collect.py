@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samplers import Faulty, LocalSampler, Recorder
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.collect import Collector, CollectPlan, SeedSource, make_sample
+from rollout.collect import Collector, CollectPlan
 from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig, TorchEngineConfig
 from rollout.data import PromptStream
+from rollout.requests import SeedSource, make_sample
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
-from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 
 STOP = (EOS_TOKEN_ID, 7)
 NUM_PROMPTS = 40
@@ -60,37 +62,6 @@ def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_
     )
 
 
-class Recorder:
-    """The engine itself; remembers what it was asked and what it answered."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.rounds = []
-
-    def generate(self, requests):
-        generations = self.engine.generate(requests)
-        self.rounds.append((list(requests), generations))
-        return generations
-
-    @property
-    def requests(self):
-        return [request for requests, _ in self.rounds for request in requests]
-
-
-class Faulty:
-    """The engine with damaged answers: `damage(position, generation)` over all answers of the step."""
-
-    def __init__(self, engine, damage):
-        self.engine, self.damage, self.position = engine, damage, 0
-
-    def generate(self, requests):
-        damaged = []
-        for generation in self.engine.generate(requests):
-            damaged.append(self.damage(self.position, generation))
-            self.position += 1
-        return damaged
-
-
 def verdicts(group):
     return {parity(sample.token_ids[len(group.prompt.token_ids) :]) for sample in group.samples}
 
@@ -100,7 +71,8 @@ def test_fixed_returns_every_group_of_the_step_as_it_was_sampled(engine):
     collected = make_collector(recorder).collect(1, 0)
     expected = PromptStream(make_prompts(), seed=0).take(8)
     assert [group.prompt for group in collected.groups] == expected
-    ((requests, generations),) = recorder.rounds
+    (tickets,) = recorder.rounds
+    requests, generations = recorder.requests, [recorder.answers[ticket] for ticket in tickets]
     samples = [sample for group in collected.groups for sample in group.samples]
     assert len(samples) == len(requests) == 24
     for sample, request, generation in zip(samples, requests, generations, strict=True):
@@ -123,7 +95,7 @@ def test_metrics_of_a_fixed_step(engine):
     reward = RewardConfig(correct=1.0, incorrect=-1.0)
     collected = make_collector(recorder, reward=reward).collect(1, 0)
     metrics = collected.stats.metrics()
-    generations = recorder.rounds[0][1]
+    generations = [recorder.answers[ticket] for ticket in recorder.rounds[0]]
     lengths = [len(generation.token_ids) for generation in generations]
     correct = [parity(generation.token_ids) == "even" for generation in generations]
     accuracy = sum(correct) / 24
@@ -137,18 +109,24 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/rounds": 1.0,
         "rollout/groups_generated": 8.0,
         "rollout/groups_kept": 8.0,
-        **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_small", "zero_variance", "surplus")},
-        **{
-            f"rollout/samples_dropped/{reason}": 0.0
-            for reason in ("abort", "wrong_version", "empty", "too_long", "no_logprobs", "wrong_length", "bad_logprob")
-        },
+        **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_old", "too_small", "zero_variance", "surplus")},
+        "rollout/groups_left_over": 0.0,
+        "rollout/samples_generated": 24.0,
+        **{f"rollout/samples_dropped/{reason}": 0.0 for reason in (*DAMAGES, "lost_resumed")},
+        "rollout/samples_aborted": 0.0,
+        "rollout/samples_resumed": 0.0,
+        "rollout/resumed_tokens": 0.0,
         "rollout/response_tokens": float(sum(lengths)),
         "rollout/response_tokens_mean": pytest.approx(sum(lengths) / 24),
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_frac": pytest.approx(truncated / 24),
+        "rollout/generated_tokens": float(sum(lengths)),
         "rollout/wasted_tokens": 0.0,
-        "rollout/tokens_per_s": pytest.approx(sum(lengths) / collected.stats.generate_s),
+        "rollout/tokens_per_s": pytest.approx(sum(lengths) / collected.stats.sampling_s),
         "rollout/duplicate_frac": pytest.approx(1 - len(distinct) / 24),
+        "rollout/lag_mean": 0.0,
+        "rollout/lag_max": 0.0,
+        "rollout/mixed_version_frac": 0.0,
         "reward/mean": pytest.approx(2 * accuracy - 1),
         "reward/std": pytest.approx(2 * (accuracy * (1 - accuracy)) ** 0.5),
         "reward/accuracy": pytest.approx(accuracy),
@@ -156,18 +134,21 @@ def test_metrics_of_a_fixed_step(engine):
         "reward/timeouts": 0.0,
         "reward/crashes": 0.0,
         "reward/errors": 0.0,
+        "perf/rollout_hidden_s": 0.0,
+        "perf/overlap_frac": 0.0,
     }
-    assert collected.stats.generate_s > 0
-    assert collected.stats.reward_s >= 0
+    assert collected.stats.waited_s >= collected.stats.sampling_s > 0
+    assert collected.stats.reward_s > 0
 
 
 def test_clones_within_a_group_are_reported(engine):
-    def first_of_group(requests):
-        generations = engine.generate(requests)
-        return [generations[index - index % 3] for index in range(len(generations))]
+    class Cloning(LocalSampler):
+        def poll(self, timeout_s):
+            answers = dict(super().poll(timeout_s))
+            first = min(answers, default=0)
+            return [Completion(ticket, answers[ticket - (ticket - first) % 3]) for ticket in answers]
 
-    cloning = type("Cloning", (), {"generate": staticmethod(first_of_group)})()
-    stats = make_collector(cloning).collect(1, 0).stats
+    stats = make_collector(Cloning(engine)).collect(1, 0).stats
     assert stats.metrics()["rollout/duplicate_frac"] == pytest.approx(2 / 3)
 
 
@@ -176,31 +157,32 @@ def test_dynamic_keeps_the_first_groups_that_disagree(engine):
     config = DynamicCollectConfig(over_sampling=1.5, max_rounds=20)
     collected = make_collector(recorder, config, num_prompts=9).collect(1, 0)
     assert len(recorder.rounds) > 1, "the first round must fall short for this test to mean anything"
-    expected, mixed, counts = [], 0, []
-    for requests, generations in recorder.rounds:
+    expected, mixed, decided, counts = [], 0, [], []
+    for tickets in recorder.rounds:
         # The size of a round follows from what was missing before it.
-        assert len(requests) == 3 * -(-3 * (9 - mixed) // 2)
-        counts.append(len(requests) // 3)
-        for first in range(0, len(requests), 3):
-            if len({parity(g.token_ids) for g in generations[first : first + 3]}) == 2:
+        assert len(tickets) == 3 * -(-3 * (9 - mixed) // 2)
+        counts.append(len(tickets) // 3)
+        for first in range(0, len(tickets), 3):
+            group = [recorder.answers[ticket] for ticket in tickets[first : first + 3]]
+            if mixed < 9:
+                decided += group
+            if len({parity(g.token_ids) for g in group}) == 2:
                 mixed += 1
-                expected.append(requests[first].prompt_id)
+                expected.append(recorder.asked[tickets[first]].prompt_id)
     assert [group.prompt.prompt_id for group in collected.groups] == expected[:9]
     assert all(len(verdicts(group)) == 2 for group in collected.groups)
     stats = collected.stats
     assert (stats.rounds, stats.groups_generated) == (len(counts), sum(counts))
-    assert stats.groups_dropped == Counter(
-        {k: v for k, v in {"zero_variance": sum(counts) - mixed, "surplus": mixed - 9}.items() if v}
-    )
-    everything = [generation for _, generations in recorder.rounds for generation in generations]
+    constant = len(decided) // 3 - 9
+    assert +stats.groups_dropped == +Counter(zero_variance=constant, surplus=sum(counts) - 9 - constant)
     metrics = stats.metrics()
+    # Groups behind the last one that was kept are not looked at: among them, short answers come first.
     assert metrics["reward/generated_accuracy"] == pytest.approx(
-        sum(parity(generation.token_ids) == "even" for generation in everything) / len(everything)
+        sum(parity(generation.token_ids) == "even" for generation in decided) / len(decided)
     )
-    assert metrics["rollout/wasted_tokens"] == sum(len(g.token_ids) for g in everything) - sum(
-        sample.num_response_tokens for group in collected.groups for sample in group.samples
-    )
-    assert metrics["rollout/wasted_tokens"] > 0
+    everything = sum(len(generation.token_ids) for generation in recorder.answers.values())
+    assert metrics["rollout/generated_tokens"] == everything
+    assert metrics["rollout/wasted_tokens"] == everything - metrics["rollout/response_tokens"] > 0
 
 
 def test_surplus_groups_are_counted_not_returned(engine):
@@ -217,7 +199,9 @@ def test_a_penalty_does_not_save_a_constant_group(engine):
     """Rewards of one length differ from those of another, yet all samples are correct."""
     reward = RewardConfig(overlong_buffer_tokens=5, overlong_penalty=1.0)
     always_right = [replace(prompt, answer="") for prompt in make_prompts()]
-    collector = make_collector(engine, DynamicCollectConfig(max_rounds=2), prompts=always_right, reward=reward)
+    collector = make_collector(
+        LocalSampler(engine), DynamicCollectConfig(max_rounds=2), prompts=always_right, reward=reward
+    )
     collector._scorer = Scorer(reward, max_new_tokens=MAX_NEW_TOKENS, decode=lambda _: "")
     with pytest.raises(RuntimeError, match=r"0 of 8 needed groups .* zero_variance 24"):
         collector.collect(1, 0)
@@ -225,13 +209,15 @@ def test_a_penalty_does_not_save_a_constant_group(engine):
 
 def test_a_starved_step_stops_with_counts_and_advice(engine):
     hopeless = make_prompts(answer="neither")
-    collector = make_collector(engine, DynamicCollectConfig(max_rounds=3, over_sampling=1.0), prompts=hopeless)
+    collector = make_collector(
+        LocalSampler(engine), DynamicCollectConfig(max_rounds=3, over_sampling=1.0), prompts=hopeless
+    )
     with pytest.raises(RuntimeError) as caught:
         collector.collect(4, 0)
     message = str(caught.value)
     assert message.startswith(
         "step 4: 0 of 8 needed groups after 3 rounds, 24 groups and 72 samples "
-        "(too_small 0, zero_variance 24, surplus 0; accuracy of all samples 0.000)."
+        "(too_old 0, too_small 0, zero_variance 24, surplus 0; accuracy of all samples 0.000)."
     )
     assert all(key in message for key in ("collect.max_rounds", "collect.min_prompts", "too hard or too easy"))
 
@@ -239,15 +225,15 @@ def test_a_starved_step_stops_with_counts_and_advice(engine):
 def test_min_prompts_lets_a_short_step_pass(engine):
     few = DynamicCollectConfig(max_rounds=1, over_sampling=1.0)
     with pytest.raises(RuntimeError, match="of 8 needed groups after 1 rounds"):
-        make_collector(engine, few).collect(1, 0)
-    collected = make_collector(engine, replace(few, min_prompts=2)).collect(1, 0)
+        make_collector(LocalSampler(engine), few).collect(1, 0)
+    collected = make_collector(LocalSampler(engine), replace(few, min_prompts=2)).collect(1, 0)
     assert 2 <= len(collected.groups) < 8
     assert collected.stats.metrics()["rollout/groups_kept"] == len(collected.groups)
     with pytest.raises(RuntimeError, match="of 7 needed groups after 1 rounds"):
-        make_collector(engine, replace(few, min_prompts=7)).collect(1, 0)
+        make_collector(LocalSampler(engine), replace(few, min_prompts=7)).collect(1, 0)
     # More than a step holds means all of a step.
     with pytest.raises(RuntimeError, match="of 8 needed groups"):
-        make_collector(engine, replace(few, min_prompts=99)).collect(1, 0)
+        make_collector(LocalSampler(engine), replace(few, min_prompts=99)).collect(1, 0)
 
 
 DAMAGES = {
@@ -264,7 +250,7 @@ DAMAGES = {
 @pytest.mark.parametrize("reason", DAMAGES)
 def test_invalid_samples_are_dropped_and_counted(engine, reason):
     sampler = Faulty(engine, lambda position, g: DAMAGES[reason](g) if position in (1, 9) else g)
-    clean = make_collector(engine).collect(1, 0)
+    clean = make_collector(LocalSampler(engine)).collect(1, 0)
     collected = make_collector(sampler, FixedCollectConfig(max_invalid_fraction=0.1)).collect(1, 0)
     assert [len(group.samples) for group in collected.groups] == [2, 3, 3, 2, 3, 3, 3, 3]
     assert [sample.sample_index for sample in collected.groups[0].samples] == [0, 2]
@@ -308,35 +294,18 @@ def test_too_many_invalid_samples_stop_the_run(engine):
 
 def test_an_engine_with_old_weights_stops_the_run(engine):
     with pytest.raises(RuntimeError, match=r"24 of 24 samples are invalid.*Expected policy version 1, got \[0\]"):
-        make_collector(engine).collect(2, 1)
+        make_collector(LocalSampler(engine)).collect(2, 1)
     with pytest.raises(RuntimeError, match="0 of 1 needed groups after 1 rounds"):
-        make_collector(engine, FixedCollectConfig(max_invalid_fraction=1.0)).collect(2, 1)
+        make_collector(LocalSampler(engine), FixedCollectConfig(max_invalid_fraction=1.0)).collect(2, 1)
 
 
 def test_lost_responses_are_noticed(engine):
-    class Losing:
-        def generate(self, requests):
-            return engine.generate(requests)[:-1]
+    class Losing(LocalSampler):
+        def poll(self, timeout_s):
+            return super().poll(timeout_s)[:-1]
 
     with pytest.raises(RuntimeError, match="step 1: 24 responses were asked for, 23 came back"):
-        make_collector(Losing()).collect(1, 0)
-
-
-def test_the_order_in_which_engines_work_changes_nothing(engine):
-    class Scattered:
-        """Two engines' worth of calls, the second half first, each backwards; answers in request order."""
-
-        def generate(self, requests):
-            half = len(requests) // 2
-            late = engine.generate(requests[half:][::-1])[::-1]
-            return engine.generate(requests[:half][::-1])[::-1] + late
-
-    config = DynamicCollectConfig(max_rounds=20)
-    plain, scattered = (make_collector(s, config).collect(1, 0) for s in (engine, Scattered()))
-    assert [group.prompt for group in plain.groups] == [group.prompt for group in scattered.groups]
-    for mine, theirs in zip(plain.groups, scattered.groups, strict=True):
-        assert [s.token_ids for s in mine.samples] == [s.token_ids for s in theirs.samples]
-        assert mine.rewards == theirs.rewards
+        make_collector(Losing(engine)).collect(1, 0)
 
 
 def test_steps_and_runs_draw_other_seeds_and_a_rerun_the_same(engine):

@@ -61,6 +61,25 @@ def test_each_reason(change, reason):
     assert name_of(replace(GOOD, **change)) == reason
 
 
+def test_new_tokens_may_have_any_version_since_the_request_was_submitted():
+    mixed = replace(GOOD, token_versions=[5, 7])
+    found = {oldest: invalid_reason(REQUEST, mixed, policy_version=7, oldest_version=oldest) for oldest in (5, 6)}
+    assert found[5] is None
+    assert found[6] is not None and found[6].name == "wrong_version"
+
+
+def test_a_resumed_response_keeps_its_beginning():
+    begun = Generation(token_ids=[4], logprobs=[-0.1], token_versions=[3], finish_reason=FinishReason.abort)
+    request = replace(REQUEST, resumed=begun)
+    whole = replace(GOOD, token_versions=[3, 7])
+    assert invalid_reason(request, whole, policy_version=7) is None
+    # What was resumed keeps the version of its time; what is new must have that of now.
+    old = invalid_reason(request, replace(whole, token_versions=[3, 3]), policy_version=7)
+    assert old is not None and old.name == "wrong_version"
+    lost = invalid_reason(request, replace(whole, token_ids=[9, 5]), policy_version=7)
+    assert lost is not None and lost.name == "lost_resumed"
+
+
 def test_a_sample_is_counted_once_under_the_first_reason():
     aborted = replace(GOOD, finish_reason=FinishReason.abort, logprobs=None, token_ids=[], token_versions=[1])
     assert name_of(aborted) == "abort"
@@ -69,8 +88,8 @@ def test_a_sample_is_counted_once_under_the_first_reason():
 
 def test_names_are_distinct_and_metric_safe():
     names = [each.name for each in SAMPLE_FILTERS]
-    assert len(set(names)) == len(names) == 7
-    assert GROUP_DROP_REASONS == ("too_small", "zero_variance", "surplus")
+    assert len(set(names)) == len(names) == 8
+    assert GROUP_DROP_REASONS == ("too_old", "too_small", "zero_variance", "surplus")
     assert ZERO_VARIANCE.rejects is is_zero_variance
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,21 @@ def test_scorer_fills_text_verdict_and_shaped_reward():
     assert [sample.correct for sample in group.samples] == [True, False, False, False]
     # 4 of 5 tokens: half the buffer; 5 of 5: all of it.
     assert group.rewards == [1.0, -1.0, -1.25, -1.5]
+
+
+def test_scoring_a_few_groups_leaves_other_samples_to_poll():
+    group = make_group([[4, 2], [4, 3]], answer="42")
+    with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=as_digits)) as scorer:
+        for sample in group.samples:
+            scorer.submit(group.prompt, sample)
+        other = make_group([[4, 2]], answer="42")
+        scorer.score([other])  # an evaluation while a step is being collected
+        assert other.rewards == [1.0]
+        assert scorer.unfinished == 2
+        found = []
+        while scorer.unfinished:
+            found += scorer.poll(60.0)
+    assert [sample.reward for sample in found] == group.rewards == [1.0, 0.0]
 
 
 def test_scorer_refuses_what_it_cannot_do():

@@ -13,7 +13,8 @@ from test_floors import TINY
 from test_packing import make_sample
 
 from algorithms.histograms import HistogramArrays
-from rollout.collect import Collected, CollectStats, Served
+from rollout.collect import Collected
+from rollout.collect_stats import CollectStats, Served
 from rollout.config import SGLangConfig
 from rollout.types import GenerateRequest, Prompt, SampleGroup, SamplingParams
 from trainer.accounting import Hardware, StepAccounting
@@ -52,7 +53,7 @@ def step(config: TrainConfig, hardware: Hardware, times: dict[str, float | None]
     ]
     stats = CollectStats(policy_version=0, kept=groups)
     requests = [request(p, i, [1, 2, p]) for p in range(2) for i in range(2)]
-    stats.served = [Served(requests, [4, 4, 4, 9])]
+    stats.served = [Served(requests=requests, lengths=[4, 4, 4, 9])]
     samples = [sample for group in groups for sample in group.samples]
     batch = pack([samples], num_ranks=2, max_tokens=100, policy_version=0)
     histograms = HistogramArrays.__new__(HistogramArrays)

@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from algorithms.config import (
     Aggregation,
 )
-from rollout.collect import make_sample as make_rollout
-from rollout.collect import sampling_params
 from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
+from rollout.requests import make_sample as make_rollout
+from rollout.requests import sampling_params
 from rollout.shared_weights import DATA_START
 from rollout.types import GenerateRequest, Sample
 from rollout.weights import unpack

@@ -37,7 +37,11 @@ RENAMED: Final[dict[str, str]] = {
     "max_ckpt_to_keep": "checkpoint.keep",
     "resume_mode": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
     "resume": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
+    "staleness_threshold": "schedule=bounded schedule.max_staleness",
     # miles and slime
+    "partial_rollout": "collect.partial=true",
+    "over_sampling_batch_size": "collect.over_sampling",
+    "max_weight_staleness": "schedule=bounded schedule.max_staleness",
     "recompute_granularity": "policy.activation_checkpoint_every",
     "colocate": "policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5",
     "save_interval": "checkpoint.every",
