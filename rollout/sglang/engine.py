@@ -26,7 +26,7 @@ from rollout.sglang.loader import LOADER
 from rollout.sglang.memory import CACHE_TAGS, WEIGHT_TAGS, ServerMemory
 from rollout.sglang.quantized import engine_quantization, sent_names
 from rollout.sglang.replies import ReplyError, body_of, generation_of, no_tokens, parse_version
-from rollout.sglang.request_stream import Answer, Job, RequestStream
+from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import ServerSetup, SGLangServer
 from rollout.sglang.weight_update import WeightUpdate
 from rollout.types import Completion, GenerateRequest, WeightBucket
@@ -35,10 +35,6 @@ from rollout.weights import DTYPES, check_buckets
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4
 """`max_req_input_len` plus this is the longest prompt and response together that SGLang serves without cutting it."""
-DEFAULT_WINDOW = 256
-"""Requests on their way at a time, to a server that does not say how many it runs together."""
-WINDOW_SLACK = 1.125
-"""So many times what a server runs together are sent, that a slot is filled without waiting for us."""
 
 logger = logging.getLogger(__name__)
 
@@ -324,7 +320,7 @@ class SGLangEngine(Engine):
             self._weights.fusion(sent_names(checkpoint_names(model_path), self._quantization))
             self._requests = RequestStream(
                 client.endpoint,
-                window=_window(info),
+                window=window_of(info),
                 timeout_s=self._config.generate_timeout_s,
                 is_shared=isinstance(server, ExternalServer),
             )
@@ -390,13 +386,6 @@ class SGLangEngine(Engine):
             where = f"prompt {job.request.prompt_id}/{job.request.sample_index}"
             raise EngineError(f"{self._name} generate, {where}: {error}") from error
         return Completion(job.ticket, whole_response(job.request, rest))
-
-
-def _window(info: dict[str, Any]) -> int:
-    """Requests that may be on their way to a server with this /server_info."""
-    states = info.get("internal_states") or [{}]
-    running = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
-    return int(running * WINDOW_SLACK) if running else DEFAULT_WINDOW
 
 
 def _maps_memory(client: SGLangClient, info: dict[str, Any]) -> bool:

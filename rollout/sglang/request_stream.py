@@ -35,6 +35,10 @@ ABORT_TIMEOUT_S = 20.0
 """An aborted request that has not ended by then is given up without its tokens."""
 HANDOVER_TIMEOUT_S = 30.0
 """Deadline of handing something to the thread."""
+DEFAULT_WINDOW = 256
+"""Requests on their way at a time, to a server that does not say how many it runs together."""
+WINDOW_SLACK = 1.125
+"""So many times what a server runs together are sent, that a slot is filled without waiting for us."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -323,3 +327,10 @@ class RequestStream:
     def _clock(self) -> float:
         """Seconds that do not pass while requests are held."""
         return (time.monotonic() if self._held_since is None else self._held_since) - self._held_s
+
+
+def window_of(info: dict[str, Any]) -> int:
+    """Requests that may be on their way to a server with this /server_info."""
+    states = info.get("internal_states") or [{}]
+    running = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
+    return int(running * WINDOW_SLACK) if running else DEFAULT_WINDOW
