@@ -237,6 +237,10 @@ def test_evaluation_without_a_checkpoint_is_refused(capsys: pytest.CaptureFixtur
         (["checkpoint=none", "checkpoint=none"], "checkpoint must be given once, got 'none none'"),
         ([f"checkpoint={tmp_path}"], "checkpoint must be a run directory with checkpoints/"),
         (["checkpoint=none", "--best"], "--best needs a run directory, got 'none'"),
+        (
+            ["checkpoint=none", "rollout=sglang", "rollout.servers=[http://localhost:30000]"],
+            "rollout.servers must be empty in an evaluation",
+        ),
         (["checkpoint=none", "-m", "eval.samples=0", "optim.lrr=1"], "3 problems, nothing was started"),
     ):
         assert run(["eval", "arithmetic_grpo", "rollout=torch", *words]) == 2

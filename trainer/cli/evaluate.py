@@ -6,7 +6,7 @@ Everything is checked, and reported together, before torch or Ray is loaded. Cal
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from algorithms.config import Problem
+from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.catalog import find_recipe
 from trainer.cli.commands import BEST_FLAG, DONE, report
@@ -46,6 +47,8 @@ def run_eval(words: Sequence[str]) -> int:
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
     problems += [*resolution.problems, *start_problems(resolution)]
     [run] = resolution.runs or [None]
+    if run is not None and run.config is not None:
+        problems += _server_problems(run.config)
     if problems or source is None or run is None or run.config is None or run.output_dir is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     return _evaluate(run.config, source, run.output_dir)
@@ -73,6 +76,18 @@ def _source(given: list[str], *, best: bool, problems: list[Problem]) -> Weights
     if best and source.kind is not SourceKind.run:
         problems.append(Problem(key=BEST_FLAG, rule="needs a run directory", value=given[0], remedy="Leave it out."))
     return source
+
+
+def _server_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Servers that run already are given weights by a sync from the ranks, and here there is none to verify them."""
+    rollout = config.rollout
+    if isinstance(rollout, SGLangConfig) and rollout.servers:
+        yield Problem(
+            key="rollout.servers",
+            rule="must be empty in an evaluation: what those servers hold could be other weights",
+            value=rollout.servers,
+            remedy="Leave it out: engines are started for the evaluation.",
+        )
 
 
 def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
