@@ -151,7 +151,8 @@ def _model_directory(
 
 
 def _source_record(source: WeightsSource, checkpoint: Checkpoint | None) -> dict[str, object]:
-    record: dict[str, object] = {"kind": source.kind.name, "path": str(source.path.absolute()) if source.path else None}
+    path = None if source.kind is SourceKind.base else str(source.path.absolute())
+    record: dict[str, object] = {"kind": source.kind.name, "path": path}
     if checkpoint is not None:
         state = checkpoint.state
         record |= {"path": str(checkpoint.path.absolute()), "step": state.step, "policy_version": state.policy_version}
@@ -180,9 +181,9 @@ def _set_record(config: TrainConfig, name: str, result: EvalResult) -> dict[str,
     return {
         "file": heldout if name == HELDOUT else config.eval.sets[name],
         "prompts_xxh3_64": prompts_digest([group.prompt for group in result.groups]),
-        **result.metrics(prefix=name),
-        f"{name}/accuracy_error": result.accuracy_error,
-        f"{name}/accuracy_sampled_error": result.sampled_error,
+        **{key.partition("/")[2]: value for key, value in result.metrics().items()},
+        "accuracy_error": result.accuracy_error,
+        "accuracy_sampled_error": result.sampled_error,
     }
 
 

@@ -162,7 +162,7 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     assert evaluation_metrics(found.results) == last
     record = json.loads(found.result_path.read_text("utf-8"))
     assert (record["checkpoint"]["step"], record["checkpoint"]["policy_version"]) == (3, 3)
-    assert record["sets"]["heldout"]["heldout/maj@3"] == last["eval/maj@3"]
+    assert record["sets"]["heldout"]["maj@3"] == last["eval/maj@3"]
     lines = [json.loads(line) for line in (tmp_path / "eval" / "eval.jsonl").read_text("utf-8").splitlines()]
     assert len(lines) == 32 and all(len(line["sampled"]) == 3 for line in lines)
     assert sum(line["num_correct"] for line in lines) == pytest.approx(last["eval/accuracy_sampled"] * 96)
