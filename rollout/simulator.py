@@ -5,7 +5,7 @@
 An engine runs its sequences together, one token each per decode step; a freed slot goes to the first request that
 waits. Between two completions the step time is one of two straight lines in the step number, so a stretch of any length
 costs one closed form, and a simulation some 20 microseconds per response, whatever its length. Requests of one prompt
-stay on one engine, which the outstanding tokens choose, as in `rollout/engine_group.py`.
+stay on one engine, which the outstanding tokens choose, as in `rollout/balance.py`.
 
 `rollout/schedules.py` collects with a Fleet as a trainer does: synchronously, over-sampled, partially, asynchronously.
 """

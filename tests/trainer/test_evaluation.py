@@ -12,9 +12,10 @@ from policy_cases import save_policy
 from test_compose import config_of
 
 from algorithms.config import Problem
-from rollout.config import DType, RewardConfig, TorchEngineConfig
+from rollout.config import DType, TorchEngineConfig
 from rollout.data import Dataset, StreamState
 from rollout.rewards import Scorer
+from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
 from rollout.types import Prompt
 from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
