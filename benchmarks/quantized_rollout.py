@@ -13,7 +13,8 @@ final     greedy accuracy on the held-out problems after the last step, of the p
 lowest    least accuracy of the samples of a step after the first ten, as the engine sampled them
 gradient  norm before clipping, all optimizer steps of all seeds
 drop      largest fall of the accuracy of samples, mean of five steps, below an earlier mean of five; worst seed
-unstable  runs whose drop exceeds 0.1, whose final accuracy is below that of the start, or that skipped steps
+best      highest held-out accuracy of a run, measured every five steps
+unstable  runs whose final accuracy is more than 0.1 below their best, or that skipped steps
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ COSTED = "model.layers.0.mlp.up_proj.weight"
 DTYPE = torch.bfloat16
 WINDOW = 5
 COLOURS = ("#7a7a7a", "#d95f02", "#e7298a", "#1b9e77", "#1f78b4")
-UNSTABLE_DROP = 0.1
+UNSTABLE_FALL = 0.1
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Outcome:
 
     @property
     def unstable(self) -> bool:
-        return self.drop > UNSTABLE_DROP or self.heldout[-1] < self.heldout[0] or self.skipped > 0
+        return self.heldout[-1] < max(self.heldout) - UNSTABLE_FALL or self.skipped > 0
 
 
 def compose(words: list[str]) -> TrainConfig:
@@ -266,16 +267,17 @@ def show(values: Sequence[float]) -> str:
 
 def modes_table(results: dict[tuple[str, str], list[Outcome]]) -> None:
     say(
-        "| engine | correction | K3, last ten steps | entropy | final | lowest | gradient, median | largest "
+        "| engine | correction | K3, last ten steps | entropy | best | final | lowest | gradient, median | largest "
         "| drop | unstable |"
     )
-    say("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    say("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
     for (precision, mode), runs in results.items():
         norms = [norm for run in runs for norm in run.gradient if norm is not None]
         k3 = statistics.fmean(value for run in runs for value in run.k3[-10:] if value is not None)
         entropy = statistics.fmean(value for run in runs for value in run.entropy[-10:] if value is not None)
         say(
-            f"| {precision} | {mode} | {k3:.1e} | {entropy:.3f} | {show([run.heldout[-1] for run in runs])} "
+            f"| {precision} | {mode} | {k3:.1e} | {entropy:.3f} "
+            f"| {show([max(run.heldout) for run in runs])} | {show([run.heldout[-1] for run in runs])} "
             f"| {show([run.lowest for run in runs])} | {statistics.median(norms):.2f} | {max(norms):.2f} "
             f"| {max(run.drop for run in runs):.2f} | {sum(run.unstable for run in runs)} of {len(runs)} |"
         )
@@ -283,24 +285,30 @@ def modes_table(results: dict[tuple[str, str], list[Outcome]]) -> None:
 
 
 def draw(path: Path, results: dict[tuple[str, str], list[Outcome]], *, precision: str) -> None:
-    """Accuracy of the samples over steps, means of five: one thin line per seed, a colour per correction."""
-    width, height, left, bottom = 640, 300, 44, 28
+    """Held-out accuracy over steps: a colour per correction, the mean of the seeds thick, every seed thin."""
+    width, height, left, bottom = 640, 320, 44, 28
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+
+    def place(accuracy: float) -> float:
+        return (height - bottom) * (1 - accuracy) + 8 * accuracy
+
     for tick in (0.2, 0.4, 0.6, 0.8, 1.0):
-        y = (height - bottom) * (1 - tick) + 8 * tick
-        parts.append(f'<line x1="{left}" x2="{width - 110}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="8" y="{y + 4:.1f}" font-size="11">{tick:.1f}</text>')
-    for colour, mode, place in zip(COLOURS, MODES, range(len(MODES)), strict=True):
-        for run in results.get((precision, mode), []):
-            means = [statistics.fmean(run.accuracy[at : at + WINDOW]) for at in range(len(run.accuracy) - WINDOW + 1)]
-            step = (width - 110 - left) / max(1, len(means) - 1)
-            heights = [(height - bottom) * (1 - mean) + 8 * mean for mean in means]
-            dots = " ".join(f"{left + at * step:.1f},{y:.1f}" for at, y in enumerate(heights))
-            parts.append(f'<polyline points="{dots}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
-        parts.append(f'<text x="{width - 102}" y="{60 + 18 * place}" font-size="12" fill="{colour}">{mode}</text>')
-    caption = f"{precision} rollout: accuracy of samples, mean of {WINDOW} steps, a line per seed"
-    parts.append(f'<text x="{left}" y="{height - 8}" font-size="11">{caption}</text></svg>')
+        parts.append(
+            f'<line x1="{left}" x2="{width - 110}" y1="{place(tick):.1f}" y2="{place(tick):.1f}" stroke="#ddd"/>'
+        )
+        parts.append(f'<text x="14" y="{place(tick) + 4:.1f}" font-size="11">{tick:.1f}</text>')
+    for number, (colour, mode) in enumerate(zip(COLOURS, MODES, strict=True)):
+        curves = [run.heldout for run in results.get((precision, mode), [])]
+        curves += [[statistics.fmean(values) for values in zip(*curves, strict=True)]] if curves else []
+        for curve in curves:
+            step = (width - 110 - left) / max(1, len(curve) - 1)
+            dots = " ".join(f"{left + at * step:.1f},{place(value):.1f}" for at, value in enumerate(curve))
+            stroke = "3" if curve is curves[-1] else "0.7"
+            parts.append(f'<polyline points="{dots}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>')
+        parts.append(f'<text x="{width - 102}" y="{60 + 18 * number}" font-size="12" fill="{colour}">{mode}</text>')
+    caption = f"{precision} rollout: held-out accuracy of the policy, every {EVALUATED_EVERY} steps"
+    parts.append(f'<text x="{left}" y="{height - 8}" font-size="11">{caption}; thick: mean of the seeds</text></svg>')
     path.write_text("\n".join(parts) + "\n", "utf-8")
 
 

@@ -107,8 +107,8 @@ def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
 
 def relative_error(held: Tensor, wanted: Tensor) -> float:
     """Frobenius norm of the difference / that of `wanted`; 0 for zeros that are held as zeros."""
-    difference = torch.linalg.vector_norm(held.to(torch.float64) - wanted.to(torch.float64))
-    norm = torch.linalg.vector_norm(wanted.to(torch.float64))
+    wanted = wanted.to(torch.float32)
+    difference, norm = torch.linalg.vector_norm(held.to(torch.float32) - wanted), torch.linalg.vector_norm(wanted)
     return float(difference / norm) if float(norm) else float(difference)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.actor_calls import WorkerError
-from rollout.balance import split_by_load
+from rollout.balance import split_by_kind
 from rollout.collect import Collected, CollectStats
 from rollout.engine_group import EngineGroup
 from rollout.process_memory import memory_use
@@ -212,11 +212,13 @@ class StepAccounting:
         if shape is None or rates is None:
             return {}
         config = self._config.rollout
-        number_bytes, rollout_s = DTYPE_BYTES[config.dtype], 0.0
+        # Weights of 8 bits beside a cache of 16: a floor must not be too high.
+        number_bytes, rollout_s = 1 if config.takes_quantized else DTYPE_BYTES[config.dtype], 0.0
+        idle = [0] * config.num_engines
         busy: list[tuple[float, float, float]] = []
         for served in stats.served:
             engines_s = [0.0]
-            for part in split_by_load(served.requests, config.num_engines):
+            for part in split_by_kind(served.requests, idle, num_quantized=config.num_quantized):
                 lengths = [Lengths(len(served.requests[i].prompt_token_ids), served.lengths[i]) for i in part]
                 prompts = {tuple(served.requests[i].prompt_token_ids) for i in part}
                 read_s = prefill_floor(shape, [len(prompt) for prompt in prompts], rates)
