@@ -95,7 +95,6 @@ class Dispatcher:
 
     def look(self, step: int, stats: CollectStats) -> None:
         """Take what the engines have ended and what has been scored; waits at most POLL_S for the first of it."""
-        num_asked = len(self._asked)
         if self._asked:
             for completion in self._sampler.poll(TURN_S if self._unscored else POLL_S):
                 if completion.ticket in self._asked:
@@ -107,9 +106,7 @@ class Dispatcher:
                     self._set_done(*self._unscored.pop(id(sample)))
             stats.reward_s += time.monotonic() - begin
         if self._asked and not self._sampler.unfinished:
-            raise RuntimeError(
-                f"step {step}: {num_asked} responses were asked for, {num_asked - len(self._asked)} came back"
-            )
+            raise RuntimeError(f"step {step}: {len(self._asked)} of the responses that were asked for never came back")
 
     def score(self, group: PendingGroup, response: PendingResponse) -> None:
         """Have a response that ended well scored."""

@@ -119,7 +119,7 @@ class Shuffled(LocalSampler):
         if self.waits_for is not None and self.waits_for():
             time.sleep(0.001)
             return []
-        if len(self._ready) + len(self._aborted) < self.unfinished:
+        while len(self._ready) + len(self._aborted) < self.unfinished:
             for ticket, generation in self.engine.poll(timeout_s):
                 if ticket not in self._open:
                     continue  # of a sampler that was given up

@@ -15,7 +15,7 @@ from rollout.requests import SeedSource, make_sample
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
+from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 
 STOP = (EOS_TOKEN_ID, 7)
 NUM_PROMPTS = 40
@@ -49,11 +49,29 @@ def parity(token_ids: list[int]) -> str:
     return "odd" if token_ids[0] % 2 else "even"
 
 
-def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_size=3, seed=0, reward=None):
+SCORERS: dict[str, Scorer] = {}
+"""One per config for all tests: they have processes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end_of_the_scorers():
+    yield
+    for scorer in SCORERS.values():
+        scorer.close()
+
+
+def scorer_of(reward, decode):
+    key = f"{reward} {decode.__name__}"
+    if key not in SCORERS:
+        SCORERS[key] = Scorer(reward, max_new_tokens=MAX_NEW_TOKENS, decode=decode)
+    return SCORERS[key]
+
+
+def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_size=3, seed=0, **scoring):
     return Collector(
         sampler=sampler,
         prompts=PromptStream(prompts or make_prompts(), seed=seed),
-        scorer=Scorer(reward or RewardConfig(), max_new_tokens=MAX_NEW_TOKENS, decode=parity),
+        scorer=scorer_of(scoring.get("reward", RewardConfig(num_workers=1)), scoring.get("decode", parity)),
         collect=collect or FixedCollectConfig(),
         sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
         plan=CollectPlan(
@@ -143,10 +161,9 @@ def test_metrics_of_a_fixed_step(engine):
 
 def test_clones_within_a_group_are_reported(engine):
     class Cloning(LocalSampler):
-        def poll(self, timeout_s):
-            answers = dict(super().poll(timeout_s))
-            first = min(answers, default=0)
-            return [Completion(ticket, answers[ticket - (ticket - first) % 3]) for ticket in answers]
+        def submit(self, requests):
+            first = {request.prompt_id: request.sampling for request in reversed(requests)}
+            return super().submit([replace(request, sampling=first[request.prompt_id]) for request in requests])
 
     stats = make_collector(Cloning(engine)).collect(1, 0).stats
     assert stats.metrics()["rollout/duplicate_frac"] == pytest.approx(2 / 3)
@@ -199,10 +216,17 @@ def test_a_penalty_does_not_save_a_constant_group(engine):
     """Rewards of one length differ from those of another, yet all samples are correct."""
     reward = RewardConfig(overlong_buffer_tokens=5, overlong_penalty=1.0)
     always_right = [replace(prompt, answer="") for prompt in make_prompts()]
+
+    def nothing(token_ids):
+        return ""
+
     collector = make_collector(
-        LocalSampler(engine), DynamicCollectConfig(max_rounds=2), prompts=always_right, reward=reward
+        LocalSampler(engine),
+        DynamicCollectConfig(max_rounds=2),
+        prompts=always_right,
+        reward=reward,
+        decode=nothing,
     )
-    collector._scorer = Scorer(reward, max_new_tokens=MAX_NEW_TOKENS, decode=lambda _: "")
     with pytest.raises(RuntimeError, match=r"0 of 8 needed groups .* zero_variance 24"):
         collector.collect(1, 0)
 
@@ -302,9 +326,10 @@ def test_an_engine_with_old_weights_stops_the_run(engine):
 def test_lost_responses_are_noticed(engine):
     class Losing(LocalSampler):
         def poll(self, timeout_s):
-            return super().poll(timeout_s)[:-1]
+            found = super().poll(timeout_s)
+            return [each for each in found if each.ticket != next(iter(self.asked))]
 
-    with pytest.raises(RuntimeError, match="step 1: 24 responses were asked for, 23 came back"):
+    with pytest.raises(RuntimeError, match="step 1: 1 of the responses that were asked for never came back"):
         make_collector(Losing(engine)).collect(1, 0)
 
 

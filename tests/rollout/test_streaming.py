@@ -14,9 +14,10 @@ from test_collect import MAX_NEW_TOKENS, engine, make_prompts, parity  # noqa: F
 
 import rollout.dispatch
 from rollout.collect import Collector, CollectPlan, Surplus
-from rollout.config import CollectOrder, DynamicCollectConfig, FixedCollectConfig, RewardConfig, SamplingConfig
+from rollout.config import CollectOrder, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
 from rollout.data import PromptStream
 from rollout.rewards import Scorer
+from rollout.task_config import RewardConfig
 from rollout.types import FinishReason
 
 GROUP_SIZE = 3
@@ -142,10 +143,14 @@ def test_the_order_of_completion_prefers_short_answers_and_says_so(engine):  # n
     for order, config in configs.items():
         sampler = Shuffled(engine, min, tokens_at_abort=MAX_NEW_TOKENS)
         sampler._order = by_length(sampler)
-        found[order] = make(sampler, config)[0].collect(1, 0).stats.metrics()
-    biased, fair = found[CollectOrder.completion], found[CollectOrder.submission]
-    assert biased["rollout/length_bias"] < 0.95
-    assert biased["rollout/response_tokens_mean"] < fair["rollout/response_tokens_mean"]
+        found[order] = make(sampler, config)[0].collect(1, 0).stats
+    everything = found[CollectOrder.completion].all_lengths
+    assert len(everything) == 24 * GROUP_SIZE
+    biased, fair = (found[order].metrics() for order in configs)
+    assert biased["rollout/length_bias"] < 1
+    assert biased["rollout/length_bias"] * sum(everything) / len(everything) == pytest.approx(
+        biased["rollout/response_tokens_mean"]
+    )
     assert "rollout/length_bias" not in fair
 
 
