@@ -31,7 +31,7 @@ in k3; rho = exp(Delta). Means are over valid response tokens if nothing else is
     invalid_tokens, invalid_samples     response tokens that are not valid; responses with such a token
     k3_clamped_tokens          tokens with |Delta| > 20
     kept_frac, num_tokens      kept / all response tokens; all response tokens
-    by_lag/<0..6,7+>/k3        k3 by weight lag of the response; absent for lags not seen
+    by_lag/<0..6,7+>/k3        k3 by weight lag of the token; absent for lags not seen
     k3_over_entropy            k3 / mean entropy
 
 Means of a function of Delta alone come from a table with bins of 1/128 octave and are exact to 1.5e-5

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algorithms.correction import EFFECTS, Applied, Correction
 from algorithms.gap import Gap
-from algorithms.kl import bounded_exp
+from algorithms.kl import bounded_exp, k3
 from algorithms.masked import require_packed
 from algorithms.sketch import SEQUENCE_KIND, UNREAD_KIND, add_log_ratios, flat_sketch, new_table
 from algorithms.token_sums import TOKEN_SUMS, Extras, SequenceSums, TokenTotals
@@ -64,6 +64,9 @@ class StepContext(NamedTuple):
     """[T] float32, nats."""
     lags: Tensor | None = None
     """[N] int64 >= 0, policy updates between the weights that sampled a sequence and those that are trained."""
+    token_lags: Tensor | None = None
+    """[T] int64 >= 0, the same of every token, where a sequence has tokens of several weights; then `lags` is not read.
+    """
 
 
 class MismatchSums:
@@ -75,15 +78,24 @@ class MismatchSums:
         require_packed(response_mask, **{name: tensor for name, tensor in per_token.items() if tensor is not None})
         self._num_sequences = cu_seqlens.numel() - 1
         _require_per_sequence(self._num_sequences, rewards=context.rewards, lags=context.lags)
+        lags = context.token_lags
+        if lags is not None and (lags.shape, lags.dtype) != (response_mask.shape, torch.int64):
+            wanted = f"token_lags must be [T] = {list(response_mask.shape)} int64"
+            raise ValueError(f"{wanted}, got {list(lags.shape)} {lags.dtype}.")
         self._context = context
         self._table = new_table(response_mask.device)
         self._tokens = TokenTotals(self._table, with_k3=context.lags is not None)
+        self._by_token_lag = torch.zeros(2, NUM_LAGS, dtype=torch.float64, device=response_mask.device)
 
     def add(self, tokens: slice, gap: Gap, applied: Applied | None) -> None:
         """Count the sequences of `gap`, which lie at `tokens`, and what the correction applied to them."""
         context = self._context
         extras = Extras(advantages=context.advantages, entropy=context.entropy)
         self._tokens.add(gap, extras.part(tokens), applied)
+        if context.token_lags is not None:
+            lags = context.token_lags[tokens].clamp(0, NUM_LAGS - 1)
+            columns = torch.stack([k3(gap.delta).double(), gap.valid.double()])
+            self._by_token_lag.scatter_add_(1, lags.expand_as(columns), columns)
 
     def joined(self, correction: Correction | None) -> tuple[Tensor, Tensor]:
         """(sums, maxes).
@@ -106,7 +118,8 @@ class MismatchSums:
         sums = [totals, numbers, by_weight, per_sequence, counts, rejected.sum(1), (rejected > 0).sum(1).double()]
         kind = torch.where(sequences.valid > 0, SEQUENCE_KIND, UNREAD_KIND).to(torch.int32)
         add_log_ratios(table, sequences.delta, kind=kind)
-        return torch.cat([*sums, _by_lag(sequences, context.lags), flat_sketch(table)]), maxes
+        by_lag = _by_lag(sequences, context.lags) if context.token_lags is None else self._by_token_lag.view(-1)
+        return torch.cat([*sums, by_lag, flat_sketch(table)]), maxes
 
 
 def _require_per_sequence(num_sequences: int, **tensors: Tensor | None) -> None:

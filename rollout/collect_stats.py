@@ -137,7 +137,7 @@ def _lags(samples: Sequence[Sample], num_tokens: int, *, policy_version: int) ->
     """How far behind the step's weights its tokens are, in optimizer steps."""
     total, oldest, mixed = 0, policy_version, 0
     for sample in samples:
-        versions = [v for v, on in zip(sample.token_versions, sample.response_mask, strict=True) if on]
+        versions = sample.response_versions
         lowest, highest = min(versions), max(versions)
         total += policy_version * len(versions) - sum(versions)
         oldest = min(oldest, lowest)

@@ -153,9 +153,14 @@ class Sample:
         return sum(self.response_mask)
 
     @property
+    def response_versions(self) -> list[int]:
+        """[R] policy version of every response token."""
+        return [version for version, on in zip(self.token_versions, self.response_mask, strict=True) if on]
+
+    @property
     def policy_version(self) -> int:
         """The oldest version of the response."""
-        return min(version for version, on in zip(self.token_versions, self.response_mask, strict=True) if on)
+        return min(self.response_versions)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -35,6 +35,9 @@ class MicroBatch:
     """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
     sample_numbers: Tensor
     """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
+    token_lags: Tensor | None = None
+    """[T] int64, optimizer steps between the weights that sampled a token and those that the step starts with, 0 off
+    the mask; None where the tokens of every response have the same, which `StepSamples.lags` holds."""
     old_logprobs: Tensor | None = None
     """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
     ref_logprobs: Tensor | None = None
@@ -78,6 +81,7 @@ class MicroBatch:
             rollout_logprobs=self.rollout_logprobs.to(device),
             advantages=self.advantages.to(device),
             sample_numbers=self.sample_numbers.to(device),
+            token_lags=None if self.token_lags is None else self.token_lags.to(device),
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
             old_values=None if self.old_values is None else self.old_values.to(device),

@@ -78,6 +78,7 @@ def mismatch_context(micro: MicroBatch, samples: StepSamples, *, entropy: Tensor
         rewards=samples.rewards[micro.sample_numbers],
         entropy=entropy.detach(),
         lags=samples.lags[micro.sample_numbers],
+        token_lags=micro.token_lags,
     )
 
 

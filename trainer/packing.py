@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
 from algorithms.config import AdvantageConfig, Estimator
@@ -19,10 +20,13 @@ from trainer.batch import MicroBatch, MiniBatch, PackingStats, StepSamples, Trai
 from trainer.planner import DEFAULT_COST, BinCost, attention_pad_frac, plan
 
 
-def micro_batch(samples: Sequence[Sample], numbers: Sequence[int] | None = None) -> MicroBatch:
+def micro_batch(
+    samples: Sequence[Sample], numbers: Sequence[int] | None = None, *, policy_version: int | None = None
+) -> MicroBatch:
     """Lay samples end to end. No samples: one masked token, so that the rank still takes part in collectives.
 
-    `numbers` are the positions of the samples in the step; None counts them from 0.
+    `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is that of the
+    weights that the step starts with; None leaves the lags of single tokens out.
     """
     token_ids = [token for sample in samples for token in sample.token_ids] or [0]
     lengths = [len(sample.token_ids) for sample in samples] or [1]
@@ -41,7 +45,20 @@ def micro_batch(samples: Sequence[Sample], numbers: Sequence[int] | None = None)
         advantages=torch.tensor(advantages or [0.0], dtype=torch.float32),
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
+        token_lags=None if policy_version is None else _token_lags(samples, policy_version),
     )
+
+
+def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None:
+    """[T] int64, 0 off the mask; None if no response has tokens of several versions."""
+    if all(len(set(sample.response_versions)) == 1 for sample in samples):
+        return None
+    lags = [
+        policy_version - version if sampled else 0
+        for sample in samples
+        for version, sampled in zip(sample.token_versions, sample.response_mask, strict=True)
+    ]
+    return torch.tensor(lags, dtype=torch.int64)
 
 
 def advantage_of(sample: Sample) -> float:
@@ -76,7 +93,9 @@ def pack(
             numbers = [[first + i for i in indices] for indices in bins]
             ranks[rank].append(
                 MiniBatch(
-                    micro_batches=[micro_batch([samples[i] for i in bin_], bin_) for bin_ in numbers],
+                    micro_batches=[
+                        micro_batch([samples[i] for i in bin_], bin_, policy_version=policy_version) for bin_ in numbers
+                    ],
                     num_response_tokens=num_response_tokens,
                     num_sequences=len(mini_batch),
                 )

@@ -282,6 +282,19 @@ def test_responses_of_older_weights_are_measured_by_their_lag() -> None:
     assert not {"by_lag/1/k3", "by_lag/2/k3"} & metrics.keys()
 
 
+def test_tokens_of_older_weights_are_measured_by_their_own_lag() -> None:
+    """A response that went on after an update: its first tokens are older than its last."""
+    batch = batch_of([0.1, 0.2, 1.0, -1.0, 0.5], 2, 2, 1)
+    lags = torch.zeros(len(batch.response_mask), dtype=torch.int64)
+    response = batch.response_mask.nonzero().flatten()
+    lags[response] = torch.tensor([1, 0, 1, 1, 9])
+    metrics = metrics_of(batch, context=StepContext(lags=torch.tensor([1, 1, 9]), token_lags=lags))
+    k3s = [math.exp(delta) - 1 - delta for delta in (0.1, 0.2, 1.0, -1.0, 0.5)]
+    assert metrics["by_lag/0/k3"] == pytest.approx(k3s[1], rel=1e-4)
+    assert metrics["by_lag/1/k3"] == pytest.approx((k3s[0] + k3s[2] + k3s[3]) / 3, rel=1e-4)
+    assert metrics["by_lag/7+/k3"] == pytest.approx(k3s[4], rel=1e-4)
+
+
 def test_lengths_do_not_change_what_a_token_is() -> None:
     # The same tokens as one response or as five: token statistics agree, whatever the levels make of them.
     one = random_batch(4, [5], noise=0.5)

@@ -568,6 +568,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (StepContext(entropy=torch.ones(4)), "entropy must have the shape of response_mask"),
         (StepContext(rewards=torch.ones(3)), r"rewards must be \[N\] = \[2\], got \[3\]"),
         (StepContext(lags=torch.ones(3, dtype=torch.int64)), r"lags must be \[N\] = \[2\], got \[3\]"),
+        (StepContext(token_lags=torch.ones(2, dtype=torch.int64)), r"token_lags must be \[T\] = \[.*, got \[2\]"),
     ):
         with pytest.raises(ValueError, match=message):
             stats_of(golden(), TISConfig(), context)

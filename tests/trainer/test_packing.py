@@ -6,7 +6,7 @@ import pytest
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.packing import assign_advantages, pack, split_mini_batches
+from trainer.packing import assign_advantages, micro_batch, pack, split_mini_batches
 from trainer.planner import BinCost
 
 
@@ -106,3 +106,18 @@ def test_mini_batches_hold_whole_groups_in_order() -> None:
     groups = [make_group(prompt_id, [0.0, 1.0]) for prompt_id in range(5)]
     parts = split_mini_batches(groups, 2)
     assert [[sample.prompt_id for sample in part] for part in parts] == [[0, 0, 1, 1], [2, 2, 3, 3, 4, 4]]
+
+
+def test_lags_of_tokens_travel_only_where_they_differ_within_a_response() -> None:
+    plain = make_sample(index=0, prompt=2, response=2)
+    mixed = make_sample(index=1, prompt=2, response=3)
+    plain.token_versions = [0, 0, 4, 4]
+    mixed.token_versions = [0, 0, 3, 5, 5]
+    assert micro_batch([plain], policy_version=5).token_lags is None
+    assert micro_batch([mixed]).token_lags is None
+    lags = micro_batch([plain, mixed], policy_version=5).token_lags
+    assert lags is not None and lags.tolist() == [0, 0, 1, 1, 0, 0, 2, 0, 0]
+    batch = pack([[plain, mixed]], num_ranks=1, max_tokens=100, policy_version=5)
+    [micro] = batch.ranks[0][0].micro_batches
+    assert micro.token_lags is not None and sorted(micro.token_lags.tolist()) == sorted(lags.tolist())
+    assert batch.samples.lags.tolist() == [1, 2]
