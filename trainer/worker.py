@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from algorithms.histograms import HistogramArrays
-from rollout.process_memory import MemoryUse, memory_use
+from rollout.process_memory import MemoryUse, give_back_free_memory, memory_use
 from rollout.quantization import publishers
 from rollout.types import SharedWeights, WeightBucket
 from rollout.weights import DTYPES
@@ -205,6 +205,7 @@ class PolicyWorker:
         metrics["perf/worker_train_s"] = time.perf_counter() - started
         peak = read_peak(self._device)
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
+        give_back_free_memory()
         return TrainReport(
             metrics=metrics,
             num_optimizer_steps=taken,

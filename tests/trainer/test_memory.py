@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from rollout.process_memory import MemoryUse, memory_use, peak_bytes, reset_peak
+from rollout.process_memory import MemoryUse, give_back_free_memory, memory_use, peak_bytes, reset_peak
+from trainer.cluster import RANK_KERNELS
 from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, theil_sen
 
 AVAILABLE = 10 * 2**30
@@ -122,3 +126,31 @@ def test_a_real_process_sees_what_it_holds_and_its_peak() -> None:
     assert peak is not None and peak > memory_use().private + 0.8 * size
     # A process that is gone costs nothing and does not raise.
     assert memory_use([2**22 + 1]).private == pytest.approx(memory_use().private, rel=0.05)
+
+
+def test_memory_that_was_freed_between_what_is_held_is_given_back() -> None:
+    blocks = [np.ones(64 * 2**10, dtype=np.uint8) for _ in range(2000)]
+    before = memory_use().private
+    del blocks[:-1]  # the last one keeps the heap from shrinking
+    give_back_free_memory()
+    assert before - memory_use().private > 100 * MIB
+
+
+SHAPES = """
+import torch
+from rollout.process_memory import memory_use
+torch.set_num_threads(1)
+weight, rows, early = torch.zeros(16, 64, dtype=torch.bfloat16), torch.zeros(1200, 64, dtype=torch.bfloat16), 0
+for count in range(500, 900):
+    torch.mm(rows[:count], weight.t())
+    if count == 599:
+        early = memory_use().private
+print(memory_use().private - early)
+"""
+
+
+def test_products_of_ever_new_shapes_do_not_fill_the_memory_of_a_rank() -> None:
+    """With torch's own bound it is 190 MiB where the processor multiplies bfloat16 numbers."""
+    environment = os.environ | {"LRU_CACHE_CAPACITY": str(RANK_KERNELS), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
+    run = subprocess.run([sys.executable, "-c", SHAPES], env=environment, capture_output=True, text=True, timeout=120)
+    assert int(run.stdout) < 10 * MIB
