@@ -118,7 +118,7 @@ class TorchEngine(Engine):
         """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
 
         Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
-        in shared memory become the parameters as they lie, but for projections that the decoder joins. Others are
+        in shared memory become the parameters as they lie, joined projections too if they lie side by side. Others are
         copied, read back and compared. Sampling pauses only once all that is checked before has been. Raises
         WeightSyncError; if the read-back disagrees, unfinished requests are lost and none is served until a later sync
         has succeeded.
@@ -162,7 +162,8 @@ class TorchEngine(Engine):
         loaded = time.monotonic()
         if not in_place:
             self._read_back(buckets, parameters, begin=begin, version=version)
-        # Projections that are computed together are copied next to each other, where they do not lie so already.
+        # Projections that are computed together are copied next to each other where they do not lie so already: in
+        # shared memory they do, unless one module is larger than a bucket.
         self._loop.load(build_decoder(model, self._rounding), policy_version=version)
         self._version = version
         self._broken = ""

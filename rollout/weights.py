@@ -6,11 +6,13 @@ holds its tensors one after the other, each on a 64-byte boundary, with zeros be
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +74,12 @@ class TensorShape(NamedTuple):
 
 
 def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> list[BucketSpec]:
-    """Places for the tensors, in their order, in buckets of at most `bucket_bytes` bytes; digests are still empty.
+    """Places for the tensors in buckets of at most `bucket_bytes` bytes; digests are still empty.
 
-    Floating-point tensors will be cast to `dtype`, others and those to be `kept` keep theirs. A tensor larger than
-    `bucket_bytes` gets a bucket of its own. Raises ValueError for no tensors, a name given twice, or a dtype that
-    cannot travel.
+    In their order, but of the tensors of one module all weights come before all biases, in one bucket if they fit: an
+    engine that computes q, k and v, or gate and up, as one product finds them side by side. Floating-point tensors will
+    be cast to `dtype`, others and those to be `kept` keep theirs. A tensor larger than `bucket_bytes` gets a bucket of
+    its own. Raises ValueError for no tensors, a name given twice, or a dtype that cannot travel.
     """
     if not dtype.is_floating_point or dtype_name(dtype) not in DTYPES:
         raise ValueError(f"weights must be packed in a floating-point type of {sorted(DTYPES)}, got {dtype}")
@@ -84,27 +87,51 @@ def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: tor
         raise ValueError(f"bucket_bytes must be >= 1, got {bucket_bytes}")
     buckets: list[BucketSpec] = []
     names: set[str] = set()
+    for family in _families(shapes):
+        for name, given, *_ in family:
+            if name in names:
+                raise ValueError(f"tensor {name} was given twice")
+            if dtype_name(given) not in DTYPES:
+                raise ValueError(f"tensor {name} has dtype {given}; a bucket carries {sorted(DTYPES)}")
+            names.add(name)
+        together = _place(family, dtype=dtype)
+        parts = [together] if together.num_bytes <= bucket_bytes else [_place([one], dtype=dtype) for one in family]
+        for part in parts:
+            if not buckets or _align(buckets[-1].num_bytes) + part.num_bytes > bucket_bytes:
+                buckets.append(BucketSpec(start=_align(num_bytes_of(buckets)), num_bytes=0, tensors=[]))
+            bucket = buckets[-1]
+            offset = _align(bucket.num_bytes)
+            bucket.tensors += [replace(spec, offset=offset + spec.offset) for spec in part.tensors]
+            bucket.num_bytes = offset + part.num_bytes
+    if not buckets:
+        raise ValueError("no tensors to pack")
+    return buckets
+
+
+def _families(shapes: Iterable[TensorShape]) -> list[list[TensorShape]]:
+    """Consecutive tensors "<module>.<part>.<kind>" of one module, ordered by kind: q, k, v weights, then biases."""
+    families = []
+    for _, members in itertools.groupby(shapes, key=lambda shape: shape.name.rsplit(".", 2)[0]):
+        kinds: dict[str, list[TensorShape]] = {}
+        for shape in members:
+            kinds.setdefault(shape.name.rpartition(".")[2], []).append(shape)
+        families.append([shape for kind in kinds.values() for shape in kind])
+    return families
+
+
+def _place(shapes: Sequence[TensorShape], *, dtype: torch.dtype) -> BucketSpec:
+    """The tensors one after the other."""
+    bucket = BucketSpec(start=0, num_bytes=0, tensors=[])
     for name, given, shape, kept in shapes:
-        if name in names:
-            raise ValueError(f"tensor {name} was given twice")
-        if dtype_name(given) not in DTYPES:
-            raise ValueError(f"tensor {name} has dtype {given}; a bucket carries {sorted(DTYPES)}")
-        names.add(name)
         travelling = dtype if given.is_floating_point and not kept else given
-        num_bytes = math.prod(shape) * travelling.itemsize
-        if not buckets or _align(buckets[-1].num_bytes) + num_bytes > bucket_bytes:
-            buckets.append(BucketSpec(start=_align(num_bytes_of(buckets)), num_bytes=0, tensors=[]))
-        bucket = buckets[-1]
-        offset = _align(bucket.num_bytes)
+        offset, num_bytes = _align(bucket.num_bytes), math.prod(shape) * travelling.itemsize
         bucket.tensors.append(
             TensorSpec(
                 name=name, dtype=dtype_name(travelling), shape=shape, offset=offset, num_bytes=num_bytes, digest=""
             )
         )
         bucket.num_bytes = offset + num_bytes
-    if not buckets:
-        raise ValueError("no tensors to pack")
-    return buckets
+    return bucket
 
 
 def num_bytes_of(buckets: Sequence[BucketSpec]) -> int:
@@ -115,10 +142,10 @@ def num_bytes_of(buckets: Sequence[BucketSpec]) -> int:
 def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[BucketSpec], data: np.ndarray) -> None:
     """Cast every tensor to its place in `data` [num_bytes_of(buckets)] uint8, and fill in the digests.
 
-    The tensors come in the planned order and may be gathered one by one: while one is gathered, the ones before it are
-    copied; at most `MAX_WAITING` are held besides the next. Raises ValueError if one is not what was planned.
+    The tensors may be gathered one by one, in any order: while one is gathered, the ones before it are copied; at most
+    `MAX_WAITING` are held besides the next. Raises ValueError if one is not what was planned, or does not come.
     """
-    places = [(bucket.start, spec) for bucket in buckets for spec in bucket.tensors]
+    places = {spec.name: (bucket.start, spec) for bucket in buckets for spec in bucket.tensors}
     slots = threading.Semaphore(MAX_WAITING)
 
     def write(tensor: Tensor, spec: TensorSpec, start: int) -> None:
@@ -129,11 +156,14 @@ def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence
 
     with ThreadPoolExecutor(COPY_THREADS) as pool:
         copies = []
-        for (name, tensor), (start, spec) in zip(named_tensors, places, strict=True):
-            if name != spec.name or tuple(tensor.shape) != spec.shape:
-                raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came where {spec} was planned")
+        for name, tensor in named_tensors:
+            start, spec = places.pop(name, (0, None))
+            if spec is None or tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came, planned was {spec or 'no more'}")
             slots.acquire()
             copies.append(pool.submit(write, tensor.detach(), spec, start + spec.offset))
+    if places:
+        raise ValueError(f"{len(places)} planned tensors did not come, the first is {next(iter(places))}")
     for copy in copies:
         copy.result()
 

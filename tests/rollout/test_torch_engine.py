@@ -102,9 +102,9 @@ def weights_of(model, *, version, dtype=torch.float32, bucket_bytes=20_000):
     return pack_buckets(model.named_parameters(), policy_version=version, bucket_bytes=bucket_bytes, dtype=dtype)
 
 
-def publisher_of(model, *, dtype=torch.float32):
+def publisher_of(model, *, dtype=torch.float32, bucket_bytes=20_000):
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
-    return WeightPublisher(shapes, bucket_bytes=20_000, dtype=dtype)
+    return WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
 
 
 def shared_weights_of(model, *, version, dtype=torch.float32):
@@ -353,7 +353,7 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         log_dir=tmp_path,
         model_path=tmp_path / "old",
     )
-    worker, publisher, requests = RolloutWorker(setup), publisher_of(old), make_requests(8)
+    worker, publisher, requests = RolloutWorker(setup), publisher_of(old, bucket_bytes=1 << 18), make_requests(8)
     worker.start()
     outcomes = []
     for version, model in enumerate([old, new, old, new, old], start=1):
@@ -361,6 +361,10 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         if outcomes:
             assert logprobs_of(worker, requests) == outcomes[-1]
         assert worker.load_weights(shared).in_place
+        held = worker._shared._regions[shared.address.region_id].data
+        places = range(held.ctypes.data, held.ctypes.data + held.nbytes)
+        # Joined projections too: what the engine computes with is the memory that was checked.
+        assert all(parameter.data_ptr() in places for parameter in worker._engine._model.parameters())
         outcomes.append(logprobs_of(worker, requests))
     assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]
     assert len(publisher._regions) == 2
