@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -165,9 +166,9 @@ def compare(arguments: argparse.Namespace) -> None:
         peer = peer_of(batch, lengths)
         times: dict[str, list[float]] = {"ours": [], "in_two": [], "correct": [], "peer": []}
         for _ in range(arguments.repeats + 1):
-            times["ours"].append(seconds(lambda b=batch: ours(b)))
-            times["in_two"].append(seconds(lambda b=batch: ours_in_two(b)))
-            times["correct"].append(seconds(lambda b=batch: correct(CONFIG, **b._asdict())))
+            times["ours"].append(seconds(partial(ours, batch)))
+            times["in_two"].append(seconds(partial(ours_in_two, batch)))
+            times["correct"].append(seconds(partial(correct, CONFIG, **batch._asdict())))
             if peer is not None:
                 times["peer"].append(seconds(peer))
         # The first of each pays for memory and caches.
@@ -197,7 +198,7 @@ def growth(arguments: argparse.Namespace) -> None:
     write("|---|---|---|")
     for exponent in range(10, 23, 2):
         batch = make_batch(torch.full((2 ** (exponent - 10),), 1024))
-        took = median(lambda b=batch: ours(b), repeats=arguments.repeats)
+        took = median(partial(ours, batch), repeats=arguments.repeats)
         write(f"| {2**exponent} | {1e3 * took:.2f} | {1e9 * took / 2**exponent:.0f} |")
     write()
 

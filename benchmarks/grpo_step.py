@@ -164,7 +164,7 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
         log(tracker, step, *rest)
         clock.mark(step)
 
-    Tracker.log = marked
+    Tracker.log = marked  # type: ignore[method-assign, assignment]
     recipe = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
     with tempfile.TemporaryDirectory() as run_dir:
         words = [*parity_words(args), f"run.dir={run_dir}/run"]

@@ -40,7 +40,8 @@ def save_model(path: Path, *, hidden: int, layers: int) -> int:
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model = Qwen2ForCausalLM(config)
+    torch.nn.Module.to(model, torch.bfloat16)  # in place
     model.save_pretrained(path)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rollout.arithmetic import arithmetic_problems  # noqa: E402
-from rollout.config import ArithmeticDataConfig  # noqa: E402
+from rollout.task_config import ArithmeticDataConfig  # noqa: E402
 
 
 class Clock(TrainerCallback):

@@ -60,7 +60,9 @@ def build(width: int, layers: int) -> Trainable[ScoringModel]:
         num_key_value_heads=width // 64,
         tie_word_embeddings=True,
     )
-    model = ScoringModel(Qwen2ForCausalLM(config).to(dtype=torch.float32), chunk_tokens=SIZE)
+    causal_lm = Qwen2ForCausalLM(config)
+    torch.nn.Module.to(causal_lm, torch.float32)  # in place
+    model = ScoringModel(causal_lm, chunk_tokens=SIZE)
     shard(model, model.causal_lm.get_decoder(), init_device_mesh("cpu", (1,)), DType.float32)
     trainable = Trainable(model, OptimConfig(), name="policy")
     for parameter in model.parameters():

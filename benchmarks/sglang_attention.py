@@ -38,9 +38,10 @@ from pathlib import Path
 
 import psutil
 
-from rollout.config import ArithmeticDataConfig, DType, SGLangConfig
+from rollout.config import DType, SGLangConfig
 from rollout.sglang.cpu_platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
+from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, SamplingParams
 from trainer.base_model import build_base_model
 from trainer.ceilings import find_ceilings

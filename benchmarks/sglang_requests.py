@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -139,7 +140,7 @@ def compare_syncs(engine: SGLangEngine, pids: list[int], model: torch.nn.Module,
             version += 1
             engine._weights._maps_memory = maps_memory
             with reader.opened(publisher.publish(named, policy_version=version)) as buckets:
-                found[maps_memory].append(measure(pids, lambda buckets=buckets: engine.load_weights(buckets)))
+                found[maps_memory].append(measure(pids, partial(engine.load_weights, buckets)))
             reader.release()
     size = sum(tensor.nbytes for _, tensor in named) / 2**20
     say(f"\n{size:.0f} MiB, verified; median of {rounds} rounds.\n")

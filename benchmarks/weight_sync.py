@@ -101,7 +101,7 @@ class Receiver:
 
     def ours_bare(self, shared: SharedWeights) -> Tensors:
         digest = rollout.weights.xxhash.xxh3_64_hexdigest
-        rollout.weights.xxhash.xxh3_64_hexdigest = lambda _: "0" * 16  # type: ignore[assignment]
+        rollout.weights.xxhash.xxh3_64_hexdigest = lambda _: "0" * 16  # type: ignore[assignment, misc]
         try:
             return self.ours(shared)
         finally:
@@ -191,7 +191,7 @@ class Sender:
         self.wire, theirs = context.Pipe()
         self.process = context.Process(target=receive, args=(theirs,), daemon=True)
         self.process.start()
-        self.actor: Any = RayReceiver.remote() if ray.is_initialized() else None
+        self.actor: Any = RayReceiver.remote() if ray.is_initialized() else None  # type: ignore[attr-defined]
 
     def ask(self, method: str, argument: Any) -> tuple[int, float]:
         self.wire.send((method, argument))
