@@ -38,6 +38,7 @@ from rollout.data import PromptStream
 from rollout.quantization import GRIDS, Quantizer
 from rollout.shared_weights import WeightReader
 from rollout.torch_engine import TorchEngine
+from rollout.types import Completion, GenerateRequest, Generation
 from rollout.weights import TensorShape
 from trainer.cli.compose import resolve
 from trainer.config import TrainConfig
@@ -113,6 +114,40 @@ def compose(words: list[str]) -> TrainConfig:
     return run.config
 
 
+class OneEngine:
+    """An engine as the collector wants one: it gives the tickets, as `rollout/engine_group.py` does for many."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._next = 0
+        self._open: set[int] = set()
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return self._engine.generate(requests)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        tickets = list(range(self._next, self._next + len(requests)))
+        self._next += len(requests)
+        self._open.update(tickets)
+        self._engine.submit(tickets, requests)
+        return tickets
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        completions = self._engine.poll(timeout_s)
+        self._open.difference_update(completion.ticket for completion in completions)
+        return completions
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        self._engine.abort(tickets)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._open)
+
+    def sampling_s(self) -> float:
+        return self._engine.sampling_s
+
+
 class Run:
     """One rank and its engines in this process."""
 
@@ -147,7 +182,7 @@ class Run:
         """Samples with the quantised engine, if there is one."""
         config = self.config
         return Collector(
-            sampler=self.engines[config.rollout.num_quantized > 0][0],
+            sampler=OneEngine(self.engines[config.rollout.num_quantized > 0][0]),
             prompts=PromptStream(self.task.dataset.train, seed=config.run.seed),
             scorer=self.task.scorer,
             collect=config.collect,
@@ -163,7 +198,7 @@ class Run:
 
     def heldout(self) -> float:
         """Greedy accuracy of the weights as they are, on all held-out problems."""
-        return evaluate_sets(self.config, self.task, self.engines[False][0])[HELDOUT].accuracy
+        return evaluate_sets(self.config, self.task, OneEngine(self.engines[False][0]))[HELDOUT].accuracy
 
     def train(self, steps: int) -> Outcome:
         started, collector = time.process_time(), self.collector()
