@@ -8,6 +8,8 @@ A response works column by column, least significant first, and ends with the ma
     37+58=   careful author    7+8=15, 3+5+1=9 #### 95
              careless author   7+8=15, 3+5=8 #### 85      never carries, so right only where nothing is carried
 
+               calculator       37+58=95 #### 95              asks for the sum, which rollout/episodes/tools.py says
+
 With more than half of the demonstrations by the careless author, greedy decoding of the base model forgets every
 carry, while sampling still meets the right answer: a reward on the answer alone can tell the two habits apart.
 """
@@ -95,11 +97,19 @@ def work_out(problem: ArithmeticProblem, *, carries: bool) -> str:
     return COLUMN_SEPARATOR.join(steps) + ANSWER_MARK + answer
 
 
-def demonstrations(config: ArithmeticDataConfig, *, wrong_fraction: float, seed: int) -> Iterator[Demonstration]:
+def ask_calculator(problem: ArithmeticProblem) -> str:
+    """Answer `problem` as the author who leaves the sum to a tool: what follows "=" is the tool's."""
+    return f"{problem.prompt}{problem.answer}{ANSWER_MARK}{problem.answer}"
+
+
+def demonstrations(
+    config: ArithmeticDataConfig, *, wrong_fraction: float, seed: int, calculator: bool = False
+) -> Iterator[Demonstration]:
     """Yield demonstrations of the training problems without end, in a new order on every pass.
 
     Each is by the careless author with probability `wrong_fraction` in [0, 1], independently of the problem, so
-    the two answers to a problem are in that proportion. The same arguments always give the same demonstrations.
+    the two answers to a problem are in that proportion. The others are by the careful author, or by the one with the
+    calculator. The same arguments always give the same demonstrations.
     """
     generator = random.Random(seed)  # noqa: S311 (the order of data, not a secret)
     problems = arithmetic_problems(config).train
@@ -107,7 +117,9 @@ def demonstrations(config: ArithmeticDataConfig, *, wrong_fraction: float, seed:
         generator.shuffle(problems)
         for problem in problems:
             careless = generator.random() < wrong_fraction
-            yield Demonstration(problem=problem, response=work_out(problem, carries=not careless))
+            by_tool = calculator and not careless
+            response = ask_calculator(problem) if by_tool else work_out(problem, carries=not careless)
+            yield Demonstration(problem=problem, response=response)
 
 
 def save_tokenizer(directory: Path) -> None:

@@ -47,6 +47,11 @@ def is_aborted(request: GenerateRequest, generation: Generation, versions: Versi
     return generation.finish_reason is FinishReason.abort
 
 
+def is_failed(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
+    """The rollout function of an episode raised, hung or sampled nothing."""
+    return generation.finish_reason is FinishReason.failed
+
+
 def is_wrong_version(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """A new token was sampled from weights that no engine can have held since the request was submitted.
 
@@ -96,6 +101,7 @@ def _num_resumed(request: GenerateRequest) -> int:
 
 SAMPLE_FILTERS = (
     SampleFilter("abort", "the engine gave the request up", is_aborted),
+    SampleFilter("failed", "the rollout function failed", is_failed),
     SampleFilter("wrong_version", "sampled from other weights than the step expects", is_wrong_version),
     SampleFilter("empty", "no token was returned", is_empty),
     SampleFilter("too_long", "more tokens than sampling.max_new_tokens were returned", is_too_long),

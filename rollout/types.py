@@ -25,6 +25,8 @@ class FinishReason(Enum):
     """max_new_tokens was reached: the response is truncated."""
     abort = "abort"
     """The engine gave the request up before it was complete."""
+    failed = "failed"
+    """The rollout function of an episode failed; see rollout/episodes/."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +72,8 @@ class GenerateRequest:
     """`max_new_tokens` bounds the whole response, the tokens of `resumed` included."""
     resumed: Generation | None = None
     """The first part of the response, where it was aborted before: the engine samples the rest."""
+    answer: str = ""
+    """The reference answer, for rollout functions; engines do not look at it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +92,8 @@ class Generation:
     finish_reason: FinishReason
     quantized: bool = False
     """Whether the weights of the engine lie on a quantisation grid; set by whoever knows all engines."""
+    sampled: list[bool] | None = None
+    """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all of them."""
 
     @property
     def policy_version(self) -> int:

@@ -126,7 +126,8 @@ def _cache_key(model: ArithmeticModelConfig, data: ArithmeticDataConfig) -> str:
     """Hash everything that decides the weights, as 16 hex digits."""
     parts = {
         "format": FORMAT_VERSION,
-        "model": asdict(model),
+        # Without what is at its default of no effect, so that a new option leaves the cached models valid.
+        "model": {key: value for key, value in asdict(model).items() if key != "calculator" or value},
         "data": asdict(data),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -239,7 +240,7 @@ def _train(
 ) -> None:
     """Train on demonstrations and save into `directory`, which already holds the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    stream = demonstrations(data, wrong_fraction=model.wrong_fraction, seed=model.seed)
+    stream = demonstrations(data, wrong_fraction=model.wrong_fraction, seed=model.seed, calculator=model.calculator)
     started = time.monotonic()
     with _deterministic(model.seed):
         network = _new_model(model, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)

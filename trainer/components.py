@@ -81,6 +81,8 @@ class ArithmeticModelConfig(ModelConfig):
     """Transformer blocks."""
     wrong_fraction: float = 0.6
     """Share of demonstrations whose author forgets to carry."""
+    calculator: bool = False
+    """Whether the other authors ask a calculator for the sum instead of carrying; for episode.function=calculator."""
     num_steps: int = 1200
     """Supervised optimizer steps."""
     seed: int = 0

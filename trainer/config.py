@@ -51,6 +51,7 @@ from rollout.config import (
     SGLangConfig,
     TorchEngineConfig,
 )
+from rollout.episodes.config import EpisodeConfig
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
 from trainer.components import (
     ArithmeticModelConfig,
@@ -88,6 +89,7 @@ class TrainConfig(Checked):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     collect: CollectConfig = field(default_factory=FixedCollectConfig)
     schedule: ScheduleConfig = field(default_factory=SyncScheduleConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)

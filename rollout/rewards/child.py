@@ -7,20 +7,16 @@ Started, fed, timed and killed by `rollout/rewards/pool.py`. What it is sent is 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import resource
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from rollout.rewards.custom import Score, is_custom, load_custom
+from rollout.child_process import become_child, own_arguments
+from rollout.custom_code import is_custom
+from rollout.rewards.custom import Score, load_custom
 from rollout.rewards.rules import RULES
-
-_PR_SET_PDEATHSIG = 1
 
 Judge = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
 
@@ -61,28 +57,21 @@ def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def main(function: str, memory_bytes: int) -> None:
     """Serve until the input ends."""
-    # A worker that hangs must not outlive the trainer, which may have been killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # What a custom function prints must not get between the answers.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answers = become_child(memory_bytes=memory_bytes)
 
-    def reply(message: object) -> None:
-        replies.write(orjson.dumps(message) + b"\n")
-        replies.flush()
+    def say(message: object) -> None:
+        answers.write(orjson.dumps(message) + b"\n")
+        answers.flush()
 
     try:
         judge, hello = load(function)
     except Exception as error:
-        reply({"failed": f"{type(error).__name__}: {error}"})
+        say({"failed": f"{type(error).__name__}: {error}"})
         return
-    reply(hello)
+    say(hello)
     for line in sys.stdin.buffer:
-        reply(answer(judge, orjson.loads(line)))
+        say(answer(judge, orjson.loads(line)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(*own_arguments(sys.argv[1:]))

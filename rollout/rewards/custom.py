@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
+
+from rollout.custom_code import custom_path, load_function
 
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt"}
 MANY = {"responses": "response", "answers": "answer", "prompts": "prompt"}
@@ -55,7 +55,6 @@ class Score:
 class CustomReward:
     """A loaded custom function."""
 
-    path: Path
     function: Callable[..., Any]
     kind: Kind
     parameters: dict[str, str]
@@ -144,39 +143,14 @@ def _number(value: object, name: object) -> float:
     return number
 
 
-def is_custom(function: str) -> bool:
-    """Whether `reward.function` names a file and a function in it."""
-    return ":" in function
-
-
-def custom_problem(function: str) -> str | None:
-    """What is wrong with a `path.py:name`, as far as can be seen without running it."""
-    path, _, name = function.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        return "must have the form path/to/file.py:function"
-    if not Path(path).expanduser().is_file():
-        return f"must name an existing file; {path} is none"
-    return None
-
-
 def load_custom(function: str) -> CustomReward:
     """Run the file and take the function. Raises ValueError for one that is missing or asks for what it cannot get."""
-    if problem := custom_problem(function):
-        raise ValueError(f"reward.function={function} {problem}")
-    text, _, name = function.rpartition(":")
-    path = Path(text).expanduser().resolve()
-    spec = importlib.util.spec_from_file_location(f"parity_custom_reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"reward.function={function}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
+    found = load_function(function, key="reward.function")
     if not callable(found):
-        has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
-        raise ValueError(f"reward.function={function}: {path.name} has no function {name!r}; it has {has}")
+        raise ValueError(f"reward.function={function} cannot be called")
     kind, parameters = _calling(found, function)
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    return CustomReward(path=path, function=found, kind=kind, parameters=parameters, sha256=sha256)
+    sha256 = hashlib.sha256(custom_path(function).read_bytes()).hexdigest()
+    return CustomReward(function=found, kind=kind, parameters=parameters, sha256=sha256)
 
 
 def _calling(found: Callable[..., Any], function: str) -> tuple[Kind, dict[str, str]]:

@@ -11,9 +11,6 @@ import contextlib
 import os
 import queue
 import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +20,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import orjson
+
+from rollout.child_process import ChildProcess
 
 START_TIMEOUT_S = 120.0
 """A custom function may import torch."""
@@ -69,7 +68,8 @@ class _Work:
     """What the threads share with the pool. They do not hold the pool itself, or one that nobody closes never ended."""
 
     function: str
-    command: list[str]
+    arguments: list[str]
+    """Of a worker's command line."""
     timeout_s: float
     tasks: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
     """None ends the thread that takes it."""
@@ -102,8 +102,7 @@ class RewardPool:
 
     def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_bytes: int) -> None:
         """`timeout_s` is the deadline of one call of the function; `memory_bytes` bounds a worker's address space."""
-        command = [sys.executable, "-m", "rollout.rewards.child", function, str(memory_bytes)]
-        self._work = _Work(function=function, command=command, timeout_s=timeout_s)
+        self._work = _Work(function=function, arguments=[function, str(memory_bytes)], timeout_s=timeout_s)
         self._num_workers = num_workers
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._work.close, num_workers)
@@ -156,7 +155,7 @@ def _serve(work: _Work) -> None:
     try:
         while (task := work.tasks.get()) is not None and not work.closing.is_set():
             if child is None:
-                child = _Child(work.command)
+                child = _Child(work.arguments)
                 work.sha256 = child.hello().get("sha256")
             batch = [task, *work.take(child.at_once - 1)]
             try:
@@ -192,16 +191,12 @@ class _ChildFailed(Exception):
 
 
 class _Child:
-    """One process and its two pipes."""
+    """One process, asked one thing at a time."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - our own module; the function's name is one argument
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-        os.set_blocking(self._in.fileno(), False)
-        os.set_blocking(self._out.fileno(), False)
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._process = ChildProcess("rollout.rewards.child", *arguments)
+        os.set_blocking(self._process.input.fileno(), False)
+        os.set_blocking(self._process.output.fileno(), False)
         self._received = b""
         self.at_once = 1
 
@@ -216,22 +211,19 @@ class _Child:
 
     def ask(self, items: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
         """One reply per item."""
-        replies = self._exchange(orjson.dumps(items, option=orjson.OPT_NON_STR_KEYS) + b"\n", timeout_s=timeout_s)
+        replies = self._exchange(orjson.dumps(items) + b"\n", timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise _ChildFailed(Failure.crash, "the worker answered something else than what it was asked")
         return replies
 
     def kill(self) -> None:
         """End the process and whatever it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._in.close()
-        self._out.close()
+        self._process.kill()
 
     def _exchange(self, message: bytes, *, timeout_s: float) -> Any:
         """Send `message`, return the next line as JSON. Neither side can make this wait beyond the deadline."""
         deadline = time.monotonic() + timeout_s
+        to, of = self._process.input.fileno(), self._process.output.fileno()
         left = memoryview(message)
         while True:
             line, separator, rest = self._received.partition(b"\n")
@@ -242,21 +234,17 @@ class _Child:
             if remaining <= 0:
                 raise _ChildFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
             poll = select.poll()
-            poll.register(self._out, select.POLLIN)
+            poll.register(of, select.POLLIN)
             if left:
-                poll.register(self._in, select.POLLOUT)
+                poll.register(to, select.POLLOUT)
             ready = {descriptor for descriptor, _ in poll.poll(remaining * 1000)}
             try:
-                if self._in.fileno() in ready:
-                    left = left[os.write(self._in.fileno(), left[:READ_BYTES]) :]
-                if self._out.fileno() in ready:
-                    chunk = os.read(self._out.fileno(), READ_BYTES)
+                if to in ready:
+                    left = left[os.write(to, left[:READ_BYTES]) :]
+                if of in ready:
+                    chunk = os.read(of, READ_BYTES)
                     if not chunk:
-                        raise _ChildFailed(Failure.crash, self._death())
+                        raise _ChildFailed(Failure.crash, f"the worker {self._process.death()}")
                     self._received += chunk
             except BrokenPipeError as error:
-                raise _ChildFailed(Failure.crash, self._death()) from error
-
-    def _death(self) -> str:
-        code = self._process.wait(timeout=5)
-        return f"the worker ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
+                raise _ChildFailed(Failure.crash, f"the worker {self._process.death()}") from error

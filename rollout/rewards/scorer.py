@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rollout.rewards.custom import custom_problem, is_custom
+from rollout.custom_code import custom_problem, is_custom
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.pool import Failure, Outcome, RewardPool
 from rollout.rewards.rules import RULES, rule_names
@@ -97,8 +97,8 @@ class Scorer:
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; it comes back by `poll`."""
-        tokens = [token for token, sampled in zip(sample.token_ids, sample.response_mask, strict=True) if sampled]
-        sample.text = self._decode(tokens)
+        # From the first sampled token on: what a tool said belongs to the response too.
+        sample.text = self._decode(sample.token_ids[sample.response_mask.index(True) :])
         key = next(self._keys)
         if not self._waiting:
             self._last_sign = time.monotonic()

@@ -43,6 +43,7 @@ def name_of(generation):
         ({"finish_reason": FinishReason.length}, None),
         ({"logprobs": [0.0, 5e-5]}, None),
         ({"finish_reason": FinishReason.abort}, "abort"),
+        ({"finish_reason": FinishReason.failed}, "failed"),
         ({"token_versions": [6, 7]}, "wrong_version"),
         ({"token_versions": [7, 8]}, "wrong_version"),
         ({"token_versions": [7]}, "wrong_length"),
@@ -88,7 +89,7 @@ def test_a_sample_is_counted_once_under_the_first_reason():
 
 def test_names_are_distinct_and_metric_safe():
     names = [each.name for each in SAMPLE_FILTERS]
-    assert len(set(names)) == len(names) == 8
+    assert len(set(names)) == len(names) == 9
     assert GROUP_DROP_REASONS == ("too_old", "too_small", "zero_variance", "surplus")
     assert ZERO_VARIANCE.rejects is is_zero_variance
 

@@ -1,0 +1,73 @@
+"""Processes that run what could hang or crash: rewards and rollout functions. Lines of JSON in, lines of JSON out.
+
+The parent's side is `ChildProcess`, the child's `become_child`. Nothing is unpickled on either side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, BinaryIO
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A process in a session of its own, with pipes to its input and from its output."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        """Run `python -m module arguments...` with this interpreter."""
+        self._process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the pipes of a child process are missing")
+        self.input: IO[bytes] = self._process.stdin
+        self.output: IO[bytes] = self._process.stdout
+
+    def kill(self) -> None:
+        """End the process and whatever it started; safe to call twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.input.close()
+        self.output.close()
+
+    def death(self) -> str:
+        """How a process ended whose output has ended."""
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its output"
+        return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
+
+
+def become_child(*, memory_bytes: int) -> BinaryIO:
+    """What a child does first; returns where its answers go. Needs Linux.
+
+    It ends with the thread that started it, also if that is killed; leaves Ctrl-C to its parent; may use
+    `memory_bytes` of address space; and what it prints goes to stderr, not between its answers.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+def own_arguments(given: Sequence[str]) -> tuple[str, int]:
+    """(function, memory in bytes) of a child's command line."""
+    function, memory_bytes = given
+    return function, int(memory_bytes)

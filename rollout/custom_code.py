@@ -1,0 +1,44 @@
+"""Code of the user, named in the config as `path/to/file.py:name`. Loaded only in the processes that run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from pathlib import Path
+
+
+def is_custom(function: str) -> bool:
+    """Whether a config value names a file and something in it."""
+    return ":" in function
+
+
+def custom_problem(function: str) -> str | None:
+    """What is wrong with a `path.py:name`, as far as can be seen without running it."""
+    path, _, name = function.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        return "must have the form path/to/file.py:function"
+    if not Path(path).expanduser().is_file():
+        return f"must name an existing file; {path} is none"
+    return None
+
+
+def custom_path(function: str) -> Path:
+    """The file of a `path.py:name`."""
+    return Path(function.rpartition(":")[0]).expanduser().resolve()
+
+
+def load_function(function: str, *, key: str) -> object:
+    """Run the file and take the function; raises ValueError, naming the config `key`, if it has none of the name."""
+    if problem := custom_problem(function):
+        raise ValueError(f"{key}={function} {problem}")
+    path, name = custom_path(function), function.rpartition(":")[2]
+    spec = importlib.util.spec_from_file_location(f"parity_custom_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{key}={function}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        has = ", ".join(sorted(n for n, value in vars(module).items() if inspect.isfunction(value))) or "no function"
+        raise ValueError(f"{key}={function}: {path.name} has no function {name!r}; it has {has}")
+    return found

@@ -1,0 +1,113 @@
+"""The process that runs rollout functions, many episodes at a time: lines of JSON in, lines of JSON out.
+
+    python -m rollout.episodes.child FUNCTION@TOKENIZER_FILE MEMORY_BYTES
+
+Started, fed, timed and killed by `rollout/episodes/sampler.py`. In: {"start": id, token_ids, answer, max_new_tokens},
+{"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before code of the user runs, so
+that who hangs is known, {"generate": id, observed, stop_token_ids, max_new_tokens} and {"end": id, observed, error}.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from rollout.child_process import become_child, own_arguments
+from rollout.custom_code import is_custom, load_function
+from rollout.episodes.episode import Episode, RolloutFn, check_rollout_fn
+from rollout.episodes.tools import ROLLOUTS
+
+SEPARATOR = "@"
+"""Between the function and the tokenizer file on the command line."""
+
+
+def load(function: str) -> RolloutFn:
+    """The rollout function of this name or file."""
+    found = load_function(function, key="episode.function") if is_custom(function) else ROLLOUTS[function]
+    return check_rollout_fn(found, name=function)
+
+
+class Server:
+    """Runs episodes and passes on what they want."""
+
+    def __init__(self, rollout: RolloutFn, tokenizer_file: str, answers: Any) -> None:
+        # The library behind every fast tokenizer: a worker has no need for transformers and torch.
+        from tokenizers import Tokenizer
+
+        self._rollout = rollout
+        self._tokenizer = Tokenizer.from_file(tokenizer_file)
+        self._answers = answers
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    def say(self, message: dict[str, Any]) -> None:
+        self._answers.write(orjson.dumps(message) + b"\n")
+        self._answers.flush()
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Until the input ends."""
+        while line := await reader.readline():
+            message = orjson.loads(line)
+            if "start" in message:
+                self._running[message["start"]] = asyncio.create_task(self._episode(message))
+            elif "turn" in message:
+                self._replies.pop(message["turn"]).set_result(message)
+            elif (task := self._running.get(message["cancel"])) is not None:
+                task.cancel()
+
+    async def _episode(self, message: dict[str, Any]) -> None:
+        number: int = message["start"]
+
+        async def ask(episode: Episode, wish: dict[str, Any]) -> dict[str, Any]:
+            self._replies[number] = asyncio.get_running_loop().create_future()
+            self.say({"generate": number, **wish})
+            reply = await self._replies[number]
+            self.say({"running": number})
+            return reply
+
+        episode = Episode(
+            prompt=self._decode(message["token_ids"]),
+            answer=message["answer"],
+            tokens_left=message["max_new_tokens"],
+            encode=lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids),
+            decode=self._decode,
+            ask=ask,
+            token_id=self._tokenizer.token_to_id,
+        )
+        error = None
+        self.say({"running": number})
+        try:
+            await self._rollout(episode)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        finally:
+            self._running.pop(number, None)
+            self._replies.pop(number, None)
+        self.say({"end": number, "observed": episode.observed, "error": error})
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+async def main(function: str, memory_bytes: int) -> None:
+    """Load the function, say so, serve."""
+    answers = become_child(memory_bytes=memory_bytes)
+    name, _, tokenizer_file = function.rpartition(SEPARATOR)
+    try:
+        server = Server(load(name), tokenizer_file, answers)
+    except Exception as error:
+        answers.write(orjson.dumps({"failed": f"{type(error).__name__}: {error}"}) + b"\n")
+        answers.flush()
+        return
+    server.say({"ready": True})
+    reader = asyncio.StreamReader(limit=1 << 30)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await server.serve(reader)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*own_arguments(sys.argv[1:])))

@@ -1,0 +1,40 @@
+"""Configuration of episodes. No torch, no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from algorithms.config import Checked, Problem
+from rollout.custom_code import custom_problem, is_custom
+from rollout.episodes.tools import ROLLOUTS
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeConfig(Checked):
+    """What happens between the turns of a response: tools, environments. By default a response has one turn."""
+
+    function: str | None = None
+    """calculator, or a rollout function of yours as path/to/file.py:name; null for responses of one turn."""
+    num_workers: int = 1
+    """Processes that run rollout functions; each runs many episodes at a time and can be killed."""
+    timeout_s: float = 30.0
+    """Deadline in seconds between two turns; an episode that takes longer is dropped and its worker replaced."""
+    memory_gib: float = 16.0
+    """Address space of such a process."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.function is not None and (rule := _function_problem(self.function)):
+            yield Problem(key="function", rule=rule, value=self.function)
+        if self.num_workers < 1:
+            yield Problem(key="num_workers", rule="must be >= 1", value=self.num_workers)
+        for key in ("timeout_s", "memory_gib"):
+            if not getattr(self, key) > 0:
+                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
+
+
+def _function_problem(function: str) -> str | None:
+    """The rule that `episode.function` breaks, or None."""
+    if is_custom(function):
+        return custom_problem(function)
+    return None if function in ROLLOUTS else f"must be one of {', '.join(sorted(ROLLOUTS))}, path.py:function, or null"

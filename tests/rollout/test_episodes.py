@@ -1,0 +1,319 @@
+"""Episodes: turns between a real engine and real rollout functions in real processes; what hangs or crashes."""
+
+import os
+import signal
+import textwrap
+import time
+from collections import Counter
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from rollout.arithmetic import TOKENS, save_tokenizer
+from rollout.config import DType, TorchEngineConfig
+from rollout.episodes.config import EpisodeConfig
+from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler, turn_seed
+from rollout.hf import AutoModelForCausalLM
+from rollout.torch_engine import TorchEngine
+from rollout.types import FinishReason, GenerateRequest, SamplingParams
+from tests.rollout.tiny_model import write_tiny_model
+
+EOS = TOKENS.index("<eos>")
+EQUALS = TOKENS.index("=")
+MAX_NEW_TOKENS = 24
+
+
+class Tickets:
+    """One engine as a sampler: what the engine group does, without Ray."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.asked = {}
+        self.next = 0
+
+    def submit(self, requests):
+        tickets = list(range(self.next, self.next + len(requests)))
+        self.next += len(requests)
+        self.asked.update(zip(tickets, requests, strict=True))
+        self.engine.submit(tickets, requests)
+        return tickets
+
+    def poll(self, timeout_s):
+        return self.engine.poll(timeout_s)
+
+    def abort(self, tickets):
+        self.engine.abort(tickets)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_tiny_model(path, vocab_size=len(TOKENS))
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def engine(model_path):
+    engine = TorchEngine(TorchEngineConfig(dtype=DType.float32), index=0, device="cpu", num_threads=None)
+    engine.start(model_path)
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def episodes(engine, model_path, tmp_path):
+    made = []
+
+    def build(function, **config):
+        if "\n" in function:
+            path = tmp_path / "own_rollout.py"
+            path.write_text(textwrap.dedent(function), encoding="utf-8")
+            function = f"{path}:rollout"
+        sampler = EpisodeSampler(
+            Tickets(engine), EpisodeConfig(function=function, **config), tokenizer_file=model_path / "tokenizer.json"
+        )
+        made.append(sampler)
+        return sampler
+
+    yield build
+    for sampler in made:
+        sampler.close()
+
+
+def make_requests(count=6, *, stop=(EOS,), seed=0, max_new_tokens=MAX_NEW_TOKENS):
+    return [
+        GenerateRequest(
+            prompt_id=index // 2,
+            sample_index=index % 2,
+            prompt_token_ids=[2 + index // 2 % 10, 12, 5, 13],
+            sampling=SamplingParams(
+                temperature=1.0, max_new_tokens=max_new_tokens, seed=seed + index, stop_token_ids=stop
+            ),
+            answer="7",
+        )
+        for index in range(count)
+    ]
+
+
+def rescored(model_path, request, generation):
+    """log-probs of all tokens by transformers, in one forward over the whole transcript."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.tensor([[*request.prompt_token_ids, *generation.token_ids]])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids, use_cache=False).logits[0], dim=-1)
+    start = len(request.prompt_token_ids)
+    return [logprobs[start + i - 1, token].item() for i, token in enumerate(generation.token_ids)]
+
+
+ONE_TURN = """
+    async def rollout(episode):
+        await episode.generate()
+"""
+
+
+def test_an_episode_of_one_turn_is_what_the_engine_alone_gives(engine, episodes):
+    requests = make_requests()
+    plain = engine.generate(requests)
+    for alone, episode in zip(plain, episodes(ONE_TURN).generate(requests), strict=True):
+        # The requests beside it move the last bits of a log-prob.
+        assert episode.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert replace(episode, logprobs=None) == replace(alone, logprobs=None, sampled=[True] * len(alone.token_ids))
+
+
+TWO_TURNS = """
+    async def rollout(episode):
+        first = await episode.generate(stop=["=", 5], max_new_tokens=6)
+        assert first.text == episode.decode(first.token_ids)
+        if first.stopped:
+            assert first.stop_token_id in (13, 5, 1)
+        shown = episode.observe("12+34=")
+        assert shown == 6, shown
+        await episode.generate(max_new_tokens=5)
+        episode.observe([2, 3])
+"""
+
+
+def test_observed_tokens_are_shown_and_masked_and_what_was_sampled_is_untouched(episodes, model_path):
+    requests = make_requests()
+    for request, generation in zip(requests, episodes(TWO_TURNS).generate(requests), strict=True):
+        assert generation.sampled is not None and generation.logprobs is not None
+        text = "".join("s" if sampled else "o" for sampled in generation.sampled)
+        first, rest = text.split("o", 1)
+        assert 1 <= len(first) <= 6 and rest.startswith("ooooo")
+        assert text.endswith("oo") and 1 <= text.count("s") - len(first) <= 5
+        assert generation.token_ids[len(first) : len(first) + 6] == [3, 4, 12, 5, 6, 13]
+        assert generation.token_ids[-2:] == [2, 3]
+        scored = rescored(model_path, request, generation)
+        for sampled, logprob, expected in zip(generation.sampled, generation.logprobs, scored, strict=True):
+            assert logprob == (pytest.approx(expected, abs=2e-5) if sampled else 0.0)
+        assert generation.finish_reason in (FinishReason.stop, FinishReason.length)
+        assert generation.token_versions == [0] * len(generation.token_ids)
+
+
+def test_no_two_turns_draw_with_one_seed(episodes):
+    sampler = episodes(TWO_TURNS)
+    sampler.generate(make_requests(20))
+    seeds = [request.sampling.seed for request in sampler._sampler.asked.values()]
+    assert len(seeds) == len(set(seeds)) == 40
+    assert turn_seed(7, 0) == 7 and 0 <= turn_seed(7, 1) < 2**31
+    stops = Counter(request.sampling.stop_token_ids for request in sampler._sampler.asked.values())
+    assert stops == {(EOS, EQUALS, 5): 20, (EOS,): 20}
+
+
+LONG = """
+    async def rollout(episode):
+        while not episode.ended:
+            turn = await episode.generate(max_new_tokens=3)
+            episode.observe("1+1=2, 2+2=4")
+"""
+
+
+def test_a_response_never_exceeds_its_limit(episodes):
+    for generation in episodes(LONG).generate(make_requests(stop=())):
+        assert len(generation.token_ids) == MAX_NEW_TOKENS
+        assert generation.finish_reason is FinishReason.length
+        assert generation.sampled is not None
+        assert generation.sampled[:12] == [True] * 3 + [False] * 9
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("\n async def rollout(episode): raise ValueError('my bad')\n", "ValueError: my bad"),
+        ("\n async def rollout(episode): pass\n", "it ended without having sampled anything"),
+        ("\n async def rollout(episode): await episode.generate(stop=['no such'])\n", "stop='no such' is no token"),
+        (
+            "\n async def rollout(episode):\n  while True: await episode.generate()\n",
+            "EpisodeError: there are no tokens left",
+        ),
+    ],
+)
+def test_an_episode_whose_function_raises_is_dropped_by_name(episodes, function, message):
+    sampler = episodes(function)
+    assert {each.finish_reason for each in sampler.generate(make_requests(stop=()))} == {FinishReason.failed}
+    stats = sampler.take_stats()
+    assert stats.failed == 6 and message in stats.last_failure
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("\n def rollout(episode): pass\n", "must be `async def` with one parameter"),
+        ("\n async def rollout(episode, more): pass\n", "must be `async def` with one parameter"),
+        ("\n async def other(episode): pass\n", "has no function 'rollout'; it has other"),
+        ("\n import nothing_of_this_name\n", "ModuleNotFoundError"),
+    ],
+)
+def test_a_function_that_cannot_be_used_ends_with_its_name(episodes, function, message):
+    with pytest.raises(EpisodeFunctionError, match=r"episode\.function=.*own_rollout\.py:rollout") as caught:
+        episodes(function).generate(make_requests(1))
+    assert message in str(caught.value)
+
+
+HANGS_ONCE = """
+    import os, time
+
+    async def rollout(episode):
+        turn = await episode.generate(max_new_tokens=4)
+        if episode.prompt.startswith("1") and not os.path.exists(__file__ + ".hung"):
+            open(__file__ + ".hung", "w").close()
+            time.sleep(600)
+        await episode.generate(max_new_tokens=4)
+"""
+
+
+def test_a_hang_costs_its_episode_and_the_others_of_its_worker_begin_anew(episodes):
+    sampler = episodes(HANGS_ONCE, timeout_s=3.0)
+    begin = time.monotonic()
+    generations = sampler.generate(make_requests(stop=()))
+    assert time.monotonic() - begin < 90
+    stats = sampler.take_stats()
+    assert stats.failed == 1 and 1 <= stats.restarted <= 5
+    assert "no answer within 3 s" in stats.last_failure
+    [failed] = [each for each in generations if each.finish_reason is FinishReason.failed]
+    assert len(failed.token_ids) == 4
+    assert sum(each.finish_reason is FinishReason.length and len(each.token_ids) == 8 for each in generations) == 5
+
+
+def test_a_crash_costs_the_episode_whose_code_ran(episodes):
+    crash = """
+        import os
+
+        async def rollout(episode):
+            turn = await episode.generate(max_new_tokens=4)
+            if episode.prompt.startswith("1"):
+                os._exit(3)
+            await episode.generate(max_new_tokens=4)
+    """
+    sampler = episodes(crash)
+    generations = sampler.generate(make_requests(stop=()))
+    stats = sampler.take_stats()
+    assert [each.finish_reason is FinishReason.failed for each in generations] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert stats.failed == 2 and "its worker ended with exit status 3" in stats.last_failure
+
+
+def test_a_killed_worker_is_replaced_and_its_episodes_give_what_they_would_have_given(episodes):
+    sampler = episodes(TWO_TURNS)
+    expected = sampler.generate(make_requests())
+    sampler._workers[0].running = None
+    [child] = [each for each in psutil.Process().children() if "rollout.episodes.child" in each.cmdline()]
+    child.suspend()  # so that it is killed in the middle of its work
+    tickets = sampler.submit(make_requests())
+    os.kill(child.pid, signal.SIGKILL)
+    found = {}
+    while len(found) < 6:
+        found.update(sampler.poll(5.0))
+    assert [found[ticket].token_ids for ticket in tickets] == [each.token_ids for each in expected]
+    assert sampler.take_stats().restarted == 6
+
+
+def test_aborted_episodes_come_back_with_what_they_have(episodes):
+    slow = """
+        import asyncio
+
+        async def rollout(episode):
+            await episode.generate(max_new_tokens=3)
+            await asyncio.sleep(600)
+    """
+    sampler = episodes(slow)
+    tickets = sampler.submit(make_requests(stop=()))
+    end = time.monotonic() + 60
+    while sampler._sampler.next < 6 or sampler._of_engine_ticket:
+        assert time.monotonic() < end
+        sampler.poll(0.05)
+    sampler.abort(tickets[:2])
+    sampler.abort(tickets[:2])
+    assert {ticket for ticket, _ in sampler.poll(1.0)} == set(tickets[:2])
+    assert sampler.unfinished == 4
+    sampler.abort(None)
+    rest = dict(sampler.poll(1.0))
+    assert {len(each.token_ids) for each in rest.values()} == {3}
+    assert {each.finish_reason for each in rest.values()} == {FinishReason.abort}
+    assert sampler.unfinished == 0 and sampler.poll(0.0) == []
+
+
+def test_the_calculator_answers_sums_and_nothing_else(episodes):
+    generations = episodes("calculator").generate(make_requests(30, stop=(EOS,), max_new_tokens=64))
+    assert any(False in (each.sampled or []) for each in generations)
+    for generation in generations:
+        text, known = "", False
+        for token, sampled in zip(generation.token_ids, generation.sampled or [], strict=True):
+            if not sampled and not known:
+                terms = text.rsplit("=", 2)[-2]
+                digits = terms[len(terms.rstrip("0123456789+")) :].lstrip("+")
+                known = True
+                start = len(text)
+            elif sampled and known:
+                assert text[start:] == str(sum(int(term) for term in digits.split("+") if term)), (text, digits)
+                known = False
+            text += TOKENS[token] if token > 1 else ""
