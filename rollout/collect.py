@@ -237,6 +237,7 @@ class Collector:
             prompt_id=prompt.prompt_id,
             sample_index=sample_index,
             prompt_token_ids=prompt.token_ids,
+            answer=prompt.answer,
             sampling=sampling_params(self._sampling, seed=seed, stop_token_ids=self._plan.stop_token_ids),
         )
 

@@ -138,6 +138,7 @@ def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[Gener
                     prompt_id=prompt.prompt_id,
                     sample_index=index,
                     prompt_token_ids=prompt.token_ids,
+                    answer=prompt.answer,
                     sampling=replace(params, temperature=0.0) if index == GREEDY else params,
                 )
             )

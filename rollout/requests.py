@@ -51,13 +51,15 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
     if generation.logprobs is None:
         raise ValueError(f"sample {request.prompt_id}/{request.sample_index}: no log-probs")
     prompt = request.prompt_token_ids
+    sampled = generation.sampled or [True] * len(generation.token_ids)
+    versions = [version if own else 0 for version, own in zip(generation.token_versions, sampled, strict=True)]
     return Sample(
         prompt_id=request.prompt_id,
         sample_index=request.sample_index,
         token_ids=[*prompt, *generation.token_ids],
-        response_mask=[False] * len(prompt) + [True] * len(generation.token_ids),
+        response_mask=[False] * len(prompt) + sampled,
         rollout_logprobs=[0.0] * len(prompt) + generation.logprobs,
-        token_versions=[0] * len(prompt) + generation.token_versions,
+        token_versions=[0] * len(prompt) + versions,
         finish_reason=generation.finish_reason,
         quantized=generation.quantized,
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from rollout.data import prompts_digest
 from rollout.dispatch import Sampler
 from rollout.engine import EngineInfo
+from rollout.episodes.sampler import with_episodes
 from rollout.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, evaluation_requests, num_correct
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
@@ -103,7 +104,8 @@ def evaluate_model(
             for info in infos:
                 say(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
             ready = time.perf_counter()
-            results = evaluate_sets(config, task, engines)
+            with with_episodes(engines, config.episode, model_path=task.model_path) as sampler:
+                results = evaluate_sets(config, task, sampler)
             ended = time.perf_counter()
     if checkpoint is not None:
         version = checkpoint.state.policy_version

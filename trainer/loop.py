@@ -14,13 +14,15 @@ beside what, `schedule=`, is decided in trainer/schedule.py; the phases are the 
 from __future__ import annotations
 
 import logging
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.collect import Collected, Collector, CollectPlan, Surplus
 from rollout.data import PromptStream
+from rollout.dispatch import Sampler
 from rollout.engine_group import EngineGroup
+from rollout.episodes.sampler import episode_metrics, with_episodes
 from trainer.accounting import StepAccounting, look_at_hardware
 from trainer.batch import TrainBatch
 from trainer.checkpoint import Checkpoint, RunState
@@ -56,6 +58,8 @@ class Run:
     cluster: Cluster
     policy: PolicyGroup
     engines: EngineGroup
+    sampler: Sampler
+    """The engines, or episodes of several turns with them."""
     prompts: PromptStream
     collector: Collector
     saver: Saver
@@ -89,32 +93,46 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
         for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")
-        saver = Saver(config.checkpoint, run_dir=run_dir, tracker=tracker)
-        # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
-        cluster_of_run = Cluster(config, log_dir=run_dir / "logs")
-        with cluster_of_run as cluster, saver, closing(task.scorer), termination_requests() as termination:
-            policy = cluster.spawn_policy(task.model_path, task.critic_path)
-            engines = cluster.spawn_engines(task.model_path)
-            policy.wait_ready()
-            for info in engines.wait_ready():
-                tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
-            prompts = PromptStream(task.dataset.train, seed=config.run.seed)
-            run = Run(
-                config=config,
-                task=task,
-                cluster=cluster,
-                policy=policy,
-                engines=engines,
-                prompts=prompts,
-                collector=build_collector(config, task, engines, prompts),
-                saver=saver,
-                tracker=tracker,
-            )
+        with ExitStack() as within:
+            run, termination = open_run(config, task, tracker, run_dir=run_dir, within=within)
             done, policy_version = restore(run, checkpoint)
-            check_memory(config, policy, tracker)
-            tracker.console.line(str(sync_weights(policy, engines, policy_version=policy_version)))
-            tracker.console.line(str(probe_logprobs(config, task, policy, engines, policy_version=policy_version)))
+            check_memory(config, run.policy, tracker)
+            tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
+            tracker.console.line(
+                str(probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version))
+            )
             take_steps(run, termination, done=done, policy_version=policy_version)
+
+
+def open_run(
+    config: TrainConfig, task: Task, tracker: Tracker, *, run_dir: Path, within: ExitStack
+) -> tuple[Run, Termination]:
+    """Start Ray, the policy and the engines; leaving `within` ends them, last in, first out."""
+    cluster = within.enter_context(Cluster(config, log_dir=run_dir / "logs"))
+    saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
+    within.enter_context(closing(task.scorer))
+    # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
+    termination = within.enter_context(termination_requests())
+    policy = cluster.spawn_policy(task.model_path, task.critic_path)
+    engines = cluster.spawn_engines(task.model_path)
+    policy.wait_ready()
+    for info in engines.wait_ready():
+        tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
+    sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
+    run = Run(
+        config=config,
+        task=task,
+        cluster=cluster,
+        policy=policy,
+        engines=engines,
+        sampler=sampler,
+        prompts=prompts,
+        collector=build_collector(config, task, sampler, prompts),
+        saver=saver,
+        tracker=tracker,
+    )
+    return run, termination
 
 
 def take_steps(run: Run, termination: Termination, *, done: int, policy_version: int) -> None:
@@ -145,7 +163,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("checkpoint"):
             saved = run.saver.collect()
         metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
-        metrics |= metrics_by_kind(collected.groups, report.sample_k3)
+        metrics |= metrics_by_kind(collected.groups, report.sample_k3) | episode_metrics(run.sampler)
         metrics |= evaluation | saved | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
@@ -214,13 +232,13 @@ def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
-def build_collector(config: TrainConfig, task: Task, engines: EngineGroup, prompts: PromptStream) -> Collector:
-    """The collector that turns prompts into rewarded groups with `engines`."""
+def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: PromptStream) -> Collector:
+    """The collector that turns prompts into rewarded groups with `sampler`."""
     surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
     if config.collect.partial:
         surplus = Surplus.resume
     return Collector(
-        sampler=engines,
+        sampler=sampler,
         prompts=prompts,
         scorer=task.scorer,
         collect=config.collect,
@@ -261,4 +279,4 @@ def evaluate_policy(run: Run, timer: StepTimer) -> dict[str, float | None]:
     What the engines sample for later steps goes on beside it, and is not waited for.
     """
     with timer.phase("eval"), run.engines.resident():
-        return evaluation_metrics(evaluate_sets(run.config, run.task, run.engines))
+        return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))

@@ -11,7 +11,8 @@ import itertools
 import queue
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -342,3 +343,21 @@ def turn_seed(seed: int, turn: int) -> int:
     if turn == 0:
         return seed
     return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, turn)) & 0x7FFFFFFF
+
+
+@contextmanager
+def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) -> Iterator[Sampler]:
+    """`sampler` as it is, or behind an EpisodeSampler if the config names a rollout function."""
+    if config.function is None:
+        yield sampler
+        return
+    tokenizer_file = model_path / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise ValueError(f"episode.function={config.function} needs a fast tokenizer: {tokenizer_file} does not exist")
+    with closing(EpisodeSampler(sampler, config, tokenizer_file=tokenizer_file)) as episodes:
+        yield episodes
+
+
+def episode_metrics(sampler: Sampler) -> dict[str, float | None]:
+    """episode/* since the last call; nothing for responses of one turn."""
+    return sampler.take_stats().metrics() if isinstance(sampler, EpisodeSampler) else {}
