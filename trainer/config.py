@@ -51,7 +51,7 @@ from rollout.config import (
     SGLangConfig,
     TorchEngineConfig,
 )
-from rollout.episodes.config import EpisodeConfig
+from rollout.episodes.config import EpisodeConfig, episode_problems
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
 from trainer.components import (
     ArithmeticModelConfig,
@@ -218,13 +218,7 @@ class TrainConfig(Checked):
                 rule=f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})",
                 value=self.loss.fixed_length_tokens,
             )
-        if self.episode.function is not None and self.collect.partial:
-            yield Problem(
-                key="collect.partial",
-                rule=f"must be false with episode.function={self.episode.function}: a rollout function does not "
-                "remember the first part of a response",
-                value=self.collect.partial,
-            )
+        yield from episode_problems(self.episode, self.collect)
         yield from self._checkpoint_problems()
         if self.eval.sets and not isinstance(self.data, FileDataConfig):
             yield Problem(

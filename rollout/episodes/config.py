@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from algorithms.config import Checked, Problem
+from rollout.config import CollectConfig
 from rollout.custom_code import custom_problem, is_custom
 from rollout.episodes.tools import ROLLOUTS
 
@@ -31,6 +32,17 @@ class EpisodeConfig(Checked):
         for key in ("timeout_s", "memory_gib"):
             if not getattr(self, key) > 0:
                 yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
+
+
+def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:
+    """Rules between episodes and how a step's groups are gathered."""
+    if episode.function is not None and collect.partial:
+        yield Problem(
+            key="collect.partial",
+            rule=f"must be false with episode.function={episode.function}: a rollout function does not remember the "
+            "first part of a response",
+            value=collect.partial,
+        )
 
 
 def _function_problem(function: str) -> str | None:
