@@ -1,11 +1,11 @@
-"""Seconds per step and final accuracy of every schedule: sync, sync with partial rollouts, one_step_off, bounded.
+"""Seconds per step and final accuracy of every schedule, of partial rollouts, and of responses with a tool.
 
     python benchmarks/schedules.py [--steps 30] [--seeds 3] [--model-steps 1200] [--dir DIR] [key=value ...]
 
-Trains `arithmetic_grpo` with the torch engine, seed after seed and schedule after schedule; prints Markdown: medians
-over all steps but the first two of a run, and over the seeds the mean held-out accuracy after the last step with its
-lowest and highest value. With --dir a run that is finished there is not repeated. The seconds of a machine that has
-other work to do say nothing; accuracy and lag do.
+Trains `arithmetic_grpo` (`arithmetic_tool` for the last row) with the torch engine, seed after seed and schedule after
+schedule; prints Markdown: medians over all steps but the first two of a run, and over the seeds the mean held-out
+accuracy after the last step with its lowest and highest value. With --dir a run that is finished there is not
+repeated. The seconds of a machine that has other work to do say nothing; accuracy and lag do.
 
 exposed   seconds in which the step waited for responses
 hidden    seconds in which the engine sampled while the step did something else
@@ -31,13 +31,15 @@ from trainer.cli.compose import resolve
 from trainer.cluster import start_ray
 from trainer.loop import train
 
-RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic_grpo.yaml"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+TOOL = "sync, calculator"
 BASE = ("rollout=torch", "tracking.wandb=disabled", "checkpoint.every=0", "eval.every=0")
 SCHEDULES = {
     "sync": (),
     "sync, partial": ("collect.partial=true", "collect.over_sampling=1.5"),
     "one_step_off": ("schedule=one_step_off",),
     "bounded": ("schedule=bounded",),
+    TOOL: (),
 }
 WARM_STEPS = 2
 
@@ -55,7 +57,8 @@ def run(name: str, seed: int, directory: Path, arguments: argparse.Namespace) ->
         return rows
     words = [*BASE, *SCHEDULES[name], f"run.seed={seed}", f"run.num_steps={arguments.steps}", f"run.dir={run_dir}"]
     words += [f"model.num_steps={arguments.model_steps}", "run.resume=clean", *arguments.words]
-    resolution = resolve(RECIPE, words, own_dir=None, multirun=False)
+    recipe = RECIPES / f"arithmetic_{'tool' if name == TOOL else 'grpo'}.yaml"
+    resolution = resolve(recipe, words, own_dir=None, multirun=False)
     if resolution.problems or resolution.runs[0].config is None:
         raise SystemExit("\n".join(map(str, resolution.problems)))
     sys.stderr.write(f"{name}, seed {seed}\n")
@@ -104,7 +107,7 @@ def main() -> None:
             for name in SCHEDULES:
                 found[name].append(run(name, seed, directory, arguments))
         ray.shutdown()
-    first = [rows[0] for runs in found.values() for rows in runs]
+    first = [rows[0] for name, runs in found.items() for rows in runs if name != TOOL]
     before = statistics.mean(row["eval/accuracy"] for row in first)
     lines = [
         f"{arguments.steps} steps, {arguments.seeds} seeds; held-out accuracy before training {before:.3f}",
