@@ -30,7 +30,7 @@ from pathlib import Path
 
 import ray
 
-from rollout.schedules import Outcome, Plant, Schedule, prompts_needed, simulate
+from rollout.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
 from rollout.simulator import TAIL_BUSY, EngineCost, Work
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve

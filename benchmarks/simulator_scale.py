@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from rollout.schedules import Schedule, prompts_needed, simulate
+from rollout.simulated_schedules import Schedule, prompts_needed, simulate
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve
 from trainer.config import TrainConfig

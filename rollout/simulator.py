@@ -7,7 +7,8 @@ waits. Between two completions the step time is one of two straight lines in the
 costs one closed form, and a simulation some 20 microseconds per response, whatever its length. Requests of one prompt
 stay on one engine, which the outstanding tokens choose, as in `rollout/balance.py`.
 
-`rollout/schedules.py` collects with a Fleet as a trainer does: synchronously, over-sampled, partially, asynchronously.
+`rollout/simulated_schedules.py` collects with a Fleet as a trainer does: synchronously, over-sampled, partially,
+asynchronously.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ LIGHT_MODULES = (
     "rollout.types",
     "trainer.config",
     "trainer.cli.commands",
+    "trainer.cli.outcome",
     "trainer.__main__",
 )
 HEAVY_MODULES = ("torch", "ray", "sglang", "transformers", "datasets", "wandb")

@@ -1,7 +1,7 @@
 """What a simulation of rollouts stands on: the floors of this recipe's model, and efficiencies measured in a run.
 
     recipe, device -> EngineCost, TrainCost (trainer/floors.py, each divided by an efficiency)
-    lengths: log-normal, bimodal, or those of a run -> Work                      -> rollout/schedules.py
+    lengths: log-normal, bimodal, or those of a run -> Work                      -> rollout/simulated_schedules.py
 Used by `parity simulate` (trainer/cli/simulate.py). No torch.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from algorithms.config import Checked, Problem
-from rollout.schedules import Plant, Schedule, TrainCost, simulate
+from rollout.simulated_schedules import Plant, Schedule, TrainCost, simulate
 from rollout.simulator import EngineCost, Work
 from trainer.cli.estimate import DTYPE_BYTES, batch_shape
 from trainer.config import TrainConfig

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.balance import split_by_load
-from rollout.schedules import Plant, Schedule, TrainCost, prompts_needed, simulate
+from rollout.simulated_schedules import Plant, Schedule, TrainCost, prompts_needed, simulate
 from rollout.simulator import EngineCost, Fleet, Work
 from rollout.types import GenerateRequest, SamplingParams
 

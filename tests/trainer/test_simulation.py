@@ -11,7 +11,7 @@ import pytest
 from test_compose import config_of
 from test_floors import QWEN_7B, TINY
 
-from rollout.schedules import Schedule, simulate
+from rollout.simulated_schedules import Schedule, simulate
 from rollout.simulator import Work
 from trainer.cli.commands import run
 from trainer.floors import Lengths, Rates, optimizer_floor, prefill_floor, replay_decode, training_flops

@@ -17,19 +17,14 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import Problem
 from trainer.cli.catalog import find_recipe, read_card, recipe_files
+from trainer.cli.outcome import BEST_FLAG, COMMANDS, COMPLETION_FLAGS, DONE, FAILED, INTERRUPTED, REFUSED, report
 from trainer.cli.paths import recipe_dir
 from trainer.config import GROUPS, PRESETS
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
 
-DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
-
-COMMANDS = ("train", "eval", "simulate", "recipes", "export", "doctor")
 HELP_FLAGS = ("-h", "--help")
-BEST_FLAG = "--best"
-COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 HELP = """\
 parity: RL training of language models that measures and corrects the rollout-training mismatch
@@ -115,14 +110,6 @@ def run(words: Sequence[str]) -> int:
         # The reader of our output has left; the interpreter must not complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
-
-
-def report(problems: Sequence[Problem], *, command: str) -> int:
-    """Write every problem to stderr; returns the exit code of a refused command."""
-    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    lines = [f"{command}: {count}, nothing was started", *(f"  - {problem}" for problem in problems)]
-    sys.stderr.write("\n".join(lines) + "\n")
-    return REFUSED
 
 
 def _dispatch(words: list[str]) -> int:

@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from algorithms.config import Problem
 from trainer.cli.catalog import find_recipe, recipe_files
-from trainer.cli.commands import COMMANDS, COMPLETION_FLAGS, DONE, report
 from trainer.cli.launch import hydra_main
+from trainer.cli.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
 from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"

@@ -18,8 +18,8 @@ from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.catalog import find_recipe
-from trainer.cli.commands import BEST_FLAG, DONE, report
 from trainer.cli.compose import resolve, start_problems
+from trainer.cli.outcome import BEST_FLAG, DONE, report
 from trainer.config import TrainConfig
 from trainer.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 

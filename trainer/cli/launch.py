@@ -17,8 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.cli.arguments import TrainArguments
-from trainer.cli.commands import DONE, FAILED, report
 from trainer.cli.compose import build_config
+from trainer.cli.outcome import DONE, FAILED, report
 from trainer.cli.overrides import recipe_override
 from trainer.cli.session import VERSION_BASE, register
 from trainer.termination import RunTerminated

@@ -20,14 +20,14 @@ from rich.table import Table
 
 from algorithms.config import ConfigError, Problem
 from rollout.config import DType
-from rollout.schedules import Outcome, Plant, Schedule, prompts_needed, simulate
+from rollout.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
 from trainer.cli.arguments import parse_train
 from trainer.cli.catalog import find_recipe
-from trainer.cli.commands import DONE, FAILED, report
 from trainer.cli.compose import resolve
 from trainer.cli.estimate import model_shape
 from trainer.cli.evaluate import flag_problems
 from trainer.cli.keys import accepted, field_names, nearest
+from trainer.cli.outcome import DONE, FAILED, report
 from trainer.cli.plan import this_machine
 from trainer.config import TrainConfig
 from trainer.floors import Rates

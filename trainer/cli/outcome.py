@@ -1,0 +1,23 @@
+"""What all commands share: names, flags, exit codes, and how problems are reported. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from algorithms.config import Problem
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
+
+COMMANDS = ("train", "eval", "simulate", "recipes", "export", "doctor")
+BEST_FLAG = "--best"
+COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+
+def report(problems: Sequence[Problem], *, command: str) -> int:
+    """Write every problem to stderr; returns the exit code of a refused command."""
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    lines = [f"{command}: {count}, nothing was started", *(f"  - {problem}" for problem in problems)]
+    sys.stderr.write("\n".join(lines) + "\n")
+    return REFUSED
