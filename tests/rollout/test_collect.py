@@ -130,7 +130,7 @@ def test_metrics_of_a_fixed_step(engine):
         **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_old", "too_small", "zero_variance", "surplus")},
         "rollout/groups_left_over": 0.0,
         "rollout/samples_generated": 24.0,
-        **{f"rollout/samples_dropped/{reason}": 0.0 for reason in (*DAMAGES, "lost_resumed")},
+        **{f"rollout/samples_dropped/{reason}": 0.0 for reason in (*DAMAGES, "failed", "lost_resumed")},
         "rollout/samples_aborted": 0.0,
         "rollout/samples_resumed": 0.0,
         "rollout/resumed_tokens": 0.0,
