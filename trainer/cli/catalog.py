@@ -31,13 +31,15 @@ class RecipeCard:
     """What it needs."""
     expected: str
     """What should come out, and after how long."""
+    source: str
+    """Whose numbers it has, and where it differs from them; ours if it does not say."""
     verified: str
     """Whether and where it was run: "no, ..." or "yes, ..."."""
 
 
 def read_card(path: Path) -> RecipeCard:
     """Read the header of the recipe at `path`; a field that it does not state reads "not stated"."""
-    stated = {field: UNSTATED for field in ("question", "hardware", "expected", "verified")}
+    stated = {field: UNSTATED for field in ("question", "hardware", "expected", "source", "verified")}
     last = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

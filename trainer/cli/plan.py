@@ -155,7 +155,8 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         f"(collect={config.collect.kind})"
     )
     yield (
-        f"{_plural(steps, 'optimizer step')} per rollout, {shape.samples_per_optimizer_step} samples each; "
+        f"{_plural(steps, 'optimizer step')} per rollout, {_plural(batch.prompts_per_step // steps, 'prompt')} = "
+        f"{_plural(shape.samples_per_optimizer_step, 'sample')} each; "
         f"{_plural(config.run.num_steps, 'step')} = {_plural(steps * config.run.num_steps, 'optimizer step')}"
     )
     yield (
