@@ -41,7 +41,10 @@ def test_recipes_lists_what_each_is_for(tmp_path: Path) -> None:
         ([], "parity recipes"),
         (["trian"], "command is not known, got 'trian'. Did you mean parity train?"),
         (["recipes", "x"], "parity recipes takes no arguments, got 'x'."),
-        (["train"], "recipe must be given, got None. parity train <recipe>; recipes: arithmetic_dapo, arithmetic_grpo"),
+        (
+            ["train"],
+            "recipe must be given, got None. parity train <recipe>; recipes: arithmetic_async, arithmetic_dapo",
+        ),
         (["train", "--dry-run"], "recipe must be given"),
         (
             ["train", "arithmetic_grp"],
@@ -216,7 +219,12 @@ def completions(line: str, cwd: Path) -> list[str]:
 
 def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity ", tmp_path) == ["train", "eval", "simulate", "recipes", "export", "doctor"]
-    assert completions("parity train arithmetic_", tmp_path) == ["arithmetic_dapo", "arithmetic_grpo", "arithmetic_ppo"]
+    assert completions("parity train dapo_", tmp_path) == [
+        "dapo_int8_qwen2.5_32b",
+        "dapo_qwen2.5_32b",
+        "dapo_qwen2.5_7b",
+        "dapo_qwen2.5_math_1.5b",
+    ]
     assert completions("parity train arithmetic_grpo corr", tmp_path) == ["correction.", "correction="]
     assert completions("parity train arithmetic_grpo correction=t", tmp_path) == ["correction=tis"]
     assert completions("parity train arithmetic_grpo --dry-run correction=bypass correction.", tmp_path) == [
