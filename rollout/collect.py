@@ -238,6 +238,7 @@ class Collector:
             sample_index=sample_index,
             prompt_token_ids=prompt.token_ids,
             answer=prompt.answer,
+            row=prompt.row,
             sampling=sampling_params(self._sampling, seed=seed, stop_token_ids=self._plan.stop_token_ids),
         )
 

@@ -1,23 +1,24 @@
 """DataConfig -> Prompts, tokenized once, and the resumable stream in which `rollout/collect.py` takes them.
 
-Problems of the built-in task come from `rollout/arithmetic.py`; files are read with the `datasets` library.
+Problems of the built-in task come from `rollout/arithmetic.py`, files and hub data sets from `rollout/file_prompts.py`.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
+import orjson
 import xxhash
 
 from rollout.arithmetic import ArithmeticProblem, arithmetic_problems
-from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
+from rollout.data_files import BadRow
+from rollout.file_prompts import file_prompts, tokenize
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
@@ -25,79 +26,108 @@ if TYPE_CHECKING:
 
 LISTED_ROWS = 20
 """Bad rows shown in an error; the rest is counted."""
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File suffix -> builder of the `datasets` library."""
 
 
-class Dataset(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
     """The prompts of a run."""
 
     train: list[Prompt]
     heldout: list[Prompt]
+    eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Prompts of further evaluation sets by name."""
+    notes: list[str] = field(default_factory=list)
+    """What was recognised, removed and skipped, for the console."""
+    skipped: list[BadRow] = field(default_factory=list)
+    """Rows that data.on_bad_row=skip left out."""
 
 
-@dataclass(kw_only=True, slots=True)
-class BadRow:
-    """A row that cannot become a prompt."""
+def load_dataset(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
+) -> Dataset:
+    """Training and held-out prompts, and those of `eval_sets`, sources by name that are read like data.eval_path.
 
-    path: str
-    row: int
-    """1-based, in file order."""
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.path}, row {self.row}: {self.problem}"
-
-
-@dataclass(kw_only=True, slots=True)
-class _Row:
-    """A usable row, not yet tokenized."""
-
-    number: int
-    text: str
-    templated: bool
-    """Whether the chat template wrote the text."""
-    answer: str
-
-
-def load_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Training and held-out prompts. Raises ValueError listing all unusable rows of both files."""
+    Raises ValueError listing all unusable rows of all sources, unless the config says to skip them.
+    """
     match config:
         case ArithmeticDataConfig():
+            if eval_sets:
+                raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
             split = arithmetic_problems(config)
             return Dataset(
                 train=_arithmetic_prompts(split.train, tokenizer), heldout=_arithmetic_prompts(split.heldout, tokenizer)
             )
         case FileDataConfig():
-            bad: list[BadRow] = []
-            train = _file_prompts(config.train_path, config, tokenizer, bad=bad)
-            heldout = _file_prompts(config.eval_path, config, tokenizer, bad=bad)
-            _refuse(bad)
-            return Dataset(train=train, heldout=heldout)
+            return _file_dataset(config, tokenizer, eval_sets or {})
         case _:
             raise ValueError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
 
 
-def load_eval_sets(
-    paths: Mapping[str, str], config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, list[Prompt]]:
-    """Prompts of further evaluation sets by name, read like data.eval_path. Raises ValueError listing unusable rows."""
-    if not paths:
-        return {}
-    if not isinstance(config, FileDataConfig):
-        raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
-    bad: list[BadRow] = []
-    found = {name: _file_prompts(path, config, tokenizer, bad=bad) for name, path in paths.items()}
-    _refuse(bad)
-    return found
+def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
+    _check_template(config, tokenizer)
+    train, report = file_prompts(config.train_path, config, tokenizer)
+    reports = [report]
+    held: dict[str, list[Prompt]] = {}
+    for name, source in {"": config.eval_path, **eval_sets}.items():
+        held[name], report = file_prompts(source, config, tokenizer, keep_duplicates=config.keep_eval_duplicates)
+        reports.append(report)
+    bad = [row for report in reports for row in report.bad]
+    if config.on_bad_row is OnBadRow.fail:
+        _refuse(bad)
+    if empty := [report.source for report in reports if not report.num_prompts]:
+        raise ValueError(f"no usable rows are left of {', '.join(empty)}")
+    if config.instruction and not any(report.has_text for report in reports):
+        raise ValueError(
+            "data.instruction is appended to text prompts, and all prompts are chat messages, which are used as they "
+            "are. Set data.instruction='' or write it into the messages."
+        )
+    notes = [line for report in reports for line in report.lines(config)]
+    trained = {prompt.text for prompt in train}
+    for report, prompts in zip(reports[1:], held.values(), strict=True):
+        if shared := sum(prompt.text in trained for prompt in prompts):
+            notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
+    return Dataset(train=train, heldout=held.pop(""), eval_sets=held, notes=notes, skipped=bad)
+
+
+def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the chat template is missing, or does not know a variable of the config."""
+    if config.chat_template and tokenizer.chat_template is None:
+        raise ValueError(
+            "data.chat_template=true needs a tokenizer with a chat template, and the model's has none. "
+            "Use data.chat_template=false, or a chat model."
+        )
+    unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
+    if unknown:
+        raise ValueError(
+            f"data.chat_template_kwargs.{unknown[0]} has no effect: the chat template of the model does not mention it"
+        )
+
+
+def _refuse(bad: list[BadRow]) -> None:
+    """Raise ValueError if there are bad rows."""
+    if not bad:
+        return
+    shown = [str(row) for row in bad[:LISTED_ROWS]]
+    if len(bad) > LISTED_ROWS:
+        shown.append(f"and {len(bad) - LISTED_ROWS} more")
+    way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+    raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, way_out]))
+
+
+def bad_rows_text(rows: Sequence[BadRow]) -> str:
+    """A line of JSON per row: source, line or row, problem, and the row itself."""
+    lines = [{"source": bad.source, bad.unit: bad.number, "problem": bad.problem, "values": bad.values} for bad in rows]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-64 of prompts and answers: whether two lists are the same data in the same order."""
+    """xxh3-64 of prompts, answers and other columns: whether two lists are the same data in the same order."""
     digest = xxhash.xxh3_64()
     for prompt in prompts:
         digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
-        digest.update(f"|{prompt.answer}|".encode())
+        digest.update(f"|{prompt.answer}|".encode(errors="replace"))
+        if prompt.row:
+            digest.update(orjson.dumps(prompt.row, option=orjson.OPT_SORT_KEYS))
     return digest.hexdigest()
 
 
@@ -185,155 +215,9 @@ class PromptStream:
         return order
 
 
-def _refuse(bad: list[BadRow]) -> None:
-    """Raise ValueError if there are bad rows."""
-    if not bad:
-        return
-    shown = [str(row) for row in bad[:LISTED_ROWS]]
-    if len(bad) > LISTED_ROWS:
-        shown.append(f"and {len(bad) - LISTED_ROWS} more")
-    raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown]))
-
-
 def _arithmetic_prompts(problems: list[ArithmeticProblem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    token_ids = _tokenize([problem.prompt for problem in problems], tokenizer, add_special_tokens=False)
+    token_ids = tokenize([problem.prompt for problem in problems], tokenizer, add_special_tokens=False)
     return [
         Prompt(prompt_id=index, token_ids=ids, text=problem.prompt, answer=problem.answer)
         for index, (problem, ids) in enumerate(zip(problems, token_ids, strict=True))
     ]
-
-
-def _file_prompts(
-    path: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, *, bad: list[BadRow]
-) -> list[Prompt]:
-    """Prompts of one file; rows that cannot be used are appended to `bad`."""
-    if config.chat_template and tokenizer.chat_template is None:
-        raise ValueError(
-            "data.chat_template=true needs a tokenizer with a chat template, and the model's has none. "
-            "Use data.chat_template=false, or a chat model."
-        )
-    refused: list[BadRow] = []
-    rows: list[_Row] = []
-    for number, (prompt, answer) in enumerate(_read_rows(path, config), start=1):
-        try:
-            text, templated = _prompt_text(prompt, config, tokenizer)
-            rows.append(_Row(number=number, text=text, templated=templated, answer=_answer_text(answer, config)))
-        except ValueError as error:
-            refused.append(BadRow(path=path, row=number, problem=str(error)))
-    prompts: list[Prompt] = []
-    for templated in (True, False):
-        chosen = [row for row in rows if row.templated is templated]
-        # A chat template writes its own special tokens.
-        token_ids = _tokenize([row.text for row in chosen], tokenizer, add_special_tokens=not templated)
-        for row, ids in zip(chosen, token_ids, strict=True):
-            if not ids:
-                refused.append(BadRow(path=path, row=row.number, problem=f"{config.prompt_key} has no tokens"))
-            elif len(ids) > config.max_prompt_tokens:
-                problem = f"{len(ids)} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
-                refused.append(BadRow(path=path, row=row.number, problem=problem))
-            else:
-                prompts.append(Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer))
-    bad += sorted(refused, key=lambda row: row.row)
-    return sorted(prompts, key=lambda prompt: prompt.prompt_id)
-
-
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
-    return ids
-
-
-def _read_rows(path: str, config: FileDataConfig) -> Iterator[tuple[object, object]]:
-    """(prompt, answer) of every row of a local file; absent values are None."""
-    # Imported here because it takes seconds and the built-in task does not need it.
-    import datasets
-
-    suffix = Path(path).suffix.lower()
-    if suffix not in READERS:
-        raise ValueError(f"{path}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}")
-    # CSV has no types: guessed ones would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
-    as_text = {config.prompt_key: str, config.answer_key: str}
-    options: dict[str, Any] = {"converters": as_text} if suffix == ".csv" else {}
-    # A private cache, so that nothing stale is read and nothing is left in the user's home.
-    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
-        try:
-            table = datasets.load_dataset(
-                READERS[suffix], data_files=path, split="train", cache_dir=cache, keep_in_memory=True, **options
-            )
-        except StopIteration as error:
-            # What the JSON reader raises for a file without a line.
-            raise ValueError(f"{path} has no rows") from error
-        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
-        if len(table) == 0:
-            raise ValueError(f"{path} has no rows")
-        columns = table.column_names
-        paths = [
-            _column_path(config.prompt_key, key="prompt_key", columns=columns, path=path),
-            _column_path(config.answer_key, key="answer_key", columns=columns, path=path),
-        ]
-        for row in table.select_columns(sorted({column_path[0] for column_path in paths})):
-            yield _lookup(row, paths[0]), _lookup(row, paths[1])
-
-
-def _column_path(name: str, *, key: str, columns: list[str], path: str) -> list[str]:
-    """["reward_model", "ground_truth"] for a field of a nested column written reward_model.ground_truth."""
-    if name in columns:
-        return [name]
-    parts = name.split(".")
-    if parts[0] not in columns:
-        raise ValueError(f"{path}: data.{key}={name} is not a column; columns are {', '.join(columns)}")
-    return parts
-
-
-def _lookup(row: dict[str, Any], column_path: list[str]) -> object:
-    value: Any = row
-    for part in column_path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _prompt_text(value: object, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, bool]:
-    """Prompt as the engine will see it, and whether the chat template wrote it. Raises ValueError."""
-    if value is None:
-        raise ValueError(f"{config.prompt_key} is missing")
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{config.prompt_key} is empty")
-        text = f"{value} {config.instruction}" if config.instruction else value
-        if not config.chat_template:
-            return text, False
-        return _apply_template([{"role": "user", "content": text}], tokenizer), True
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{config.prompt_key} must be text or a list of chat messages, got {value!r:.80}")
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f"{config.prompt_key} has a chat message without role or content: {message!r:.80}")
-    if not any(message["content"].strip() for message in value):
-        raise ValueError(f"{config.prompt_key} is empty")
-    return _apply_template(value, tokenizer), True
-
-
-def _apply_template(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise ValueError("chat messages need a tokenizer with a chat template, and the model's has none")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
-
-
-def _answer_text(value: object, config: FileDataConfig) -> str:
-    """The reference as text: 42 and 42.0 both become "42". Raises ValueError."""
-    if value is None or value == "":
-        raise ValueError(f"{config.answer_key} is missing")
-    if isinstance(value, str) and value.strip():
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else str(value)
-    raise ValueError(f"{config.answer_key} must be text or a finite number, got {value!r:.80}")

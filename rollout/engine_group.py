@@ -90,7 +90,7 @@ class EngineGroup:
         """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
-        self._backlog.update(zip(tickets, requests, strict=True))
+        self._backlog.update(zip(tickets, (request.for_engine() for request in requests), strict=True))
         try:
             self._dispatch()
         except WorkerError:

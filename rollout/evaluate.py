@@ -139,6 +139,7 @@ def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[Gener
                     sample_index=index,
                     prompt_token_ids=prompt.token_ids,
                     answer=prompt.answer,
+                    row=prompt.row,
                     sampling=replace(params, temperature=0.0) if index == GREEDY else params,
                 )
             )

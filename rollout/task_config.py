@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
 
@@ -87,32 +89,70 @@ class ArithmeticDataConfig(DataConfig):
             )
 
 
+class OnBadRow(Enum):
+    """What is done about rows that cannot become a prompt."""
+
+    fail = "fail"
+    """The run does not begin; all of them are reported."""
+    skip = "skip"
+    """They are left out, counted, and written to bad_rows.jsonl."""
+
+
+HUB_SOURCE = re.compile(r"(?P<repo>[^:@]+)(?::(?P<config>[^:@]+))?@(?P<split>[^@]+)")
+"""`repo[:config]@split`, as in openai/gsm8k:main@train."""
+OWN_TEMPLATE_ARGUMENTS = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "tokenize",
+)
+"""Arguments of apply_chat_template() that cannot be chosen: a prompt ends where the response begins."""
+
+
+def is_source(path: str) -> bool:
+    """Whether `path` is an existing file or has the form of a data set on the hub."""
+    return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
+
+
 @dataclass(kw_only=True, slots=True)
 class FileDataConfig(DataConfig):
-    """Rows of a local jsonl, json, csv or parquet file, read with the `datasets` library."""
+    """Rows of local files (jsonl, json, csv, parquet) or of the Hugging Face hub (repo[:config]@split)."""
 
     kind: ClassVar[str] = "file"
     train_path: str = ""
-    """Training rows."""
+    """Training rows: a file, or repo[:config]@split."""
     eval_path: str = ""
     """Held-out rows."""
-    prompt_key: str = "question"
-    """Column with the prompt: text, or a list of chat messages."""
-    answer_key: str = "answer"
-    """Column with the reference answer."""
+    prompt_key: str | None = None
+    """Column with the prompt (text, or chat messages); a+b joins the texts of two; null recognises the layout."""
+    answer_key: str | None = None
+    """Column with the reference answer, a.b for the field b of the column a; null recognises the layout."""
     instruction: str = ""
     """Appended to every text prompt after a space; empty for none."""
     chat_template: bool = True
     """Whether text prompts are wrapped as a user message with the tokenizer's chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as {enable_thinking: false}."""
     max_prompt_tokens: int = 1024
-    """Longer prompts are an error that names the row."""
+    """Longer prompts are bad rows."""
+    on_bad_row: OnBadRow = OnBadRow.fail
+    """fail reports all bad rows and ends; skip leaves them out and writes them to bad_rows.jsonl."""
+    keep_eval_duplicates: bool = False
+    """Whether held-out sets keep rows that repeat prompt and answer; eval.samples asks a prompt more than once."""
 
     def problems(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):
             path = getattr(self, key)
             if not path:
-                yield Problem(key=key, rule="must be set", value=path, remedy="A jsonl, csv or parquet file.")
-            elif not Path(path).is_file():
-                yield Problem(key=key, rule="must be an existing file", value=path)
+                remedy = "A jsonl, json, csv or parquet file, or repo[:config]@split of the Hugging Face hub."
+                yield Problem(key=key, rule="must be set", value=path, remedy=remedy)
+            elif not is_source(path):
+                yield Problem(key=key, rule="must be an existing file, or repo[:config]@split", value=path)
+        for key in ("prompt_key", "answer_key"):
+            if getattr(self, key) == "":
+                yield Problem(key=key, rule="must name a column", value="", remedy="Use null to recognise the layout.")
+        for name in sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS)):
+            yield Problem(key=f"chat_template_kwargs.{name}", rule="cannot be chosen", value=name)
         if self.max_prompt_tokens < 1:
             yield Problem(key="max_prompt_tokens", rule="must be >= 1", value=self.max_prompt_tokens)

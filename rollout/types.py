@@ -7,9 +7,9 @@ T: tokens of one sample (prompt and response), R: response tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class Prompt:
     """The prompt as text, for the sample log."""
     answer: str
     """The reference answer that the reward compares with."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """The other columns of the row as plain JSON values, for functions of the user."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +76,12 @@ class GenerateRequest:
     """The first part of the response, where it was aborted before: the engine samples the rest."""
     answer: str = ""
     """The reference answer, for rollout functions; engines do not look at it."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """As Prompt.row, for rollout functions; engines are not sent it."""
+
+    def for_engine(self) -> GenerateRequest:
+        """The request without what engines have no use for, which may be large."""
+        return replace(self, row={}) if self.row else self
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from trainer.config import TrainConfig
 from trainer.export import chosen_checkpoint, write_model
 from trainer.recording import HELDOUT
 from trainer.resume import changed_keys
-from trainer.task import Task, load_task
+from trainer.task import Task, data_notes, load_task
 from trainer.tracking.provenance import config_record, environment_record, group_choices
 from trainer.tracking.run_dir import write_whole
 from trainer.weights_source import SourceKind, WeightsSource
@@ -53,7 +53,7 @@ class Evaluated:
 
 def evaluation_sets(config: TrainConfig, task: Task) -> dict[str, list[Prompt]]:
     """Prompts by name: the task's held-out ones, then those of eval.sets, each cut to eval.max_prompts."""
-    sets = {HELDOUT: task.dataset.heldout, **task.eval_sets}
+    sets = {HELDOUT: task.dataset.heldout, **task.dataset.eval_sets}
     return {name: prompts[: config.eval.max_prompts] for name, prompts in sets.items()}
 
 
@@ -97,6 +97,8 @@ def evaluate_model(
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
         task = load_task(config, progress=lambda step, num_steps, loss: None, model_path=model_path)
+        for note in data_notes(task.dataset, run_dir):
+            say(note)
         say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")
         with closing(task.scorer), Cluster(engines_only(config), log_dir=run_dir / "logs") as cluster:
             engines = cluster.spawn_engines(task.model_path)

@@ -40,7 +40,7 @@ from trainer.probe import probe_logprobs
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
 from trainer.schedule import Schedule
-from trainer.task import Task, load_task
+from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, Termination, termination_requests
 from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
@@ -90,6 +90,8 @@ def run_steps(config: TrainConfig, run_dir: Path) -> None:
     checkpoint = checkpoint_to_resume(config, run_dir)
     with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
+        for line in data_notes(task.dataset, run_dir):
+            tracker.console.line(line)
         for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")

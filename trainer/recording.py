@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 
 from algorithms.config import Checked, Problem
+from rollout.task_config import is_source
 
 CHECKPOINTS = "checkpoints"
 """Directory in run.dir that `trainer/checkpoint.py` writes."""
@@ -37,7 +37,7 @@ class EvalConfig(Checked):
     max_new_tokens: int | None = None
     """Upper bound on response tokens; null for sampling.max_new_tokens."""
     sets: dict[str, str] = field(default_factory=dict)
-    """More sets beside the held-out one: name -> file with the columns of data=file; +eval.sets.NAME=FILE adds one."""
+    """More sets beside the held-out one: name -> file or repo[:config]@split, read like data.eval_path."""
 
     def problems(self) -> Iterator[Problem]:
         if self.every < 0:
@@ -54,8 +54,8 @@ class EvalConfig(Checked):
             if name == HELDOUT or not _SET_NAME.fullmatch(name):
                 rule = f"must be named by letters, digits, _ and -, and not {HELDOUT}, the set of data.eval_path"
                 yield Problem(key=f"sets.{name}", rule=rule, value=name)
-            if not Path(path).is_file():
-                yield Problem(key=f"sets.{name}", rule="must be an existing file", value=path)
+            if not is_source(path):
+                yield Problem(key=f"sets.{name}", rule="must be an existing file, or repo[:config]@split", value=path)
 
 
 BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from rollout.data import Dataset, load_dataset, load_eval_sets, stop_token_ids
+from rollout.data import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import Prompt
 from trainer.base_model import build_base_model
 from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
+from trainer.tracking.run_dir import write_whole
 
+BAD_ROWS_FILE = "bad_rows.jsonl"
 SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
 """What is fetched of a hub model: safetensors weights, configuration and tokenizer; never pickles or code."""
 
@@ -31,8 +32,6 @@ class Task:
     """Local directory of the model that a critic starts from."""
     tokenizer: PreTrainedTokenizerBase
     dataset: Dataset
-    eval_sets: dict[str, list[Prompt]]
-    """Prompts of eval.sets by name."""
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
 
@@ -91,8 +90,17 @@ def load_task(
         model_path=model_path,
         critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
         tokenizer=tokenizer,
-        dataset=load_dataset(config.data, tokenizer),
-        eval_sets=load_eval_sets(config.eval.sets, config.data, tokenizer),
+        dataset=load_dataset(config.data, tokenizer, eval_sets=config.eval.sets),
         stop_token_ids=stop_token_ids(tokenizer, model_path),
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
     )
+
+
+def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
+    """What there is to say about the data, a line each; skipped rows are written to bad_rows.jsonl in `run_dir`."""
+    notes = [f"data: {note}" for note in dataset.notes]
+    if dataset.skipped:
+        path = run_dir / BAD_ROWS_FILE
+        write_whole(path, bad_rows_text(dataset.skipped))
+        notes.append(f"data: {len(dataset.skipped):,} bad rows are skipped; they are in {path}")
+    return notes

@@ -2,9 +2,9 @@
 
     python -m rollout.episodes.child FUNCTION@TOKENIZER_FILE MEMORY_BYTES
 
-Started, fed, timed and killed by `rollout/episodes/sampler.py`. In: {"start": id, token_ids, answer, max_new_tokens},
-{"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before code of the user runs, so
-that who hangs is known, {"generate": id, observed, stop_token_ids, max_new_tokens} and {"end": id, observed, error}.
+Started, fed, timed and killed by `rollout/episodes/sampler.py`. In: {"start": id, token_ids, answer, row,
+max_new_tokens}, {"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before code of the user runs,
+so that who hangs is known, {"generate": id, observed, stop_token_ids, max_new_tokens} and {"end": id, observed, error}.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Server:
         episode = Episode(
             prompt=self._decode(message["token_ids"]),
             answer=message["answer"],
+            row=message["row"],
             tokens_left=message["max_new_tokens"],
             encode=lambda text: list(self._tokenizer.encode(text, add_special_tokens=False).ids),
             decode=self._decode,

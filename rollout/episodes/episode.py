@@ -48,6 +48,8 @@ class Episode:
     """The prompt as text."""
     answer: str
     """The reference answer, for environments that tell how near the model is."""
+    row: dict[str, Any]
+    """The other columns of the prompt's row, as plain JSON values."""
     tokens_left: int
     """Sampled and observed tokens that the response may still have: sampling.max_new_tokens at its beginning."""
     encode: Callable[[str], list[int]]

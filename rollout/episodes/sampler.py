@@ -212,6 +212,7 @@ class EpisodeSampler:
                 "start": episode.ticket,
                 "token_ids": request.prompt_token_ids,
                 "answer": request.answer,
+                "row": request.row,
                 "max_new_tokens": request.sampling.max_new_tokens,
             }
         )

@@ -2,12 +2,13 @@
 
 The function names what it wants to be given, by its parameters:
 
-    def reward(response, answer): ...                   one response; also prompt=
-    def reward(responses, answers): ...                 many at once; also prompts=; returns a list
+    def reward(response, answer): ...                   one response; also prompt=, row=
+    def reward(responses, answers): ...                 many at once; also prompts=, rows=; returns a list
     async def reward(response, answer): ...             many at once, concurrently
 
-and returns a bool (correct or not), a number (the reward), or a dict with "score" and, if it likes, "correct" (bool)
-and further numbers, which become metrics reward/<key>. It is code of the user and runs with the user's rights.
+where `row` is a dict of the other columns of the prompt's row. It returns a bool (correct or not), a number (the
+reward), or a dict with "score" and, if it likes, "correct" (bool) and further numbers, which become metrics
+reward/<key>. It is code of the user and runs with the user's rights.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 from rollout.custom_code import custom_path, load_function
 
-ONE = {"response": "response", "answer": "answer", "prompt": "prompt"}
-MANY = {"responses": "response", "answers": "answer", "prompts": "prompt"}
+ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
+MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}
 """Parameter of a custom function -> what it is given, one or a list of it."""
 CONCURRENT = 32
 """Responses that an async function works on at the same time."""

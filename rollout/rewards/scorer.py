@@ -12,8 +12,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollout.custom_code import custom_problem, is_custom
+from rollout.data_files import plain_text
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.pool import Failure, Outcome, RewardPool
 from rollout.rewards.rules import RULES, rule_names
@@ -103,10 +105,12 @@ class Scorer:
         if not self._waiting:
             self._last_sign = time.monotonic()
         self._waiting[key] = sample
-        self._pool.submit(
-            key,
-            {"response": sendable(sample.text), "answer": sendable(prompt.answer), "prompt": sendable(prompt.text)},
-        )
+        item: dict[str, Any] = {"response": sample.text, "answer": prompt.answer, "prompt": prompt.text}
+        item = {name: plain_text(text) for name, text in item.items()}
+        if self._rule is None:
+            # Rows can be large, and the built-in rules do not read them.
+            item["row"] = prompt.row
+        self._pool.submit(key, item)
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
@@ -205,11 +209,6 @@ class Scorer:
         # An answer in the form asked for may be worth something even if it is wrong.
         has_format = outcome.extracted is not None and config.format_score is not None
         return False, config.format_score if has_format and config.format_score is not None else config.incorrect
-
-
-def sendable(text: str) -> str:
-    """`text` without half surrogates, which no encoding of Unicode can carry."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def function_problem(function: str) -> str | None:

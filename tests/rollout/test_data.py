@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from rollout.arithmetic import arithmetic_problems, save_tokenizer
-from rollout.data import PromptStream, load_dataset, load_eval_sets, prompts_digest, stop_token_ids
+from rollout.data import PromptStream, load_dataset, prompts_digest, stop_token_ids
 from rollout.hf import AutoTokenizer
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
@@ -103,7 +103,7 @@ def test_chat_messages_and_a_nested_answer(tmp_path, tokenizer):
 
 def test_numbers_become_text_without_a_decimal_point(tmp_path, tokenizer):
     answers = [42, 27.0, 2.5, -3]
-    rows = [{"question": "q", "answer": answer} for answer in answers]
+    rows = [{"question": f"q{answer}", "answer": answer} for answer in answers]
     dataset = load_dataset(file_config(tmp_path, rows), tokenizer)
     assert [prompt.answer for prompt in dataset.train] == ["42", "27", "2.5", "-3"]
 
@@ -125,13 +125,14 @@ def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
     train, held = config.train_path, config.eval_path
     assert str(caught.value).splitlines() == [
         "7 rows of the data cannot be used:",
-        f"{train}, row 2: question is empty",
-        f"{train}, row 3: 51 prompt tokens, more than data.max_prompt_tokens=20",
-        f"{train}, row 4: question is missing",
-        f"{train}, row 5: answer is missing",
-        f"{train}, row 6: question is empty",
-        f"{train}, row 7: answer must be text or a finite number, got ' '",
-        f"{held}, row 2: answer is missing",
+        f"{train}, line 2: question is empty",
+        f"{train}, line 3: 51 prompt tokens, more than data.max_prompt_tokens=20",
+        f"{train}, line 4: question is missing",
+        f"{train}, line 5: answer is missing",
+        f"{train}, line 6: question is empty",
+        f"{train}, line 7: answer must be text or a finite number, got ' '",
+        f"{held}, line 2: answer is missing",
+        "Mend them, or leave them out with data.on_bad_row=skip.",
     ]
 
 
@@ -139,14 +140,13 @@ def test_further_evaluation_sets_are_read_alike(tmp_path, tokenizer):
     config = file_config(tmp_path, ROWS)
     easy = write_rows(tmp_path / "easy.jsonl", [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in (2, 3)])
     bad = write_rows(tmp_path / "bad.csv", [{"question": "", "answer": "4"}, {"question": "3+3?", "answer": ""}])
-    prompts = load_eval_sets({"easy": easy}, config, tokenizer)["easy"]
+    prompts = load_dataset(config, tokenizer, eval_sets={"easy": easy}).eval_sets["easy"]
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [("2+2?", "4"), ("3+3?", "6")]
     assert prompts_digest(prompts) != prompts_digest(prompts[::-1])
     with pytest.raises(ValueError, match=r"(?s)2 rows of the data cannot be used:.*bad\.csv, row 1.*bad\.csv, row 2"):
-        load_eval_sets({"easy": easy, "bad": bad}, config, tokenizer)
+        load_dataset(config, tokenizer, eval_sets={"easy": easy, "bad": bad})
     with pytest.raises(ValueError, match=r"eval\.sets needs data=file, got data=arithmetic"):
-        load_eval_sets({"easy": easy}, ArithmeticDataConfig(), tokenizer)
-    assert load_eval_sets({}, ArithmeticDataConfig(), tokenizer) == {}
+        load_dataset(ArithmeticDataConfig(), tokenizer, eval_sets={"easy": easy})
 
 
 def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):
@@ -154,8 +154,8 @@ def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="33 rows") as caught:
         load_dataset(file_config(tmp_path, rows), tokenizer)
     lines = str(caught.value).splitlines()
-    assert len(lines) == 22
-    assert lines[-1] == "and 13 more"
+    assert len(lines) == 23
+    assert lines[-2] == "and 13 more"
 
 
 def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
@@ -168,7 +168,7 @@ def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
     ]
     with pytest.raises(ValueError, match="5 rows") as caught:
         load_dataset(file_config(tmp_path, rows), tokenizer)
-    problems = [line.partition(": ")[2] for line in str(caught.value).splitlines()[1:]]
+    problems = [line.partition(": ")[2] for line in str(caught.value).splitlines()[1:-1]]
     assert problems[0].startswith("question has a chat message without role or content")
     assert problems[1:] == [
         "question must be text or a list of chat messages, got []",
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
         load_dataset(replace(config, answer_key="target"), tokenizer)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"broken\.jsonl could not be read: "):
+    with pytest.raises(ValueError, match=r"broken\.jsonl, line 2: is not JSON: "):
         load_dataset(replace(config, train_path=str(broken)), tokenizer)
     for name, content in (
         ("empty.jsonl", ""),

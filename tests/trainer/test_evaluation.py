@@ -45,8 +45,9 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
             model_path=tmp_path,
             critic_path=tmp_path,
             tokenizer=None,  # type: ignore[arg-type]
-            dataset=Dataset(train=[], heldout=make_prompts(30)),
-            eval_sets={"aime24": make_prompts(30), "few": make_prompts(3)},
+            dataset=Dataset(
+                train=[], heldout=make_prompts(30), eval_sets={"aime24": make_prompts(30), "few": make_prompts(3)}
+            ),
             stop_token_ids=(1,),
             scorer=scorer,
         )

@@ -1,0 +1,174 @@
+"""Data sources -> rows: local files, and `repo[:config]@split` of the Hugging Face hub, each row with its place.
+
+jsonl is read here, line by line, so that every broken line is known by its number; the rest by the `datasets` library.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollout.task_config import HUB_SOURCE
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""File suffix -> builder of the `datasets` library."""
+LARGEST_INT = 2**63 - 1
+
+
+class RawRow(NamedTuple):
+    """One row as it was found."""
+
+    number: int
+    """1-based, in file order; for jsonl the line, blank ones counted."""
+    values: dict[str, Any]
+    """By column; of a line that could not be read its text."""
+    problem: str = ""
+    """Why it could not be read."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BadRow:
+    """A row that cannot become a prompt."""
+
+    source: str
+    number: int
+    problem: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        """What `number` counts."""
+        return row_unit(self.source)
+
+    def __str__(self) -> str:
+        return f"{self.source}, {self.unit} {self.number}: {self.problem}"
+
+
+def row_unit(source: str) -> str:
+    """What the rows of `source` are called: "line" or "row"."""
+    return "line" if Path(source).suffix.lower() == ".jsonl" else "row"
+
+
+def read_rows(source: str) -> Iterator[RawRow]:
+    """All rows of a file or a hub data set, in order.
+
+    Raises ValueError for a source that cannot be read at all or is of no known kind; says what to do about it.
+    """
+    path = Path(source)
+    hub = None if path.is_file() else HUB_SOURCE.fullmatch(source)
+    if hub is not None:
+        return _hub_rows(source, repo=hub["repo"], name=hub["config"], split=hub["split"])
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}")
+    return _line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix)
+
+
+def plain(value: object) -> Any:
+    """`value` as JSON can carry it. NaN and infinity become None, dates and what else has no JSON form text."""
+    if isinstance(value, dict):
+        return {plain_text(str(key)): plain(member) for key, member in value.items() if not _is_binary(member)}
+    if isinstance(value, list | tuple):
+        return [plain(member) for member in value if not _is_binary(member)]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        # Larger ones are exact as text only.
+        return value if -LARGEST_INT <= value <= LARGEST_INT else str(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return plain_text(str(value))
+
+
+def plain_text(text: str) -> str:
+    """`text` without half surrogates, which no encoding of Unicode can carry."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _is_binary(value: object) -> bool:
+    """Pictures and the like: nothing here reads them."""
+    return isinstance(value, bytes | bytearray | memoryview)
+
+
+def _line_rows(path: Path) -> Iterator[RawRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if content.strip():
+                yield _line_row(number, content)
+
+
+def _line_row(number: int, line: bytes) -> RawRow:
+    text = {"text": line.decode("utf-8", errors="replace").strip()}
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return RawRow(number, text, f"is not UTF-8: {error.reason} at byte {error.start + 1}")
+    except (ValueError, RecursionError) as error:
+        return RawRow(number, text, f"is not JSON: {error}")
+    if not isinstance(values, dict):
+        return RawRow(number, text, f"must be a JSON object, got {values!r:.80}")
+    return RawRow(number, values)
+
+
+def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
+    """Rows of a csv, json or parquet file."""
+    # Imported here because it takes seconds and the built-in task does not need it.
+    import datasets
+
+    # CSV has no types: guessed ones would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
+    options: dict[str, Any] = {"converters": dict.fromkeys(_header(path), str)} if suffix == ".csv" else {}
+    # A private cache, so that nothing stale is read and nothing is left in the user's home.
+    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
+        try:
+            table = datasets.load_dataset(
+                READERS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
+            )
+        except StopIteration:
+            # What the JSON reader raises for a file without a row.
+            return
+        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+            raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
+        for number, row in enumerate(table, start=1):
+            yield RawRow(number, row)
+
+
+def _header(path: Path) -> list[str]:
+    """Column names of a csv file."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} could not be read: {error}") from error
+
+
+def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterator[RawRow]:
+    """Rows of a split of a data set on the hub, or of a local directory in the form of one."""
+    import datasets
+
+    is_local = Path(repo).expanduser().is_dir()
+    # What is fetched is worth keeping; what is here already is read anew, in case that it changed.
+    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
+        try:
+            table = datasets.load_dataset(
+                str(Path(repo).expanduser()) if is_local else repo,
+                name,
+                split=split,
+                cache_dir=cache if is_local else None,
+            )
+        except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+            raise ValueError(
+                f"{source}: {error}. If this machine cannot reach the hub, run `hf download {repo} --repo-type dataset "
+                f"--local-dir DIR` where one can, bring DIR here, and use DIR{f':{name}' if name else ''}@{split}; "
+                "for a private or gated data set, `hf auth login` first."
+            ) from error
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            raise ValueError(f"{source} could not be read: {error.__cause__ or error}") from error
+        for number, row in enumerate(table, start=1):
+            yield RawRow(number, row)

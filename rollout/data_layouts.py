@@ -1,0 +1,154 @@
+"""Layouts: which columns hold prompt and answer. The first rows of a source + the keys of the config -> Columns.
+
+A new layout is a row of `LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rollout.task_config import FileDataConfig
+
+JOIN = "+"
+"""Between the columns of a prompt that is spread over several: Body+Question."""
+
+
+class Layout(NamedTuple):
+    """A way in which data sets are written."""
+
+    name: str
+    prompt: str
+    """Column, or column.field."""
+    answer: str
+
+
+LAYOUTS = (
+    Layout("verl", "prompt", "reward_model.ground_truth"),
+    Layout("slime/OpenRLHF", "prompt", "label"),
+    Layout("GSM8K", "question", "answer"),
+    Layout("MATH", "problem", "answer"),
+)
+"""What is recognised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Where prompt and answer of a row are."""
+
+    name: str
+    """Of the layout; "" where both keys were given."""
+    prompt_key: str
+    answer_key: str
+    prompt_paths: tuple[tuple[str, ...], ...]
+    """Columns, or columns and fields, whose texts make the prompt."""
+    answer_path: tuple[str, ...]
+
+    def __str__(self) -> str:
+        how = f"layout {self.name}" if self.name else "keys as given"
+        return f"{how}: prompt from {self.prompt_key}, answer from {self.answer_key}"
+
+    def prompt(self, row: dict[str, Any]) -> object:
+        """The prompt of a row; None if it, or a part of it, is missing."""
+        parts = [look_up(row, path) for path in self.prompt_paths]
+        if len(parts) == 1:
+            return parts[0]
+        if any(not isinstance(part, str) for part in parts):
+            return None
+        return " ".join(str(part).strip() for part in parts)
+
+    def answer(self, row: dict[str, Any]) -> object:
+        """The answer of a row; None if it is missing."""
+        return look_up(row, self.answer_path)
+
+    def are_in(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Whether some row has each of the columns; a field of one must also have a value."""
+        return all(
+            any(path[0] in row and (len(path) == 1 or look_up(row, path) is not None) for row in rows)
+            for path in (*self.prompt_paths, self.answer_path)
+        )
+
+    def are_complete(self, row: dict[str, Any]) -> bool:
+        """Whether `row` has a prompt and an answer."""
+        return self.prompt(row) is not None and self.answer(row) is not None
+
+    def others(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The columns that are neither prompt nor answer. One of which the answer is a field stays as it is."""
+        used = {path[0] for path in (*self.prompt_paths, self.answer_path) if len(path) == 1}
+        return {key: value for key, value in row.items() if key not in used}
+
+
+def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
+    """A field of a nested column, None if it is not there."""
+    value: Any = row
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, source: str) -> Columns:
+    """The columns of prompt and answer: those of the config, and for null those of the layout that `rows` have.
+
+    Raises ValueError if a key is no column, if no layout fits, or several fit that disagree.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    given = {"prompt_key": config.prompt_key, "answer_key": config.answer_key}
+    for key, name in given.items():
+        if name is not None:
+            _check_columns(name, key=key, columns=columns, source=source)
+    if config.prompt_key is not None and config.answer_key is not None:
+        return _columns("", config.prompt_key, config.answer_key, columns)
+    found: dict[tuple[str, str], Columns] = {}
+    for layout in LAYOUTS:
+        keys = (config.prompt_key or layout.prompt, config.answer_key or layout.answer)
+        candidate = _columns(layout.name, *keys, columns)
+        if candidate.are_in(rows):
+            found.setdefault(keys, candidate)
+    # A column that is there and empty is a sign of another layout only if there is no better one.
+    filled = [each for each in found.values() if any(each.are_complete(row) for row in rows)]
+    return _the_one(filled or list(found.values()), rows, columns=columns, source=source)
+
+
+def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, columns: list[str], source: str) -> Columns:
+    if not candidates:
+        known = "; ".join(f"{layout.prompt} and {layout.answer} ({layout.name})" for layout in LAYOUTS)
+        raise ValueError(
+            f"{source}: no known layout has the columns {', '.join(columns)}. Known are {known}. "
+            "Name yours with data.prompt_key and data.answer_key."
+        )
+    first = candidates[0]
+    # AIME and AMC files hold the same text as problem and as question: then it does not matter.
+    for other in candidates[1:]:
+        if any((first.prompt(row), first.answer(row)) != (other.prompt(row), other.answer(row)) for row in rows):
+            raise ValueError(
+                f"{source}: the columns fit several layouts ({first}; {other}). "
+                "Choose with data.prompt_key and data.answer_key."
+            )
+    return first
+
+
+def _columns(name: str, prompt_key: str, answer_key: str, columns: list[str]) -> Columns:
+    parts = [prompt_key] if prompt_key in columns else prompt_key.split(JOIN)
+    return Columns(
+        name=name,
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        prompt_paths=tuple(_path(part, columns) for part in parts),
+        answer_path=_path(answer_key, columns),
+    )
+
+
+def _path(name: str, columns: list[str]) -> tuple[str, ...]:
+    """("reward_model", "ground_truth") for a field of a nested column written reward_model.ground_truth."""
+    return (name,) if name in columns else tuple(name.split("."))
+
+
+def _check_columns(name: str, *, key: str, columns: list[str], source: str) -> None:
+    parts = [name] if name in columns or key != "prompt_key" else name.split(JOIN)
+    for part in parts:
+        if _path(part, columns)[0] not in columns:
+            raise ValueError(
+                f"{source}: data.{key}={name} is not a column; columns are {', '.join(columns)}. "
+                f"data.{key}=null recognises common ones."
+            )
