@@ -1,6 +1,5 @@
 """Data: files of every format into prompts, every bad row reported, and a stream that resumes where it stood."""
 
-import csv
 import json
 import os
 from collections import Counter
@@ -8,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from data_cases import BOS, EOS, byte_tokenizer, write_rows
+from tokenizers import Tokenizer, models
 
 from rollout.arithmetic import arithmetic_problems, save_tokenizer
 from rollout.data import PromptStream, load_dataset, prompts_digest, stop_token_ids
@@ -16,47 +16,10 @@ from rollout.hf import AutoTokenizer
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 
-BOS, EOS = 256, 257
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """One token per byte, a beginning-of-sequence token, and a chat template."""
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)} | {"<bos>": BOS, "<eos>": EOS}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
-    directory = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", chat_template=TEMPLATE
-    ).save_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory)
-
-
-def write_rows(path: Path, rows):
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        import pyarrow
-        from pyarrow import parquet
-
-        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return str(path)
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def file_config(tmp_path, rows, *, suffix=".jsonl", heldout=None, **changes):

@@ -1,0 +1,286 @@
+"""Data sources: layouts recognised, duplicates and contradictions out, bad rows skipped on request, hub data sets."""
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from data_cases import byte_tokenizer, write_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algorithms.config import ConfigError
+from rollout.data import bad_rows_text, load_dataset, prompts_digest
+from rollout.data_files import plain, read_rows
+from rollout.data_layouts import choose_columns
+from rollout.file_prompts import SourceReport, _Row, file_prompts, remove_duplicates, same_answer_key
+from rollout.task_config import FileDataConfig, OnBadRow
+
+REAL = pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
+CONFIG = FileDataConfig(train_path="a/b@train", eval_path="a/b@test", chat_template=False)
+MESSAGES = [{"role": "user", "content": "Solve step by step.\n1+1?"}]
+VERL = {
+    "data_source": "math_dapo",
+    "prompt": MESSAGES,
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def real(name):
+    return str(Path(os.environ["PARITY_TEST_DATA"]) / name)
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "prompt", "answer", "others"),
+    [
+        (VERL, "verl", MESSAGES, "2", {"data_source", "reward_model", "extra_info"}),
+        ({"prompt": "p", "label": "l", "metadata": {}}, "slime/OpenRLHF", "p", "l", {"metadata"}),
+        ({"question": "q", "answer": "a"}, "GSM8K", "q", "a", set()),
+        ({"id": 1, "problem": "p", "answer": 3, "url": "u"}, "MATH", "p", 3, {"id", "url"}),
+        # Both name the same, so either will do.
+        ({"problem": "p", "question": "p", "answer": "a"}, "GSM8K", "p", "a", {"problem"}),
+        # A label that nobody filled in is no layout.
+        ({**VERL, "label": None}, "verl", MESSAGES, "2", {"data_source", "reward_model", "extra_info", "label"}),
+    ],
+)
+def test_layouts_are_recognised(row, name, prompt, answer, others):
+    columns = choose_columns([row], CONFIG, source="f")
+    assert (columns.name, columns.prompt(row), columns.answer(row)) == (name, prompt, answer)
+    assert set(columns.others(row)) == others
+
+
+def test_given_keys_come_first_and_leave_the_rest_to_be_recognised():
+    row = {"question": "q", "prompt": "p", "label": "l", "answer": "a"}
+    with pytest.raises(
+        ValueError, match=r"f: the columns fit several layouts \(layout slime.*; layout GSM8K.*data\.prompt_key"
+    ):
+        choose_columns([row], CONFIG, source="f")
+    columns = choose_columns([row], replace(CONFIG, prompt_key="question", answer_key="label"), source="f")
+    assert (columns.prompt(row), columns.answer(row), str(columns)) == (
+        "q", "l", "keys as given: prompt from question, answer from label",
+    )  # fmt: skip
+    half = {"text": "t", "label": "l"}
+    assert choose_columns([half], replace(CONFIG, prompt_key="text"), source="f").answer(half) == "l"
+    with pytest.raises(
+        ValueError, match=r"no known layout has the columns a, b\. .*data\.prompt_key and data\.answer_key"
+    ):
+        choose_columns([{"a": 1, "b": 2}], CONFIG, source="f")
+    with pytest.raises(ValueError, match=r"data\.prompt_key=a\+c is not a column; columns are a, b"):
+        choose_columns([{"a": "1", "b": "2"}], replace(CONFIG, prompt_key="a+c", answer_key="b"), source="f")
+
+
+def test_a_prompt_over_two_columns():
+    row = {"Body": "Two apples. ", "Question": "How many?", "Answer": 2.0}
+    columns = choose_columns([row], replace(CONFIG, prompt_key="Body+Question", answer_key="Answer"), source="f")
+    assert columns.prompt(row) == "Two apples. How many?"
+    assert columns.prompt({"Body": "x", "Question": None}) is None
+    assert columns.others(row) == {}
+    # A column that really is named so wins.
+    named = choose_columns([{"a+b": "x", "c": "y"}], replace(CONFIG, prompt_key="a+b", answer_key="c"), source="f")
+    assert named.prompt({"a+b": "x", "c": "y"}) == "x"
+
+
+def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
+    source = write_rows(tmp_path / "dapo.parquet", [VERL] * 3)
+    text = write_rows(tmp_path / "text.jsonl", [{"question": "1+1?", "answer": "2"}])
+    config = FileDataConfig(train_path=source, eval_path=source, instruction="Think.")
+    with pytest.raises(ValueError, match=r"^data\.instruction is appended to text prompts, and all prompts are chat"):
+        load_dataset(config, tokenizer)
+    data = load_dataset(replace(config, eval_path=text), tokenizer)
+    assert [prompt.text for prompt in data.train] == ["[user]Solve step by step.\n1+1?[assistant]"]
+    assert data.heldout[0].text == "[user]1+1? Think.[assistant]"
+    assert data.notes[:3] == [
+        f"{source}: layout verl: prompt from prompt, answer from reward_model.ground_truth; 3 rows, 1 prompts",
+        f"{source}: 2 duplicates removed (same prompt, same answer)",
+        f"{source}: chat messages are used as they are, without data.instruction",
+    ]
+    assert data.train[0].row == {key: VERL[key] for key in ("data_source", "reward_model", "extra_info")}
+
+
+PAIRS = st.lists(st.tuples(st.sampled_from("pqrs"), st.sampled_from(["1", "1.0", "2", "x"])), max_size=12)
+
+
+@given(PAIRS, st.booleans())
+def test_duplicates_and_contradictions(pairs, keep):
+    rows = [_Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
+    report = SourceReport(source="f", columns=None)
+    kept = remove_duplicates(rows, report, keep=keep)
+    answers = defaultdict(set)
+    for prompt, answer in pairs:
+        answers[prompt].add(answer.removesuffix(".0"))
+    agreed = [row for row in rows if len(answers[row.prompt]) == 1]
+    expected = agreed if keep else list({row.prompt: row for row in reversed(agreed)}.values())
+    assert sorted(row.number for row in kept) == sorted(row.number for row in expected)
+    assert [row.number for row in kept] == sorted(row.number for row in kept)
+    assert report.contradictions == [row.number for row in rows if len(answers[row.prompt]) > 1]
+    assert len(kept) + report.num_duplicates + len(report.contradictions) == len(rows)
+    again = SourceReport(source="f", columns=None)
+    assert remove_duplicates(kept, again, keep=keep) == kept
+    assert (again.num_duplicates, again.contradictions) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("one way\n#### 1,200", "another\n#### 1200", True),
+        ("42", "42.00", True),
+        ("0", "-0", True),
+        ("#### 3", "#### 4", False),
+        ("1/2", "0.5", False),
+        (" x ", "x", True),
+    ],
+)
+def test_answers_are_compared_by_what_they_state(one, other, same):
+    assert (same_answer_key(one) == same_answer_key(other)) is same
+
+
+def test_held_out_sets_keep_duplicates_only_on_request(tmp_path, tokenizer):
+    rows = [{"question": q, "answer": a} for q, a in (("a", "1"), ("b", "2"), ("a", "1"), ("b", "3"), ("c", "4"))]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    config = replace(CONFIG, train_path=path, eval_path=path)
+    data = load_dataset(config, tokenizer)
+    assert [prompt.prompt_id for prompt in data.train] == [prompt.prompt_id for prompt in data.heldout] == [0, 4]
+    assert f"{path}: 2 rows with contradicting answers dropped (line 2, 4)" in data.notes
+    assert data.notes[-1] == f"{path}: 2 of its prompts are training prompts too"
+    kept = load_dataset(replace(config, keep_eval_duplicates=True), tokenizer)
+    assert ([p.prompt_id for p in kept.train], [p.prompt_id for p in kept.heldout]) == ([0, 4], [0, 2, 4])
+
+
+def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"question": "a", "answer": "1", "x": NaN}\r\n'
+        b"\r\n"
+        b'{"question": "b", \r\n'
+        b'{"question": "c\xff", "answer": "1"}\n'
+        b"[1]\n"
+        b'{"question": "' + b"d" * 60 + b'", "answer": 2}\n'
+        b'{"question": "e", "answer": {}}\n'
+        b'{"question": "f", "answer": 5}'
+    )
+    config = replace(CONFIG, train_path=str(path), eval_path=str(path), max_prompt_tokens=20)
+    with pytest.raises(ValueError, match="10 rows of the data cannot be used") as caught:
+        load_dataset(config, tokenizer)
+    found = [line.partition(f"{path}, ")[2] for line in str(caught.value).splitlines()[1:6]]
+    assert [line.partition(":")[0] for line in found] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
+    problems = ("is not JSON", "is not UTF-8", "must be a JSON object, got [1]", "61 prompt tokens", "answer must be")
+    for line, problem in zip(found, problems, strict=True):
+        assert problem in line
+    data = load_dataset(replace(config, on_bad_row=OnBadRow.skip), tokenizer)
+    assert [(p.prompt_id, p.answer, p.row) for p in data.train] == [(0, "1", {"x": None}), (7, "5", {})]
+    written = [json.loads(line) for line in bad_rows_text(data.skipped).splitlines()]
+    assert [(row["source"], row["line"]) for row in written[:5]] == [(str(path), n) for n in (3, 4, 5, 6, 7)]
+    assert written[0]["values"] == {"text": '{"question": "b",'}
+    assert written[4] == {"source": str(path), "line": 7, "problem": "answer must be text or a finite number, got {}",
+                          "values": {"question": "e", "answer": {}}}  # fmt: skip
+    assert f"{path}: 5 bad rows" in data.notes
+
+
+def test_skipping_everything_is_an_error(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "", "answer": "1"}])
+    config = replace(CONFIG, train_path=path, eval_path=path, on_bad_row=OnBadRow.skip)
+    with pytest.raises(ValueError, match=r"no usable rows are left of .*rows\.jsonl"):
+        load_dataset(config, tokenizer)
+    (tmp_path / "broken.jsonl").write_text("{\n{\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"broken\.jsonl, line 1: is not JSON"):
+        load_dataset(replace(config, train_path=str(tmp_path / "broken.jsonl")), tokenizer)
+
+
+def test_variables_reach_the_chat_template(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1"}])
+    config = FileDataConfig(train_path=path, eval_path=path, chat_template_kwargs={"enable_thinking": False})
+    assert load_dataset(config, tokenizer).train[0].text == "[user]a[assistant][no thoughts]"
+    with pytest.raises(ValueError, match=r"data\.chat_template_kwargs\.enable_thought has no effect"):
+        load_dataset(replace(config, chat_template_kwargs={"enable_thought": False}), tokenizer)
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.tokenize cannot be chosen"):
+        replace(config, chat_template_kwargs={"tokenize": True})
+
+
+def test_a_directory_in_the_form_of_a_hub_data_set(tmp_path, tokenizer):
+    for split, text in (("train", "a"), ("test", "b")):
+        write_rows(tmp_path / f"{split}.jsonl", [{"prompt": text, "label": "1"}])
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "test"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+    config = replace(CONFIG, train_path=f"{tmp_path}:main@train", eval_path=f"{tmp_path}@test")
+    data = load_dataset(config, tokenizer)
+    assert ([p.text for p in data.train], [p.text for p in data.heldout]) == (["a"], ["b"])
+    for source, problem in (("@nosuch", "Unknown split"), (":other@train", "'other' not found")):
+        with pytest.raises(ValueError, match=rf"{source} could not be read: .*{problem}"):
+            file_prompts(f"{tmp_path}{source}", CONFIG, tokenizer)
+
+
+def test_a_hub_out_of_reach_names_the_way_out(monkeypatch):
+    import datasets
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    way_out = r"hf download no/such --repo-type dataset --local-dir DIR` where one can, .*use DIR:main@train"
+    with pytest.raises(ValueError, match=rf"^no/such:main@train: .*{way_out}"):
+        list(read_rows("no/such:main@train"))
+
+
+@pytest.mark.parametrize("path", ["nosuch.jsonl", "a:b@c@d", "@train", "repo@"])
+def test_what_is_neither_a_file_nor_a_split_is_refused(path):
+    with pytest.raises(ConfigError, match=r"^train_path must be an existing file, or repo\[:config\]@split, got"):
+        replace(CONFIG, train_path=path)
+
+
+def test_rows_become_plain_json():
+    import datetime
+
+    row = {
+        "n": 2**70,
+        "f": float("inf"),
+        "d": datetime.date(2026, 1, 2),
+        "b": b"x",
+        "l": [1, (None, "\ud800")],
+        3: True,
+    }
+    assert plain(row) == {"n": str(2**70), "f": None, "d": "2026-01-02", "l": [1, [None, "?"]], "3": True}
+
+
+def test_the_digest_knows_the_other_columns(tmp_path, tokenizer):
+    digests = set()
+    for extra in ({}, {"x": 1}, {"x": 2}):
+        path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1", **extra}])
+        digests.add(prompts_digest(load_dataset(replace(CONFIG, train_path=path, eval_path=path), tokenizer).train))
+    assert len(digests) == 3
+
+
+@REAL
+def test_real_dapo_rows_repeat_every_problem(tokenizer):
+    config = replace(CONFIG, max_prompt_tokens=4000)
+    prompts, report = file_prompts(real("aime24/dapo_layout.parquet"), config, tokenizer)
+    assert (len(prompts), report.num_rows, report.num_duplicates) == (30, 960, 930)
+    assert (report.columns.name, report.contradictions, report.has_text) == ("verl", [], False)
+    assert prompts[0].row["extra_info"]["raw_problem"] in prompts[0].text
+    plain_prompts, _ = file_prompts(real("aime24/test.jsonl"), config, tokenizer)
+    # The file writes them in three digits: 025.
+    assert {int(prompt.answer) for prompt in prompts} == {int(prompt.answer) for prompt in plain_prompts}
+
+
+@REAL
+@pytest.mark.parametrize(
+    ("name", "keys", "num_prompts", "num_duplicates", "first"),
+    [
+        ("svamp/test.jsonl", ("Body+Question", "Answer"), 1000, 0, "145"),
+        ("mawps/multiarith.jsonl", ("input", "target"), 580, 20, "39"),
+        ("mawps/singleop.jsonl", ("input", "target"), 531, 31, "14"),
+        ("amc23/test.jsonl", (None, None), 40, 0, "27"),
+    ],
+)
+def test_real_rows(tokenizer, name, keys, num_prompts, num_duplicates, first):
+    config = replace(CONFIG, prompt_key=keys[0], answer_key=keys[1], max_prompt_tokens=4000)
+    prompts, report = file_prompts(real(name), config, tokenizer)
+    assert (len(prompts), report.num_duplicates, report.contradictions) == (num_prompts, num_duplicates, [])
+    assert prompts[0].answer == first
+    assert not report.bad
