@@ -123,6 +123,18 @@ def test_an_episode_of_one_turn_is_what_the_engine_alone_gives(engine, episodes)
         assert replace(episode, logprobs=None) == replace(alone, logprobs=None, sampled=[True] * len(alone.token_ids))
 
 
+def test_a_function_is_given_the_other_columns_and_the_engine_is_not(episodes):
+    request = replace(make_requests(1)[0], row={"shown": [2, 3]})
+    sampler = episodes("""
+        async def rollout(episode):
+            await episode.generate(max_new_tokens=2)
+            episode.observe(episode.row["shown"])
+    """)
+    [generation] = sampler.generate([request])
+    assert generation.token_ids[-2:] == [2, 3] and generation.sampled[-2:] == [False, False]
+    assert request.for_engine() == replace(request, row={})
+
+
 TWO_TURNS = """
     async def rollout(episode):
         first = await episode.generate(stop=["=", 5], max_new_tokens=6)

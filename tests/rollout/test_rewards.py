@@ -156,6 +156,24 @@ def test_scorer_fills_text_verdict_and_shaped_reward():
     assert group.rewards == [1.0, -1.0, -1.25, -1.5]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def reward(response, row): return {'score': row['weights'][response], 'n': len(row)}",
+        "def reward(responses, rows):\n return [{'score': r['weights'][a], 'n': len(r)} for a, r in zip(responses, rows)]",
+    ],
+)
+def test_a_function_of_ones_own_is_given_the_row(tmp_path, source):
+    (tmp_path / "own_row_reward.py").write_text(source, encoding="utf-8")
+    group = make_group([[4, 2], [7]], answer="42")
+    group.prompt.row = {"weights": {"42": 0.25, "7": 2}, "kind": None}
+    config = RewardConfig(function=f"{tmp_path}/own_row_reward.py:reward", num_workers=1)
+    with closing(Scorer(config, max_new_tokens=5, decode=as_digits)) as scorer:
+        scorer.score([group])
+        assert group.rewards == [0.25, 2.0]
+        assert scorer.take_stats().metrics()["reward/n"] == 2.0
+
+
 def test_scoring_a_few_groups_leaves_other_samples_to_poll():
     group = make_group([[4, 2], [4, 3]], answer="42")
     with closing(Scorer(RewardConfig(num_workers=1), max_new_tokens=5, decode=as_digits)) as scorer:

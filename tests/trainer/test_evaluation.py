@@ -14,6 +14,7 @@ from test_compose import config_of
 from algorithms.config import Problem
 from rollout.config import DType, TorchEngineConfig
 from rollout.data import Dataset, StreamState
+from rollout.data_files import BadRow
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
@@ -23,7 +24,7 @@ from trainer.cli.evaluate import render_results
 from trainer.cluster import engines_only, required_bundles
 from trainer.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
 from trainer.resume import flat_config
-from trainer.task import Task
+from trainer.task import Task, data_notes
 from trainer.weights_source import SourceKind, WeightsSource, find_source
 
 
@@ -113,3 +114,13 @@ def test_a_cluster_for_evaluation_has_engines_only() -> None:
     assert required_bundles(alone) == [{"CPU": 0.5, "GPU": 0.5}] * 2
     assert (config.policy.num_workers, config.policy.gpus_per_worker) == (4, 0.5)
     assert replace(alone.rollout) == config.rollout
+
+
+def test_skipped_rows_are_written_and_counted(tmp_path: Path) -> None:
+    rows = [BadRow(source="a.jsonl", number=3, problem="is not JSON", values={"text": "\u00fc{"})]
+    notes = data_notes(Dataset(train=[], heldout=[], notes=["a.jsonl: 1 bad rows"], skipped=rows), tmp_path)
+    path = tmp_path / "bad_rows.jsonl"
+    assert notes == ["data: a.jsonl: 1 bad rows", f"data: 1 bad rows are skipped; they are in {path}"]
+    written = {"source": "a.jsonl", "line": 3, "problem": "is not JSON", "values": {"text": "\u00fc{"}}
+    assert json.loads(path.read_text(encoding="utf-8")) == written
+    assert data_notes(Dataset(train=[], heldout=[]), tmp_path / "none") == []
