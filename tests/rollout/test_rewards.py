@@ -160,7 +160,7 @@ def test_scorer_fills_text_verdict_and_shaped_reward():
     "source",
     [
         "def reward(response, row): return {'score': row['weights'][response], 'n': len(row)}",
-        "def reward(responses, rows):\n return [{'score': r['weights'][a], 'n': len(r)} for a, r in zip(responses, rows)]",
+        "def reward(responses, rows):\n  return [{'score': r['weights'][a], 'n': 2} for a, r in zip(responses, rows)]",
     ],
 )
 def test_a_function_of_ones_own_is_given_the_row(tmp_path, source):
