@@ -110,8 +110,10 @@ def _line_row(number: int, line: bytes) -> RawRow:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RawRow(number, text, f"is not UTF-8: {error.reason} at byte {error.start + 1}")
+    except json.JSONDecodeError as error:
+        return RawRow(number, text, f"is not JSON: {error.msg} at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
-        return RawRow(number, text, f"is not JSON: {error}")
+        return RawRow(number, text, f"is not JSON that can be read: {error}")
     if not isinstance(values, dict):
         return RawRow(number, text, f"must be a JSON object, got {values!r:.80}")
     return RawRow(number, values)
