@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
+import xxhash
 
 from rollout.data_files import BadRow, RawRow, plain, plain_text, read_rows, row_unit
 from rollout.data_layouts import Columns, choose_columns
@@ -88,7 +89,8 @@ def file_prompts(
     if not readable:
         raise ValueError(f"{source}, {row_unit(source)} {first[0].number}: {first[0].problem}")
     report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
-    usable = list(_usable_rows(itertools.chain(first, rows), config, report))
+    # One after the other: DAPO's rows do not fit into memory together, what is left of them does.
+    usable = _usable_rows(itertools.chain(first, rows), report)
     chosen = remove_duplicates(usable, report, keep=keep_duplicates)
     prompts = _tokenized(_templated(chosen, config, tokenizer, report), config, tokenizer, report)
     report.bad.sort(key=lambda bad: bad.number)
@@ -96,7 +98,7 @@ def file_prompts(
     return prompts, report
 
 
-def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceReport) -> Iterator[_Row]:
+def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]:
     """Rows that have a prompt and an answer; the others go to the report."""
     columns = report.columns
     for row in rows:
@@ -109,33 +111,41 @@ def _usable_rows(rows: Iterator[RawRow], config: FileDataConfig, report: SourceR
         except ValueError as error:
             report.bad.append(_bad(report, row.number, str(error), row.values))
             continue
-        yield _Row(number=row.number, prompt=prompt, answer=answer, others=plain(columns.others(row.values)))
+        yield _Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
 
 
 def _bad(report: SourceReport, number: int, problem: str, values: dict[str, Any]) -> BadRow:
     return BadRow(source=report.source, number=number, problem=problem, values=plain(values))
 
 
-def remove_duplicates(rows: list[_Row], report: SourceReport, *, keep: bool) -> list[_Row]:
+@dataclass(kw_only=True, slots=True)
+class _Same:
+    """The rows with one prompt."""
+
+    answer: str
+    numbers: list[int] = field(default_factory=list)
+    contradict: bool = False
+
+
+def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool) -> list[_Row]:
     """The first of the rows with the same prompt and answer (all if `keep`), none of those whose answers differ.
 
     Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
     answers would be rewarded for one of them and punished for the other.
     """
-    answers: dict[bytes, set[str]] = {}
-    keys = [orjson.dumps(row.prompt, option=orjson.OPT_SORT_KEYS) for row in rows]
-    for key, row in zip(keys, rows, strict=True):
-        answers.setdefault(key, set()).add(same_answer_key(row.answer))
-    kept: list[_Row] = []
-    seen: set[bytes] = set()
-    for key, row in zip(keys, rows, strict=True):
-        if len(answers[key]) > 1:
-            report.contradictions.append(row.number)
-        elif key in seen and not keep:
-            report.num_duplicates += 1
-        else:
-            seen.add(key)
-            kept.append(row)
+    found: dict[bytes, _Same] = {}
+    first: list[tuple[_Same, _Row]] = []
+    for row in rows:
+        key = xxhash.xxh3_128_digest(orjson.dumps(row.prompt, option=orjson.OPT_SORT_KEYS))
+        answer = same_answer_key(row.answer)
+        same = found.setdefault(key, _Same(answer=answer))
+        same.contradict |= same.answer != answer
+        if keep or not same.numbers:
+            first.append((same, row))
+        same.numbers.append(row.number)
+    report.contradictions = sorted(n for same in found.values() if same.contradict for n in same.numbers)
+    kept = [row for same, row in first if not same.contradict]
+    report.num_duplicates = sum(len(same.numbers) for same in found.values() if not same.contradict) - len(kept)
     return kept
 
 
@@ -178,7 +188,7 @@ def _tokenized(
                 report.bad.append(_bad(report, row.number, problem, values))
                 continue
             prompts.append(
-                Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=row.others)
+                Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))
             )
     return sorted(prompts, key=lambda prompt: prompt.prompt_id)
 
