@@ -56,6 +56,10 @@ class WeightSyncError(EngineError):
     """The engine does not hold the weights that were sent: names the tensor, both digests and both versions."""
 
 
+class BroadcastError(EngineError):
+    """Weights did not reach another machine: a member of the group died or came too late. Copies can be sent."""
+
+
 class Engine(Protocol):
     """One rollout engine. Every call has a deadline and raises EngineError when it passes.
 

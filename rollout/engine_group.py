@@ -17,11 +17,12 @@ from ray.actor import ActorHandle
 from rollout.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
 from rollout.balance import load_of, split_by_kind
 from rollout.config import EngineConfig
-from rollout.engine import POLL_S, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
-from rollout.group_member import Health, Member
+from rollout.engine import POLL_S, BroadcastError, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
+from rollout.group_member import Health, Member, Published, Way, check_any_left, receivers_of
 from rollout.process_memory import MemoryUse
 from rollout.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
+from rollout.weight_broadcast import BroadcastAddress, Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,7 @@ class EngineGroup:
         self._config = config
         self._turns = turns or Turns()
         self._members = [self._started(index, node) for index, node in enumerate(nodes)]
-        self._weights: tuple[Mapping[bool, SharedWeights], str, Mapping[bool, ray.ObjectRef[Any]]] | None = None
-        """What was published last by kind, the node where it lies in memory, and references to copies for others."""
+        self._weights: Published | None = None
         self._next_ticket = 0
         self._backlog: dict[int, GenerateRequest] = {}
         """Requests that no engine holds."""
@@ -164,19 +164,31 @@ class EngineGroup:
         """Engines of a kind."""
         return sum(member.quantized == quantized for member in self._members)
 
-    def num_on(self, node: str, *, quantized: bool) -> int:
-        """Engines of a kind on a Ray node."""
-        return sum((member.node, member.quantized) == (node, quantized) for member in self._members)
+    def num_by(self, way: Way) -> int:
+        """Serving engines that got their weights so."""
+        return sum(member.way is way for member in self._serving())
 
-    def load_weights(
-        self, shared: Mapping[bool, SharedWeights], *, node: str, copies: Mapping[bool, ray.ObjectRef[Any]]
-    ) -> dict[int, WeightReport]:
+    def receivers(self, node: str, *, quantized: bool) -> tuple[Receiver, ...]:
+        """For each other Ray node than `node`, a serving engine of the kind whose worker can receive for all there."""
+        return receivers_of([member for member in self._serving() if member.quantized == quantized], node=node)
+
+    def receive_weights(
+        self, announced: SharedWeights, address: BroadcastAddress, receivers: Sequence[Receiver]
+    ) -> dict[str, SharedWeights]:
+        """Have `receivers` take what rank 0 sends meanwhile; where it lies, by Ray node of those that have got it."""
+        nodes = {index: self._members[index].node for index, _ in receivers}
+        calls: dict[int, ray.ObjectRef[Any]] = {
+            index: self._members[index].worker.receive_weights.remote(announced, address, rank)
+            for rank, index in enumerate(nodes, start=1)
+        }
+        return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
+
+    def load_weights(self, published: Published) -> dict[int, WeightReport]:
         """Give every engine the weights of its kind; each verifies what it then holds. Reports by engine that serves.
 
-        Engines on `node` map `shared`; the others are sent `copies`, references to lists of WeightBucket. An engine
-        that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
+        An engine that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
         """
-        self._weights = (shared, node, copies)
+        self._weights = published
         # One that still loads an earlier version goes on to this one: left behind, it would keep memory in use that
         # the trainer needs for a later version.
         stale = {member.index for member in self._members if member.health is Health.stale}
@@ -240,12 +252,10 @@ class EngineGroup:
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
-        shared, node, copies = self._weights
-        kind = member.quantized
-        member.asked = shared[kind].policy_version
-        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(
-            shared[kind] if member.node == node else copies[kind]
-        )
+        member.asked = self._weights.shared[member.quantized].policy_version
+        member.way, there = self._weights.place(member)
+        weights = self._weights.copies(member.quantized) if there is None else there
+        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
         return call
 
     def _dispatch(self) -> None:
@@ -269,8 +279,7 @@ class EngineGroup:
         """Nobody waits for these any more: what comes for them is ignored."""
         gone = set(tickets)
         for member in self._members:
-            member.held = {ticket: request for ticket, request in member.held.items() if ticket not in gone}
-            member.aborting -= gone
+            member.forget(gone)
         self._early = [completion for completion in self._early if completion.ticket not in gone]
 
     def _wait(self, timeout_s: float) -> list[Completion]:
@@ -312,24 +321,18 @@ class EngineGroup:
         elif member.health is Health.stale:
             self._loaded(member, answer)
         else:
-            # What another engine has answered meanwhile is not held any more.
-            completions: list[Completion] = [each for each in answer if each.ticket in member.held]
-            for completion in completions:
-                del member.held[completion.ticket]
-                completion.generation.quantized = member.quantized
-                member.aborting.discard(completion.ticket)
-            return completions
+            return member.take(answer)
         return []
 
     def _is_behind(self, member: Member) -> bool:
         """Whether newer weights were published since it was told to load."""
-        return self._weights is not None and self._weights[0][member.quantized].policy_version != member.asked
+        return self._weights is not None and self._weights.shared[member.quantized].policy_version != member.asked
 
     def _load(self, member: Member) -> None:
         """Have a new engine load what was published last; it serves at once if nothing was."""
-        member.health = Health.serving
+        member.health = Health.serving if self._weights is None else Health.stale
         if self._weights is not None:
-            member.health, member.call = Health.stale, self._load_call(member)
+            member.call = self._load_call(member)
             member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
 
     def _loaded(self, member: Member, report: WeightReport) -> None:
@@ -366,7 +369,11 @@ class EngineGroup:
             except (EngineError, LostWorkerError) as error:
                 if isinstance(error, WeightSyncError):
                     raise
-                self._lose(member, str(error))
+                if isinstance(error, BroadcastError):
+                    # Another member of its group may be the cause, and copies will do.
+                    logger.warning("phase %s: %s: %s", phase, member.name, error)
+                else:
+                    self._lose(member, str(error))
         return answers
 
     def _all(self, calls: Sequence[ray.ObjectRef[Any]], *, phase: str) -> None:
@@ -390,9 +397,4 @@ class EngineGroup:
             return
         member.held, member.call = {}, None
         member.health, member.lost_by = Health.retired, cause
-        if all(each.health is Health.retired for each in self._members):
-            causes = "\n".join(f"{each.name}: {each.lost_by}" for each in self._members)
-            raise EngineError(
-                f"0 of {len(self)} engines are left, each restarted rollout.max_restarts={self._config.max_restarts} "
-                f"times:\n{causes}"
-            )
+        check_any_left(self._members, max_restarts=self._config.max_restarts)

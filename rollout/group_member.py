@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rollout.engine import WeightReport
+from rollout.engine import EngineError, WeightReport
 from rollout.processes import ProcessMark
-from rollout.types import GenerateRequest
+from rollout.types import Completion, GenerateRequest, SharedWeights
+from rollout.weight_broadcast import Receiver
 
 
 class Health(Enum):
@@ -24,6 +26,17 @@ class Health(Enum):
     serving = "serving"
     retired = "retired"
     """It was lost more often than rollout.max_restarts."""
+
+
+class Way(Enum):
+    """How weights reach an engine."""
+
+    mapped = "shared memory"
+    """It is on the machine of rank 0."""
+    broadcast = "broadcast"
+    """One worker of its machine was sent them for all engines there."""
+    copied = "Ray objects"
+    """It joined later than the broadcast, or there was none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,6 +61,8 @@ class Member:
     processes: tuple[ProcessMark, ...] = ()
     asked: int = -1
     """Policy version of the weights that it was last told to load."""
+    way: Way = Way.mapped
+    """How those came."""
     report: WeightReport | None = None
     sampled_s: float = 0.0
     """Seconds in which it sampled, as it said last."""
@@ -60,3 +75,54 @@ class Member:
     @property
     def name(self) -> str:
         return f"engine {self.index}"
+
+    def take(self, answer: Sequence[Completion]) -> list[Completion]:
+        """What of an answer to `poll` is still waited for: another engine may have been faster."""
+        taken = [completion for completion in answer if completion.ticket in self.held]
+        for completion in taken:
+            completion.generation.quantized = self.quantized
+        self.forget({completion.ticket for completion in taken})
+        return taken
+
+    def forget(self, tickets: set[int]) -> None:
+        """Nobody waits for these here any more."""
+        self.held = {ticket: request for ticket, request in self.held.items() if ticket not in tickets}
+        self.aborting -= tickets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """The weights that were published last, by kind: quantised (True) or plain."""
+
+    shared: Mapping[bool, SharedWeights]
+    node: str
+    """Ray node where they lie in memory."""
+    received: Mapping[bool, Mapping[str, SharedWeights]]
+    """By kind and other node: where a broadcast has put them."""
+    copies: Callable[[bool], ray.ObjectRef[Any]]
+    """Makes copies, a list of WeightBucket in the object store."""
+
+    def place(self, member: Member) -> tuple[Way, SharedWeights | None]:
+        """Where an engine finds its weights in memory of its machine; None if it has to be sent copies."""
+        if member.node == self.node:
+            return Way.mapped, self.shared[member.quantized]
+        there = self.received.get(member.quantized, {}).get(member.node)
+        # The worker that received them may be the one that was lost, and its memory with it.
+        if there is None or member.health is not Health.serving:
+            return Way.copied, None
+        return Way.broadcast, there
+
+
+def receivers_of(members: Sequence[Member], *, node: str) -> tuple[Receiver, ...]:
+    """The first of `members` on each Ray node but `node`."""
+    first = {member.node: Receiver(member.index, member.restarts) for member in reversed(members)}
+    return tuple(sorted(receiver for place, receiver in first.items() if place != node))
+
+
+def check_any_left(members: Sequence[Member], *, max_restarts: int) -> None:
+    """Raise EngineError if all engines are retired, with the cause of each."""
+    if all(member.health is Health.retired for member in members):
+        causes = "\n".join(f"{member.name}: {member.lost_by}" for member in members)
+        raise EngineError(
+            f"0 of {len(members)} engines are left, each restarted rollout.max_restarts={max_restarts} times:\n{causes}"
+        )

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -196,6 +197,10 @@ class QuantizedPublisher:
     def copies(self) -> list[WeightBucket]:
         """Like `WeightPublisher.copies`."""
         return self._publisher.copies()
+
+    def published(self) -> np.ndarray:
+        """Like `WeightPublisher.published`."""
+        return self._publisher.published()
 
 
 Publisher = WeightPublisher | QuantizedPublisher

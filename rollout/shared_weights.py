@@ -1,8 +1,8 @@
 """Weights in memory that other processes of the machine map: the trainer writes, the engines read in place.
 
-`trainer/worker.py` publishes with a `WeightPublisher`; `rollout/worker.py` opens with a `WeightReader`, and the SGLang
-server with `map_region` (`rollout/sglang/loader.py`). What travels between them is a `SharedWeights`: where the bytes
-are, which version, and a digest per tensor.
+`trainer/worker.py` publishes with a `WeightPublisher`, `rollout/weight_broadcast.py` fills regions on other machines;
+`rollout/worker.py` opens with a `WeightReader`, and the SGLang server with `map_region` (`rollout/sglang/loader.py`).
+What travels between them is a `SharedWeights`: where the bytes are, which version, and a digest per tensor.
 
 A region holds the whole model in the engine's dtype, not a ring of a few buckets. So an engine can check every byte
 before it replaces the first, reads at its own pace without a hand-shake per bucket, and may go on using the bytes where
@@ -118,6 +118,11 @@ class MappedRegion:
         self.data = np.frombuffer(mapped, dtype=np.uint8, count=address.num_bytes, offset=DATA_START)
         """[num_bytes] uint8."""
 
+    @property
+    def writer(self) -> str:
+        """Which process writes it."""
+        return self._address.path.partition("/fd/")[0]
+
     def version(self) -> int:
         """Policy version of the bytes, INCOMPLETE while they are written; WeightSyncError for a foreign region."""
         mark, region_id, version = HEADER.unpack(os.pread(self._file.fileno(), HEADER.size, 0))
@@ -165,47 +170,16 @@ class MappedRegion:
             return 0  # an ordinary file
 
 
-class WeightPublisher:
-    """Writes one version of the weights after the other for the engines of this machine."""
+class RegionPool:
+    """Regions of one size that are written again once nobody reads them."""
 
-    def __init__(self, shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> None:
-        """`shapes` in the order in which the tensors will come; see `plan_buckets` for the rest and the errors."""
-        self._shapes = list(shapes)
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._regions: list[WeightRegion] = []
-        self._published: tuple[WeightRegion, SharedWeights] | None = None
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
-        """Cast every tensor straight into a region that nobody reads, with its digest; the announcement for engines.
-
-        Raises ValueError if the tensors are not those of `shapes`, WeightSyncError if engines hold on to all regions.
-        """
-        buckets = plan_buckets(self._shapes, bucket_bytes=self._bucket_bytes, dtype=self._dtype)
-        region = self._free_region(num_bytes_of(buckets), policy_version=policy_version)
-        with region.writing(policy_version) as data:
-            write_tensors(named_tensors, buckets, data)
-        shared = SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
-        self._published = region, shared
-        return shared
-
-    def copies(self) -> list[WeightBucket]:
-        """What was published last, as buckets that can be sent to another machine."""
-        if self._published is None:
-            raise WeightSyncError("no weights have been published yet")
-        region, shared = self._published
-        return [replace(bucket, region=None, start=0) for bucket in buckets_of(shared, region.data)]
-
-    def close(self) -> None:
-        """Give all memory back that no engine uses."""
+    def locked_region(self, num_bytes: int, *, policy_version: int) -> WeightRegion:
+        """A region that is locked for writing. Raises WeightSyncError if engines hold on to all of them."""
         for region in self._regions:
-            region.close()
-        self._regions, self._published = [], None
-
-    def _free_region(self, num_bytes: int, *, policy_version: int) -> WeightRegion:
-        """A region that is locked for writing."""
-        for region in self._regions:
-            if region.try_lock():
+            if region.data.nbytes == num_bytes and region.try_lock():
                 return region
         if len(self._regions) == MAX_REGIONS:
             raise WeightSyncError(
@@ -216,6 +190,56 @@ class WeightPublisher:
         if not region.try_lock():
             raise WeightSyncError("a region that nobody knows is locked")
         return region
+
+    def close(self) -> None:
+        """Give all memory back that no engine uses."""
+        for region in self._regions:
+            region.close()
+        self._regions = []
+
+
+class WeightPublisher:
+    """Writes one version of the weights after the other for the engines of this machine."""
+
+    def __init__(self, shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> None:
+        """`shapes` in the order in which the tensors will come; see `plan_buckets` for the rest and the errors."""
+        self._shapes = list(shapes)
+        self._bucket_bytes = bucket_bytes
+        self._dtype = dtype
+        self._pool = RegionPool()
+        self._published: tuple[WeightRegion, SharedWeights] | None = None
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
+        """Cast every tensor straight into a region that nobody reads, with its digest; the announcement for engines.
+
+        Raises ValueError if the tensors are not those of `shapes`, WeightSyncError if engines hold on to all regions.
+        """
+        buckets = plan_buckets(self._shapes, bucket_bytes=self._bucket_bytes, dtype=self._dtype)
+        region = self._pool.locked_region(num_bytes_of(buckets), policy_version=policy_version)
+        with region.writing(policy_version) as data:
+            write_tensors(named_tensors, buckets, data)
+        shared = SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
+        self._published = region, shared
+        return shared
+
+    def copies(self) -> list[WeightBucket]:
+        """What was published last, as buckets that can be sent to another machine."""
+        region, shared = self._last()
+        return [replace(bucket, region=None, start=0) for bucket in buckets_of(shared, region.data)]
+
+    def published(self) -> np.ndarray:
+        """[num_bytes] uint8: the bytes of what was published last, until the next `publish`."""
+        return self._last()[0].data
+
+    def close(self) -> None:
+        """Give all memory back that no engine uses."""
+        self._pool.close()
+        self._published = None
+
+    def _last(self) -> tuple[WeightRegion, SharedWeights]:
+        if self._published is None:
+            raise WeightSyncError("no weights have been published yet")
+        return self._published
 
 
 class WeightReader:
@@ -246,6 +270,9 @@ class WeightReader:
         self._in_use = key
         if previous not in ("", key):
             self._regions[previous].unlock()
+        # Regions of a process that does not write any more, as a receiver that was lost, would keep their memory.
+        for other in [other for other, held in self._regions.items() if held.writer != region.writer]:
+            self._regions.pop(other).close()
 
     def release(self) -> None:
         """The engine has its own copy of what was opened last: the trainer may write there."""

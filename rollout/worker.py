@@ -12,12 +12,13 @@ from pathlib import Path
 
 import ray
 
-from rollout.config import EngineConfig, SGLangConfig, TorchEngineConfig
+from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
 from rollout.process_memory import MemoryUse, memory_use
 from rollout.processes import ProcessMark, mark_processes
 from rollout.shared_weights import WeightReader
 from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
+from rollout.weight_broadcast import BroadcastAddress, WeightReceiver
 
 CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
 """Threads that an actor has for the verbs marked with them, besides the one for the others."""
@@ -72,6 +73,7 @@ class RolloutWorker:
         self._engine = build_engine(setup)
         self._pids: tuple[int, ...] = ()
         self._shared = WeightReader()
+        self._receiver = WeightReceiver()
 
     def start(self) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
         """Also the processes to kill where the worker does not answer any more."""
@@ -94,6 +96,14 @@ class RolloutWorker:
     def sampling_s(self) -> float:
         return self._engine.sampling_s
 
+    def receive_weights(self, announced: SharedWeights, address: BroadcastAddress, rank: int) -> SharedWeights:
+        """Take the weights from another machine for all engines of this one; where they lie here.
+
+        A collective of rank 0 of the policy and one worker per machine.
+        """
+        host = address.host if address.host in LOOPBACK else ray.util.get_node_ip_address()
+        return self._receiver.receive(announced, address, rank=rank, host=host)
+
     def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
         """From the memory of this machine, or as they came from another one."""
         if isinstance(weights, SharedWeights):
@@ -101,7 +111,7 @@ class RolloutWorker:
                 report = self._engine.load_weights(buckets)
         else:
             report = self._engine.load_weights(weights)
-        if not report.in_place:
+        if not (report.in_place and isinstance(weights, SharedWeights)):
             self._shared.release()
         return report
 
@@ -121,3 +131,4 @@ class RolloutWorker:
     def stop(self) -> None:
         self._engine.stop()
         self._shared.close()
+        self._receiver.close()

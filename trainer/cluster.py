@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollout.config import Quantization
+from rollout.config import LOOPBACK, Quantization
 from rollout.engine_group import EngineGroup
 from rollout.residency import Turns
 from rollout.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
@@ -186,6 +186,7 @@ class Cluster:
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
                 num_threads=threads,
+                host=self._host(),
                 engine_threads=engine_threads(self._config),
             )
             actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
@@ -245,11 +246,17 @@ class Cluster:
         The store behind a port listens on every interface and knows no password; a file cannot be reached.
         """
         if self._config.cluster.address is not None:
-            [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]
-            return f"tcp://{address}:{secrets.choice(RENDEZVOUS_PORTS)}"
+            return f"tcp://{self._host()}:{secrets.choice(RENDEZVOUS_PORTS)}"
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._meeting_file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
         return f"file://{self._meeting_file}"
+
+    def _host(self) -> str:
+        """How other machines of the cluster reach rank 0's."""
+        if self._config.cluster.address is None:
+            return LOOPBACK[0]
+        [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]
+        return str(address)
 
     def _nodes(self) -> list[str]:
         """Ray node id of every worker: the FSDP ranks first, then the engines."""

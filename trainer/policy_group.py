@@ -14,9 +14,11 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from rollout.actor_calls import GRACE_S, gather, stop_workers
+from rollout.engine import BroadcastError
 from rollout.process_memory import MemoryUse
 from rollout.residency import Turns
 from rollout.types import SharedWeights
+from rollout.weight_broadcast import BroadcastAddress, Receiver
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.dry_run import DryRunReport
@@ -50,6 +52,8 @@ class PolicyGroup:
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._turns = turns or Turns()
+        self._broadcasts: dict[bool, tuple[tuple[Receiver, ...], BroadcastAddress | None]] = {}
+        """By kind of weights: the receivers of the last group, and where they meet unless the group has failed."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -107,6 +111,35 @@ class PolicyGroup:
         """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
         ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote(quantized)
         return ref
+
+    def broadcast_to(self, receivers: tuple[Receiver, ...], *, quantized: bool = False) -> BroadcastAddress | None:
+        """Where `receivers` meet rank 0; None if they have failed together: they get copies until one is replaced."""
+        known, address = self._broadcasts.get(quantized, ((), None))
+        if known != receivers:
+            refs = [self._workers[0].open_broadcast.remote(len(receivers), quantized)]
+            [address] = gather(refs, names=self._names[:1], phase="weight broadcast", deadline_s=self._step_timeout_s)
+            self._broadcasts[quantized] = receivers, address
+        return address
+
+    def send_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
+        """Begin to broadcast what was published last; the receivers must be called too."""
+        ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote(quantized)
+        return ref
+
+    def has_sent(self, sending: ray.ObjectRef[Any], address: BroadcastAddress) -> bool:
+        """Wait for the end of `send_weights`; False if the broadcast failed, which the log explains."""
+        deadline_s = address.timeout_s + GRACE_S
+        try:
+            gather([sending], names=self._names[:1], phase="weight broadcast", deadline_s=deadline_s)
+        except BroadcastError as error:
+            logger.warning("phase weight broadcast: %s: %s", self._names[0], error)
+            return False
+        return True
+
+    def end_broadcast(self, *, quantized: bool = False) -> None:
+        """The group of the receivers has failed: it is not used again."""
+        receivers, _ = self._broadcasts[quantized]
+        self._broadcasts[quantized] = receivers, None
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the ranks on their GPUs for the block."""

@@ -1,18 +1,24 @@
 """Policy -> engines: all weights after every step, verified. The receipt is printed and logged.
 
 Rank 0 casts the gathered weights into shared memory, with a digest per tensor; engines on its machine read them there,
-engines on other machines are sent copies through Ray's object store. Every engine proves that what it holds is bitwise
-what was published. A wrong byte, name or version ends the run with the tensor's name.
+to other machines it broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that what
+it holds is bitwise what was published. A wrong byte, name or version ends the run with the tensor's name.
+
+A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
+later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
+the receivers are others, and form their group with the next sync.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 
 from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
-from rollout.types import QuantizationReport
+from rollout.group_member import Published, Way
+from rollout.types import QuantizationReport, SharedWeights
 from trainer.policy_group import PolicyGroup
 
 
@@ -26,11 +32,13 @@ class SyncReport:
     """Bytes of one copy of the weights; the mean where engines hold different ones."""
     num_engines: int
     num_mapped: int
-    """Engines that read the weights in shared memory; the others were sent copies."""
+    """Engines on the machine of rank 0, which read the weights in its shared memory."""
+    num_broadcast: int
+    """Engines on machines to which the weights were broadcast; what is left was sent copies."""
     seconds: float
     """From the first gather to the last verified engine."""
     gather_s: float
-    """Seconds in which the ranks gathered, and rank 0 cast, digested and, for other machines, copied."""
+    """Seconds in which the ranks gathered, and rank 0 cast and digested, and broadcast to other machines."""
     load_s: float
     """Seconds of the slowest engine's load."""
     verify_s: float
@@ -58,9 +66,9 @@ class SyncReport:
     @property
     def transport(self) -> str:
         """How the weights reached the engines."""
-        sent = self.num_engines - self.num_mapped
-        ways = [f"shared memory ({self.num_mapped})"] * bool(self.num_mapped) + [f"Ray objects ({sent})"] * bool(sent)
-        return " and ".join(ways)
+        copied = self.num_engines - self.num_mapped - self.num_broadcast
+        counts = {Way.mapped: self.num_mapped, Way.broadcast: self.num_broadcast, Way.copied: copied}
+        return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)
 
     def __str__(self) -> str:
         return (
@@ -80,11 +88,12 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     kinds = engines.kinds
     with policy.resident():
         shared = {kind: policy.publish_weights(policy_version=policy_version, quantized=kind) for kind in kinds}
-    mapped = {kind: engines.num_on(policy.node, quantized=kind) for kind in kinds}
-    copies = {kind: policy.copy_weights(quantized=kind) for kind in kinds if mapped[kind] < engines.num_of(kind)}
+    received = {kind: to_other_nodes(policy, engines, shared[kind], quantized=kind) for kind in kinds}
     gathered = time.perf_counter()
+    # Made when one is needed, once per sync. Rank 0 has time then: whoever waits for engines does not train.
+    copies = functools.cache(lambda kind: policy.copy_weights(quantized=kind))
     with engines.resident():
-        by_engine = engines.load_weights(shared, node=policy.node, copies=copies)
+        by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received, copies=copies))
     for index, report in by_engine.items():
         sent = shared[index < engines.num_of(True)].num_tensors
         if report.policy_version != policy_version or report.num_tensors != sent:
@@ -99,7 +108,8 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         num_tensors=reports[0].num_tensors,
         num_bytes=sum(report.num_bytes for report in reports) // len(reports),
         num_engines=len(reports),
-        num_mapped=min(sum(mapped.values()), len(reports)),
+        num_mapped=engines.num_by(Way.mapped),
+        num_broadcast=engines.num_by(Way.broadcast),
         seconds=time.perf_counter() - started,
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),
@@ -107,3 +117,22 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         quantization=shared[True].quantization if True in shared else None,
         num_quantized=engines.num_of(True),
     )
+
+
+def to_other_nodes(
+    policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights, *, quantized: bool
+) -> dict[str, SharedWeights]:
+    """Broadcast weights of a kind to all Ray nodes with engines of the kind but the policy's; where they lie, by node.
+
+    Empty if any machine did not get them, which the log explains.
+    """
+    receivers = engines.receivers(policy.node, quantized=quantized)
+    address = policy.broadcast_to(receivers, quantized=quantized) if receivers else None
+    if address is None:
+        return {}
+    sending = policy.send_weights(quantized=quantized)
+    received = engines.receive_weights(announced, address, receivers)
+    if policy.has_sent(sending, address) and len(received) == len(receivers):
+        return received
+    policy.end_broadcast(quantized=quantized)
+    return {}

@@ -1,9 +1,9 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, dry_run, train, logprobs, publish_weights, copy_weights, save_checkpoint, saved_checkpoint,
-load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called together where a verb contains
-collectives: all but copy_weights, ceilings, memory and stop. Inside `train`: the critic, if there is one
-(`trainer/critic.py`); then forward -> pi_old -> correction -> loss -> backward -> optimizer step.
+Verbs: setup, dry_run, train, logprobs, publish_weights, copy_weights, open_broadcast, send_weights, save_checkpoint,
+saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called together where a verb
+contains their collectives: all but copy_weights, open_broadcast, send_weights, ceilings, memory and stop. In `train`:
+the critic, if there is one (`trainer/critic.py`); then forward -> pi_old -> correction -> loss -> backward -> step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from algorithms.histograms import HistogramArrays
 from rollout.process_memory import MemoryUse, give_back_free_memory, memory_use
 from rollout.quantization import publishers
 from rollout.types import SharedWeights, WeightBucket
+from rollout.weight_broadcast import BroadcastAddress, WeightSender
 from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
@@ -69,6 +70,8 @@ class PolicySetup:
     """"cpu" or "cuda"."""
     num_threads: int
     """Torch threads on a CPU."""
+    host: str = "127.0.0.1"
+    """How other machines reach rank 0's."""
     engine_threads: int = 1
     """Compute threads of a rollout engine on a CPU, for its ceilings."""
     critic_path: Path | None = None
@@ -138,6 +141,7 @@ class PolicyWorker:
         self._publishers = publishers(
             tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
         )
+        self._senders: dict[bool, WeightSender] = {}
         return PolicyInfo(
             rank=setup.rank,
             pid=os.getpid(),
@@ -245,6 +249,17 @@ class PolicyWorker:
     def copy_weights(self, quantized: bool = False) -> list[WeightBucket]:
         """What rank 0 published last of the kind, for engines on other machines. For rank 0 alone."""
         return self._publishers[quantized].copies()
+
+    def open_broadcast(self, num_receivers: int, quantized: bool = False) -> BroadcastAddress:
+        """Where one worker of each of `num_receivers` other machines meets rank 0. For rank 0 alone."""
+        timeout_s = self._config.rollout.sync_timeout_s
+        sender = WeightSender(self._setup.host, num_receivers=num_receivers, timeout_s=timeout_s)
+        self._senders[quantized] = sender
+        return sender.address
+
+    def send_weights(self, quantized: bool = False) -> None:
+        """Broadcast what was published last of the kind, after `open_broadcast`. For rank 0 and all receivers."""
+        self._senders[quantized].send(self._publishers[quantized].published())
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

@@ -414,7 +414,7 @@ def test_the_server_reads_what_the_trainer_published_without_a_copy_in_between(
         reader.release()
         served.version, served.model = served.version + 1, new
         assert not report.in_place and served.engine.policy_version == served.version
-    assert len(publisher._regions) == 1
+    assert len(publisher._pool._regions) == 1
     requests = make_requests(PROMPTS)
     assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-4
 

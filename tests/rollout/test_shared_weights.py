@@ -152,7 +152,7 @@ def test_a_failed_sync_keeps_the_memory_that_the_engine_still_uses() -> None:
         with pytest.raises(RuntimeError, match="planted"), reader.opened(publish(publisher, version)):
             raise RuntimeError("planted")
     check_buckets(kept, held_version=1)
-    assert len(publisher._regions) == 2
+    assert len(publisher._pool._regions) == 2
 
 
 def test_engines_that_hold_every_region_end_the_sync() -> None:

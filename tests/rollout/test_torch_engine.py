@@ -367,11 +367,11 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         assert all(parameter.data_ptr() in places for parameter in worker._engine._model.parameters())
         outcomes.append(logprobs_of(worker, requests))
     assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]
-    assert len(publisher._regions) == 2
+    assert len(publisher._pool._regions) == 2
     # From another machine: the engine's own memory again, and the shared memory is free.
     assert not worker.load_weights(weights_of(new, version=6)).in_place
     assert logprobs_of(worker, requests) == outcomes[1]
-    assert all(region.try_lock() for region in publisher._regions)
+    assert all(region.try_lock() for region in publisher._pool._regions)
     worker.stop()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Never
 
 import torch
 from test_packing import make_sample
@@ -14,9 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import DType, TorchEngineConfig
+from rollout.group_member import Published
 from rollout.hf import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from rollout.shared_weights import DATA_START
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import Sample
+from rollout.types import Sample, SharedWeights, TensorSpec
 from trainer.components import (
     BatchConfig,
     HFModelConfig,
@@ -131,3 +135,21 @@ def full_gradient(model: nn.Module) -> torch.Tensor:
     """The whole gradient [P] of a sharded model; a collective."""
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
+
+
+def published(shared: Mapping[bool, SharedWeights], node: str) -> Published:
+    """Weights by kind for engines that are all on `node`."""
+
+    def copies(_: bool) -> Never:
+        raise AssertionError("an engine beside the trainer asked for copies")
+
+    return Published(shared=shared, node=node, received={}, copies=copies)
+
+
+def flip_byte(shared: SharedWeights, spec: TensorSpec) -> None:
+    """Change one bit of a tensor of the first bucket where it lies."""
+    with open(shared.address.path, "r+b") as region:
+        region.seek(DATA_START + shared.buckets[0].start + spec.offset + 1)
+        byte = region.read(1)[0]
+        region.seek(-1, os.SEEK_CUR)
+        region.write(bytes([byte ^ 4]))

@@ -14,6 +14,7 @@ import pytest
 import ray
 import torch
 from care_workers import DishonestWorker, SlowWorker
+from policy_cases import published as published_on
 from policy_cases import save_policy
 
 from rollout.actor_calls import WorkerError
@@ -92,7 +93,7 @@ def group(model_path: Path, published: Published) -> Iterator[EngineGroup]:
 
 
 def load(group: EngineGroup, shared: SharedWeights) -> dict[int, WeightReport]:
-    return group.load_weights({False: shared}, node=ray.get_runtime_context().get_node_id(), copies={})
+    return group.load_weights(published_on({False: shared}, ray.get_runtime_context().get_node_id()))
 
 
 def requests_of(count: int = 8, *, tokens: int = LONG) -> list[GenerateRequest]:

@@ -5,18 +5,16 @@ Everything here runs on one Ray cluster; models are tiny and random.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import ray
 import torch
-from policy_cases import by_aggregation, make_config, make_samples, save_policy, save_untied
+from policy_cases import by_aggregation, flip_byte, make_config, make_samples, published, save_policy, save_untied
 from safetensors.torch import load_file
 
 from algorithms.config import (
@@ -27,7 +25,6 @@ from rollout.engine import WeightSyncError
 from rollout.engine_group import EngineGroup
 from rollout.requests import make_sample as make_rollout
 from rollout.requests import sampling_params
-from rollout.shared_weights import DATA_START
 from rollout.types import GenerateRequest, Sample
 from rollout.weights import unpack
 from trainer.batch import MicroBatch
@@ -145,51 +142,18 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         assert engines.policy_versions() == [1, 1]
         shared = policy.publish_weights(policy_version=2)
         spec = shared.buckets[0].tensors[3]
-        with open(shared.address.path, "r+b") as region:
-            region.seek(DATA_START + shared.buckets[0].start + spec.offset + 1)
-            byte = region.read(1)[0]
-            region.seek(-1, os.SEEK_CUR)
-            region.write(bytes([byte ^ 4]))
+        flip_byte(shared, spec)
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights({False: shared}, node=policy.node, copies={})
+            engines.load_weights(published({False: shared}, policy.node))
         assert engines.policy_versions() == [1, 1]
         shared = policy.publish_weights(policy_version=3)
         shared.buckets[0].tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):
-            engines.load_weights({False: shared}, node=policy.node, copies={})
+            engines.load_weights(published({False: shared}, policy.node))
         shared.policy_version = 2
         with pytest.raises(WeightSyncError, match=r"hold policy version 3, policy version 2 was announced"):
-            engines.load_weights({False: shared}, node=policy.node, copies={})
+            engines.load_weights(published({False: shared}, policy.node))
         assert sync_weights(policy, engines, policy_version=4).policy_version == 4
-
-
-@pytest.mark.slow
-def test_an_engine_on_another_machine_gets_the_same_weights_as_ray_objects(model_path: Path) -> None:
-    config = make_config(model_path, num_engines=2)
-    config.sampling = SamplingConfig(max_new_tokens=12)
-    with Cluster(config, log_dir=model_path) as cluster:
-        policy = cluster.spawn_policy(model_path)
-        engines = cluster.spawn_engines(model_path)
-        policy.wait_ready()
-        engines.wait_ready()
-        engines._members[1].node = "another node"
-        for version in (1, 2):
-            policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
-            report = sync_weights(policy, engines, policy_version=version)
-            assert "through shared memory (1) and Ray objects (1) in" in str(report)
-            assert engines.policy_versions() == [version, version]
-        samples = rollouts(engines, config.sampling)  # both engines sample
-        [logprobs] = policy.logprobs([micro_batch(samples)])
-        assert worst(micro_batch(samples), logprobs) < TOLERANCE
-        buckets = ray.get(policy.copy_weights())
-        spec = buckets[0].tensors[3]
-        data = np.array(buckets[0].data)
-        data[spec.offset + 1] ^= 4
-        tampered = ray.put([replace(buckets[0], data=data), *buckets[1:]])
-        with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights(
-                {False: policy.publish_weights(policy_version=3)}, node=policy.node, copies={False: tampered}
-            )
 
 
 @pytest.mark.slow
@@ -230,7 +194,7 @@ def test_quantised_and_plain_engines_share_the_prompts_and_each_holds_its_own_we
         assert wrong.digest != right.digest
         wrong.digest = right.digest
         with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight"):
-            engines.load_weights(shared, node=policy.node, copies={})
+            engines.load_weights(published(shared, policy.node))
 
 
 ENGINES = [TorchEngineConfig(dtype=DType.float32), SGLangConfig(dtype=DType.float32)]

@@ -1,0 +1,109 @@
+"""Weights for engines on other machines: real ranks and engines, gloo between them, one machine taken for three."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+from policy_cases import flip_byte, make_config, make_samples, published, save_policy
+
+import rollout.engine_group
+from rollout.actor_calls import kill_worker
+from rollout.config import DType, Quantization, TorchEngineConfig
+from rollout.engine import WeightSyncError
+from rollout.engine_group import EngineGroup
+from rollout.group_member import Health
+from trainer.cluster import Cluster, start_ray
+from trainer.packing import pack
+from trainer.policy_group import PolicyGroup
+from trainer.weight_sync import sync_weights, to_other_nodes
+
+pytestmark = pytest.mark.slow
+
+NODES = ["b", "here", "b", "c"]
+"""Of the engines; the first is quantised."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray() -> Iterator[None]:
+    start_ray(None)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGroup, EngineGroup]]:
+    """One rank and four engines on machines NODES; what one test leaves the next one finds."""
+    path = save_policy(tmp_path_factory.mktemp("model"))
+    config = make_config(path, num_workers=1)
+    config.rollout = TorchEngineConfig(
+        dtype=DType.float32,
+        num_engines=4,
+        cpus_per_engine=0.25,
+        quantization=Quantization.int4,
+        quantized_engines=1,
+        sync_timeout_s=60.0,
+    )
+    with Cluster(config, log_dir=path) as cluster, pytest.MonkeyPatch.context() as patch:
+        policy = cluster.spawn_policy(path)
+        engines = cluster.spawn_engines(path)
+        policy.wait_ready()
+        engines.wait_ready()
+        for member, node in zip(engines._members, NODES, strict=True):
+            member.node = policy.node if node == "here" else node
+
+        def kill_here(worker: Any, *, node: str, processes: Any) -> None:
+            kill_worker(worker, node=policy.node, processes=processes)
+
+        patch.setattr(rollout.engine_group, "kill_worker", kill_here)
+        yield policy, engines
+
+
+def test_both_kinds_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, EngineGroup]) -> None:
+    policy, engines = sides
+    for version in (1, 2):
+        policy.train(pack([make_samples()], num_ranks=1, max_tokens=100, policy_version=0), step=version)
+        report = sync_weights(policy, engines, policy_version=version)
+        assert "through shared memory (1) and broadcast (3) in" in str(report)
+        assert engines.policy_versions() == [version] * 4
+
+
+def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
+    policy, engines = sides
+    shared = {kind: policy.publish_weights(policy_version=3, quantized=kind) for kind in (True, False)}
+    received = {kind: to_other_nodes(policy, engines, shared[kind], quantized=kind) for kind in (True, False)}
+    assert [sorted(received[kind]) for kind in (True, False)] == [["b"], ["b", "c"]]
+    there = received[False]["c"]
+    assert there.address != shared[False].address
+    spec = there.buckets[0].tensors[3]
+    flip_byte(there, spec)
+    with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
+        engines.load_weights(replace(published(shared, policy.node), received=received))
+    assert engines.policy_versions()[3] == 2
+
+
+def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again(
+    sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, engines = sides
+    receiver = engines._members[2].processes[0].pid
+    os.kill(receiver, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (receiver, signal.SIGKILL)).start()
+    report = sync_weights(policy, engines, policy_version=4)
+    assert report.gather_s > 0.5  # it was under way
+    # The quantised engine is in a group of its own.
+    assert "through shared memory (1) and broadcast (1) and Ray objects (1) in" in str(report)
+    assert "engine 2 is lost" in caplog.text and "phase weight broadcast: engine 2 died" in caplog.text
+    assert engines.policy_versions() == [4] * 3
+    engines._wait_while(lambda member: member.health is not Health.serving)
+    assert engines.policy_versions() == [4] * 4
+    report = sync_weights(policy, engines, policy_version=5)
+    assert "through shared memory (1) and broadcast (3) in" in str(report)
+    assert engines.policy_versions() == [5] * 4
+    assert engines.metrics()["rollout/engine_restarts"] == 1.0
