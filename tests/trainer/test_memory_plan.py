@@ -13,7 +13,7 @@ from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
 from rollout.config import DType, SGLangConfig, TorchEngineConfig
-from rollout.sglang.engine import SGLangEngine
+from rollout.sglang.installation import server_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
 from trainer.cluster import bundle_numbers, required_bundles
@@ -150,8 +150,7 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
 def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path) -> None:
     def arguments(*, device: str = "cuda", sleeps: bool = True, part: float = 0.4, **args: object) -> dict[str, object]:
         config = SGLangConfig(gpus_per_engine=part, engine_args=dict(args))
-        engine = SGLangEngine(config, index=0, seed=0, device=device, log_dir=tmp_path, num_threads=1, sleeps=sleeps)
-        found = engine._server_args(tmp_path)
+        found = server_args(config, tmp_path, device=device, random_seed=0, sleeps=sleeps)
         return {name: found[name] for name in ("enable_memory_saver", "mem_fraction_static") if name in found}
 
     assert arguments() == {"enable_memory_saver": True, "mem_fraction_static": 0.4}
