@@ -705,10 +705,11 @@ def test_pause_mode_abort_returns_what_is_under_way(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.engine._config, "pause_mode", PauseMode.abort)
+    new = write_tiny_model(tmp_path / "new", seed=10)  # before the requests, which would end meanwhile
     requests = long_running(served.engine)
-    time.sleep(0.5)
+    time.sleep(0.2)
     old_version = served.version
-    served.load(write_tiny_model(tmp_path / "new", seed=10))
+    served.load(new)
     got = poll_all(served.engine, len(requests))
     aborted = [g for g in got.values() if g.finish_reason is FinishReason.abort]
     assert len(aborted) >= 3
