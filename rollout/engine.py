@@ -8,7 +8,7 @@ implement it; `rollout/worker.py` hosts one of them in a Ray actor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -96,13 +96,9 @@ class Engine(Protocol):
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """Submit `requests`, wait for all; one response each, in their order. For a caller that is alone."""
         # Below zero, where no caller of `submit` has its own.
-        positions = {-1 - position: position for position in range(len(requests))}
-        self.submit(list(positions), requests)
-        generations: dict[int, Generation] = {}
-        while len(generations) < len(requests):
-            for ticket, generation in self.poll(POLL_S):
-                generations[positions[ticket]] = generation
-        return [generations[position] for position in range(len(requests))]
+        tickets = [-1 - position for position in range(len(requests))]
+        self.submit(tickets, requests)
+        return wait_for(tickets, self.poll, others=[])
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
         """Replace all weights, drop every cache derived from the old ones, verify digests, set the version.
@@ -134,6 +130,21 @@ class Engine(Protocol):
     def stop(self) -> None:
         """End every process and free every resource; safe to call twice."""
         ...
+
+
+def wait_for(
+    tickets: Sequence[int], poll: Callable[[float], list[Completion]], *, others: list[Completion]
+) -> list[Generation]:
+    """Poll until all `tickets` have ended; their generations, in this order. What else comes is added to `others`."""
+    wanted = set(tickets)
+    answers: dict[int, Generation] = {}
+    while len(answers) < len(wanted):
+        for completion in poll(POLL_S):
+            if completion.ticket in wanted:
+                answers[completion.ticket] = completion.generation
+            else:
+                others.append(completion)
+    return [answers[ticket] for ticket in tickets]
 
 
 def continuation(request: GenerateRequest) -> GenerateRequest:

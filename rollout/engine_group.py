@@ -17,7 +17,16 @@ from ray.actor import ActorHandle
 from rollout.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
 from rollout.balance import load_of, split_by_kind
 from rollout.config import EngineConfig
-from rollout.engine import POLL_S, BroadcastError, EngineError, EngineInfo, WeightReport, WeightSyncError, aborted
+from rollout.engine import (
+    POLL_S,
+    BroadcastError,
+    EngineError,
+    EngineInfo,
+    WeightReport,
+    WeightSyncError,
+    aborted,
+    wait_for,
+)
 from rollout.group_member import Health, Member, Published, Way, check_any_left, receivers_of
 from rollout.process_memory import MemoryUse
 from rollout.residency import Turns
@@ -131,20 +140,13 @@ class EngineGroup:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests, spread over the engines."""
         before_s = self.sampling_s()
-        waited = self.submit(requests)
-        answers: dict[int, Generation] = {}
         others: list[Completion] = []
         try:
-            while len(answers) < len(waited):
-                for completion in self.poll(POLL_S):
-                    if waited[0] <= completion.ticket <= waited[-1]:
-                        answers[completion.ticket] = completion.generation
-                    else:
-                        others.append(completion)
+            generations = wait_for(self.submit(requests), self.poll, others=others)
         finally:
             self._early += others
         self._generating_s += self.sampling_s() - before_s
-        return [answers[ticket] for ticket in waited]
+        return generations
 
     def sampling_s(self) -> float:
         """Seconds, since they started, in which the engines had unfinished requests, mean over engines; without those
@@ -242,12 +244,12 @@ class EngineGroup:
     def _serving(self) -> list[Member]:
         return [member for member in self._members if member.health is Health.serving]
 
-    def _started(self, index: int, node: str, *, restarts: int = 0) -> Member:
+    def _started(self, index: int, node: str) -> Member:
         worker = self._spawn(index)
         due = time.monotonic() + self._config.start_timeout_s + GRACE_S
         quantized = index < self._config.num_quantized
         call: ray.ObjectRef[Any] = worker.start.remote()
-        return Member(index=index, node=node, quantized=quantized, worker=worker, call=call, due=due, restarts=restarts)
+        return Member(index=index, node=node, quantized=quantized, worker=worker, call=call, due=due)
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
@@ -391,9 +393,7 @@ class EngineGroup:
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
-            self._members[member.index] = self._started(member.index, member.node, restarts=member.restarts + 1)
-            self._members[member.index].sampled_before_s = member.sampled_before_s + member.sampled_s
-            self._members[member.index].lost_by = cause
+            self._members[member.index] = self._started(member.index, member.node).instead_of(member, cause)
             return
         member.held, member.call = {}, None
         member.health, member.lost_by = Health.retired, cause

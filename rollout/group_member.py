@@ -76,6 +76,13 @@ class Member:
     def name(self) -> str:
         return f"engine {self.index}"
 
+    def instead_of(self, lost: Member, cause: str) -> Member:
+        """This engine, in the place of one that was `lost` by `cause`."""
+        self.restarts = lost.restarts + 1
+        self.sampled_before_s = lost.sampled_before_s + lost.sampled_s
+        self.lost_by = cause
+        return self
+
     def take(self, answer: Sequence[Completion]) -> list[Completion]:
         """What of an answer to `poll` is still waited for: another engine may have been faster."""
         taken = [completion for completion in answer if completion.ticket in self.held]

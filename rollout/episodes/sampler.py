@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.worker import EpisodeWorker, Inbox
@@ -170,12 +171,12 @@ class EpisodeSampler:
         return len(self._episodes) + len(self._done)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One response per request, in their order. For a caller that is alone."""
-        tickets = self.submit(requests)
-        answers: dict[int, Generation] = {}
-        while len(answers) < len(tickets):
-            answers.update(self.poll(1.0))
-        return [answers[ticket] for ticket in tickets]
+        """One response per request, in their order; `poll` returns what else ends meanwhile."""
+        others: list[Completion] = []
+        try:
+            return wait_for(self.submit(requests), self.poll, others=others)
+        finally:
+            self._done += others
 
     def sampling_s(self) -> float:
         """Seconds in which the engines have sampled since they started; mean over engines."""

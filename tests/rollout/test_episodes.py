@@ -329,3 +329,15 @@ def test_the_calculator_answers_sums_and_nothing_else(episodes):
                 assert text[start:] == str(sum(int(term) for term in digits.split("+") if term)), (text, digits)
                 known = False
             text += TOKENS[token] if token > 1 else ""
+
+
+def test_generate_leaves_the_episodes_of_others_to_poll(episodes):
+    """As an evaluation does while later steps are sampled."""
+    sampler = episodes(ONE_TURN)
+    earlier = sampler.submit(make_requests(4))
+    generations = sampler.generate(make_requests(6, seed=100))
+    assert len(generations) == 6
+    found = {}
+    while len(found) < 4:
+        found.update(sampler.poll(5.0))
+    assert set(found) == set(earlier) and sampler.unfinished == 0
