@@ -123,7 +123,7 @@ def measure(
     found: dict[tuple[str, int], list[float]] = {(mode, steps): [] for steps in OPTIMIZER_STEPS for mode in MODES}
     for repeat in range(repeats + 1):
         for mode, steps in found:
-            worker._config = with_mode(base, mode, steps)
+            worker._training._config = with_mode(base, mode, steps)
             started = time.process_time()
             report = worker.train(batches[steps].ranks[0], batches[steps].samples, 1)
             seconds = time.process_time() - started

@@ -34,7 +34,7 @@ from trainer.memory import MemoryWatch
 from trainer.model_shape import ModelShape, UnknownShapeError, directory_shape
 from trainer.planner import DEFAULT_COST, BinCost
 from trainer.policy_group import PolicyGroup
-from trainer.worker import TrainReport
+from trainer.training_step import TrainReport
 
 logger = logging.getLogger(__name__)
 

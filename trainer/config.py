@@ -6,7 +6,6 @@ Imports no torch, no Ray and no SGLang: the command line builds and checks it in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +19,6 @@ from algorithms.config import (
     BypassConfig,
     Checked,
     CISPOConfig,
-    Compared,
     CorrectionConfig,
     CustomConfig,
     DPPOKLConfig,
@@ -37,7 +35,6 @@ from algorithms.config import (
     ReferenceKLConfig,
     ReinforceConfig,
     SAPOConfig,
-    SelfNormalize,
     TISConfig,
     VanillaISConfig,
 )
@@ -62,8 +59,15 @@ from trainer.components import (
     ModelConfig,
     OptimConfig,
     PolicyConfig,
-    Residency,
     RunConfig,
+)
+from trainer.config_rules import (
+    BASELINE_ESTIMATORS,
+    advantage_problems,
+    checkpoint_problems,
+    critic_problems,
+    reference_problems,
+    sharing_problems,
 )
 from trainer.recording import CheckpointConfig, EvalConfig, TrackingConfig
 from trainer.schedule import (
@@ -73,9 +77,6 @@ from trainer.schedule import (
     SyncScheduleConfig,
     schedule_problems,
 )
-
-BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
-"""Estimators whose baseline is the group, which therefore must have two members."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -208,7 +209,7 @@ class TrainConfig(Checked):
                 rule=f"must be <= samples per step ({self.batch.samples_per_step})",
                 value=self.policy.num_workers,
             )
-        yield from self._sharing_problems()
+        yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
             self.sampling.max_new_tokens
@@ -219,7 +220,7 @@ class TrainConfig(Checked):
                 value=self.loss.fixed_length_tokens,
             )
         yield from episode_problems(self.episode, self.collect)
-        yield from self._checkpoint_problems()
+        yield from checkpoint_problems(self)
         if self.eval.sets and not isinstance(self.data, FileDataConfig):
             yield Problem(
                 key="eval.sets",
@@ -229,127 +230,9 @@ class TrainConfig(Checked):
             )
         if "correction" not in unchosen and "loss" not in unchosen:
             yield from combination_problems(self.correction, self.loss)
-            yield from self._advantage_problems()
-            yield from self._reference_problems()
-        yield from self._critic_problems()
-
-    def _checkpoint_problems(self) -> Iterator[Problem]:
-        """Rules between what is saved and what is evaluated."""
-        every, evaluated = self.checkpoint.every, self.eval.every
-        if self.checkpoint.best_metric is None or every < 1 or evaluated < 0:
-            return
-        if evaluated == 0 or math.lcm(every, evaluated) >= self.run.num_steps:
-            yield Problem(
-                key="checkpoint.best_metric",
-                rule="needs checkpoints that are evaluated, and with "
-                f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
-                value=self.checkpoint.best_metric,
-                remedy=f"Set eval.every={every}, or a divisor of it.",
-            )
-
-    def _sharing_problems(self) -> Iterator[Problem]:
-        """Rules between the parts of a GPU that a rank and an engine have."""
-        rank, engine = self.policy.gpus_per_worker, self.rollout.gpus_per_engine
-        if self.shares_gpus and abs(rank + engine - 1) > 1e-6:
-            yield Problem(
-                key="policy.gpus_per_worker",
-                rule=f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one "
-                "engine, and two ranks cannot share one",
-                value=rank,
-                remedy=f"Set policy.gpus_per_worker={1 - engine:g}.",
-            )
-        is_shared = self.shares_gpus or (rank == 0 and engine == 0)
-        if self.cluster.residency is Residency.always and not is_shared:
-            yield Problem(
-                key="cluster.residency",
-                rule="must be auto or never: no rank shares a GPU with an engine",
-                value=self.cluster.residency,
-                remedy="GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
-            )
-
-    def _advantage_problems(self) -> Iterator[Problem]:
-        """Rules between advantages and what else decides them: groups and the correction."""
-        estimator = self.advantage.estimator
-        if self.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
-            yield Problem(
-                key="batch.group_size",
-                rule=f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
-                value=self.batch.group_size,
-                remedy="Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
-            )
-        if self.batch.group_size < 2 and isinstance(self.collect, DynamicCollectConfig):
-            yield Problem(
-                key="batch.group_size",
-                rule="must be >= 2 with collect=dynamic, which keeps groups whose rewards differ",
-                value=self.batch.group_size,
-                remedy="Use collect=fixed.",
-            )
-        if self.advantage.baseline_scope is BaselineScope.all:
-            return
-        spec = self.correction.spec()
-        reasons = {
-            "must be all: the baseline of what is kept needs pi_old before the first update, which this correction "
-            "never computes": spec.compared is Compared.current,
-            "must be all: a criterion of the correction reads the advantages that would depend on it": (
-                spec.reject.reads_advantages()
-            ),
-            "has no effect: the correction rejects nothing": not spec.rejects,
-        }
-        for rule, broken in reasons.items():
-            if broken:
-                yield Problem(
-                    key="advantage.baseline_scope",
-                    rule=rule,
-                    value=self.advantage.baseline_scope,
-                    remedy=f"Set it to all, or choose another correction than {self.correction.mode} as it is set.",
-                )
-
-    def _critic_problems(self) -> Iterator[Problem]:
-        """Rules between the critic, the estimator that needs it, and the length of the run."""
-        if not self.has_critic:
-            for key, value in self.critic.changed().items():
-                yield Problem(
-                    key=f"critic.{key}",
-                    rule=f"has no effect with advantage.estimator={self.advantage.estimator.name}, which has no critic",
-                    value=value,
-                    remedy="Use advantage.estimator=gae, or remove it.",
-                )
-            return
-        if self.critic.warmup_rollout_steps >= self.run.num_steps:
-            yield Problem(
-                key="critic.warmup_rollout_steps",
-                rule=f"must be < run.num_steps ({self.run.num_steps}), or the policy never learns",
-                value=self.critic.warmup_rollout_steps,
-                remedy="Vetted: 0.",
-            )
-        reject = self.correction.spec().reject if _is_option("correction", self.correction) else None
-        if reject is not None and reject.opsm is not None:
-            yield Problem(
-                key="correction.reject.opsm",
-                rule="must be null with advantage.estimator=gae: it reads the sign of the advantage of a response, and "
-                "here every token has its own",
-                value=reject.opsm,
-                remedy="Use another criterion, for example correction.reject.veto.",
-            )
-
-    def _reference_problems(self) -> Iterator[Problem]:
-        """Rules between the KL to the reference and the correction."""
-        spec = self.correction.spec()
-        if self.has_kl_in_reward and spec.compared is Compared.current:
-            yield Problem(
-                key="reference.placement",
-                rule="must be loss: a KL in the reward needs pi_old before the first update, which "
-                f"correction={self.correction.mode} as it is set never computes",
-                value=self.reference.placement,
-                remedy="Set it to loss, or choose another correction.",
-            )
-        if self.has_reference and not self.has_kl_in_reward and spec.self_normalize is not SelfNormalize.none:
-            yield Problem(
-                key="reference.coef",
-                rule="must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
-                value=self.reference.coef,
-                remedy="Use reference.placement=reward, or correction.self_normalize=none.",
-            )
+            yield from advantage_problems(self)
+            yield from reference_problems(self)
+        yield from critic_problems(self)
 
 
 GROUPS: dict[str, dict[str, type[Checked]]] = {

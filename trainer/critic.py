@@ -7,8 +7,8 @@
 
 The end of a response is terminal, also where it was cut at sampling.max_new_tokens: the limit belongs to the task, and
 the reward of a response that was cut has been given. What the correction weighs or rejects concerns the policy only:
-values are those of the policy that sampled. Used by `trainer/worker.py`; every method contains collectives, so all
-ranks call it together. T: packed tokens, R: response tokens, N: sequences, H: width of the decoder.
+values are those of the policy that sampled. Used by `trainer/training_step.py`; every method contains collectives, so
+all ranks call it together. T: packed tokens, R: response tokens, N: sequences, H: width of the decoder.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     Prompt -collect-> SampleGroup (tokens, pi_rollout log-probs, rewards)      rollout/collect.py
            -advantages, pack-> TrainBatch ([T] tensors, denominators fixed)    trainer/packing.py
-           -train-> forward = pi_old, correction, loss, optimizer step         trainer/worker.py
+           -train-> forward = pi_old, correction, loss, optimizer step         trainer/training_step.py
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
            -save-> weights, optimizer, place in the data, what is under way    trainer/saving.py

@@ -5,7 +5,7 @@ kept tokens (rejected_denominator=drop) and the mean weight (self_normalize). Bo
 optimizer step, so they are counted on the way and multiply the gradient after the last micro-batch. No forward is
 run for them, and the gradient does not depend on how samples were packed or sharded.
 
-Used by `trainer/worker.py`. T: packed tokens, N: sequences, S: samples of the rollout step.
+Used by `trainer/training_step.py`. T: packed tokens, N: sequences, S: samples of the rollout step.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.dry_run import DryRunReport
 from trainer.shards import ShardReport
-from trainer.worker import PolicyInfo, TrainReport
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyInfo
 
 logger = logging.getLogger(__name__)
 

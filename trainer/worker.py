@@ -2,17 +2,15 @@
 
 Verbs: setup, dry_run, train, logprobs, publish_weights, copy_weights, open_broadcast, send_weights, save_checkpoint,
 saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called together where a verb
-contains their collectives: all but copy_weights, open_broadcast, send_weights, ceilings, memory and stop. In `train`:
-the critic, if there is one (`trainer/critic.py`); then forward -> pi_old -> correction -> loss -> backward -> step.
+contains their collectives: all but copy_weights, open_broadcast, send_weights, ceilings, memory and stop. What `train`
+does stands in `trainer/training_step.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,37 +20,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from algorithms.histograms import HistogramArrays
-from rollout.process_memory import MemoryUse, give_back_free_memory, memory_use
+from rollout.process_memory import MemoryUse, memory_use
 from rollout.quantization import publishers
 from rollout.types import SharedWeights, WeightBucket
 from rollout.weight_broadcast import BroadcastAddress, WeightSender
-from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples
 from trainer.ceilings import Ceilings, find_ceilings
 from trainer.components import Offload
 from trainer.config import TrainConfig
 from trainer.critic import Critic, load_value_model
-from trainer.device_memory import read_peak, start_peak
 from trainer.dry_run import DryRunReport, dry_run
-from trainer.forward import ScoringModel, TokenScores
+from trainer.forward import ScoringModel
 from trainer.host_copy import HostCopy
-from trainer.logprob_head import TokenGradient
-from trainer.micro_loss import (
-    NUM_COUNTS,
-    micro_loss,
-    mismatch_context,
-    rebase_advantages,
-    step_factor,
-    stored_correction,
-)
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.model_load import empty_causal_lm, load_rows
-from trainer.optim import learning_rate
 from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
-from trainer.step_totals import StepTotals
-from trainer.token_gradient import token_gradient
 from trainer.trainable import Trainable
+from trainer.training_step import TrainingStep, TrainReport
 
 logger = logging.getLogger(__name__)
 
@@ -91,27 +75,12 @@ class PolicyInfo:
     """Memory of the rank's GPU; None on a CPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """The outcome of one rollout step on one rank; metrics are global but for perf/*, which are the rank's own."""
-
-    metrics: dict[str, float | None]
-    num_optimizer_steps: int
-    """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
-    sample_k3: dict[tuple[int, int], float]
-    """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
-    histograms: HistogramArrays
-    """Where in probability and position the engines differ; global."""
-
-
 class PolicyWorker:
     """One FSDP2 rank: master weights, optimizer and the training step."""
 
     def __init__(self, setup: PolicySetup) -> None:
         self._setup = setup
         self._config = setup.config
-
-    # ---------------------------------------------------------------- verbs
 
     def setup(self) -> PolicyInfo:
         """Join the process group, load the model, shard it, build the optimizer."""
@@ -137,6 +106,9 @@ class PolicyWorker:
         self._reference_on_host = HostCopy()
         self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
         self._critic = self._load_critic(mesh)
+        self._training = TrainingStep(
+            config, self._policy, reference=self._reference, critic=self._critic, device=self._device
+        )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._publishers = publishers(
             tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
@@ -176,46 +148,7 @@ class PolicyWorker:
 
         `samples` are those of the whole step, all ranks.
         """
-        started = time.perf_counter()
-        start_peak(self._device)
-        minis = [
-            replace(mini, micro_batches=[micro.to(self._device) for micro in mini.micro_batches])
-            for mini in mini_batches
-        ]
-        rate = learning_rate(self._config.optim, step=step, num_steps=self._config.run.num_steps)
-        self._policy.set_learning_rate(rate)
-        if self._config.needs_old_logprobs_pass:
-            self._fill_old_logprobs(minis)
-        if self._reference is not None:
-            self._fill_ref_logprobs(minis, self._reference)
-        samples = samples.to(self._device)
-        critic_metrics: dict[str, float | None] = {}
-        if self._critic is not None:
-            critic_metrics = self._critic.train(minis, samples, step=step)
-        elif self._config.needs_prepass:
-            rebase_advantages(self._config, minis, samples)
-        totals = StepTotals(self._device)
-        learns = self._config.policy_learns(step)
-        taken = sum(
-            self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns)
-            for index, mini in enumerate(minis)
-        )
-        metrics = totals.metrics() | critic_metrics
-        metrics["optim/lr"] = rate if learns else None
-        metrics["optim/skipped_steps"] = float(len(minis) - taken) if learns else 0.0
-        if self._policy.loss_scale is not None:
-            metrics["optim/loss_scale"] = self._policy.loss_scale
-            metrics["optim/overflow_steps"] = float(totals.overflow_steps)
-        metrics["perf/worker_train_s"] = time.perf_counter() - started
-        peak = read_peak(self._device)
-        metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
-        give_back_free_memory()
-        return TrainReport(
-            metrics=metrics,
-            num_optimizer_steps=taken,
-            sample_k3=totals.sample_k3(),
-            histograms=totals.histograms(),
-        )
+        return self._training.run(mini_batches, samples, step)
 
     def dry_run(self, lengths: list[int]) -> DryRunReport:
         """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.
@@ -329,72 +262,3 @@ class PolicyWorker:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    # ---------------------------------------------------------------- the training step
-
-    def _score(
-        self, micro: MicroBatch, *, measure_floor: bool = False, gradient_of: TokenGradient | None = None
-    ) -> TokenScores:
-        scores: TokenScores = self._policy.model(
-            micro,
-            temperature=self._config.sampling.temperature,
-            entropy_grad=self._config.loss.entropy_coef > 0,
-            floor_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
-            gradient_of=gradient_of,
-        )
-        return scores
-
-    def _fill_old_logprobs(self, minis: list[MiniBatch]) -> None:
-        """pi_old of every token in a forward of its own, with the weights at the start of the step."""
-        with torch.no_grad():
-            for mini in minis:
-                for micro in mini.micro_batches:
-                    micro.old_logprobs = self._score(micro).logprobs
-
-    def _fill_ref_logprobs(self, minis: list[MiniBatch], reference: ScoringModel) -> None:
-        """Log-probs of every token under the reference policy."""
-        with torch.no_grad():
-            for mini in minis:
-                for micro in mini.micro_batches:
-                    micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
-
-    def _optimizer_step(
-        self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals, learns: bool
-    ) -> bool:
-        """Forward, backward and update of one mini-batch; False if nothing could be learnt from it.
-
-        If the policy does not learn in this step, the forward alone is run: for what it measures.
-        """
-        counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
-        self._policy.zero_grad()
-        for position, micro in enumerate(mini.micro_batches):
-            known = stored_correction(self._config, micro)
-            gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor, known=known)
-            with torch.set_grad_enabled(learns):
-                scores = self._score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
-            # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
-            old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            # Later mini-batches without a pi_old show drift and mismatch together and are left out.
-            measured = micro.old_logprobs is not None or index == 0
-            context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
-            part = micro_loss(
-                self._config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context
-            )
-            if learns:
-                self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
-            counts += part.counts
-            totals.add_loss(part.stats)
-            if part.mismatch is not None:
-                totals.add_mismatch(micro, part.mismatch, old_logprobs)
-            totals.add_floor(scores.floor_delta)
-        dist.all_reduce(counts)
-        factor = step_factor(self._config, counts, mini)
-        if not learns:
-            totals.end_step(factor, grad_norm=None)
-            return False
-        norm = self._policy.gradient_norm(factor.gradient)
-        totals.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
-        if factor.kept_tokens == 0 and math.isfinite(norm):
-            logger.warning("every token was rejected: optimizer step skipped on every rank")
-            return False
-        return self._policy.update(norm)

@@ -23,7 +23,7 @@ from trainer.config import TrainConfig
 from trainer.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
 from trainer.packing import pack
 from trainer.planner import DEFAULT_COST
-from trainer.worker import TrainReport
+from trainer.training_step import TrainReport
 
 RANK = Ceilings(device="a rank", copy_bytes_per_s=1e6, float32_flops=1e6, bfloat16_flops=4e6, float16_flops=1e3)
 ENGINE = replace(RANK, device="an engine", copy_bytes_per_s=2e6, float32_flops=3e6)

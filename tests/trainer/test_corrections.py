@@ -50,7 +50,8 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.config import TrainConfig
 from trainer.packing import pack
-from trainer.worker import PolicyWorker, TrainReport
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),

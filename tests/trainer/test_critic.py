@@ -44,7 +44,8 @@ from trainer.critic import Critic, ValueModel
 from trainer.model import full_tensors
 from trainer.packing import micro_batch, pack
 from trainer.task import resolve_critic
-from trainer.worker import PolicyWorker, TrainReport
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),
@@ -227,8 +228,8 @@ def test_a_kl_in_the_reward_is_a_cost_of_each_token(model_path: Path) -> None:
         step_of(worker, [samples], 1)  # now the policy has left the reference
         minis, step_samples = minis_of(samples)
         assert worker._reference is not None
-        worker._fill_old_logprobs(minis)
-        worker._fill_ref_logprobs(minis, worker._reference)
+        worker._training.fill_old_logprobs(minis)
+        worker._training.fill_ref_logprobs(minis, worker._reference)
         critic_of(worker, bias=0.0).train(minis, step_samples, step=2)
     old, ref, returns = (by_sample(minis, name) for name in ("old_logprobs", "ref_logprobs", "returns"))
     for sample in samples:

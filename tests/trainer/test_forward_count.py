@@ -38,7 +38,8 @@ from trainer.components import OptimConfig
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.packing import pack
-from trainer.worker import PolicyWorker, TrainReport
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyWorker
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
     "recompute": (RecomputeConfig(), 3, 4),
@@ -75,8 +76,8 @@ class Counter:
         """One rollout step under `config`; the counts begin anew."""
         self.forwards.clear()
         self.backwards.clear()
-        self._worker._config = config
-        self._worker._reference = self._reference if config.has_reference else None
+        self._worker._training._config = config
+        self._worker._training._reference = self._reference if config.has_reference else None
         return self._worker.train(batch.ranks[0], batch.samples, 1)
 
 

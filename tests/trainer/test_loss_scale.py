@@ -14,7 +14,8 @@ from rollout.config import DType
 from trainer.config import TrainConfig
 from trainer.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
 from trainer.packing import pack
-from trainer.worker import PolicyWorker, TrainReport
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyWorker
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from trainer.components import (
     Residency,
 )
 from trainer.config import TrainConfig
+from trainer.config_rules import sharing_problems
 from trainer.dry_run import _sample
 from trainer.memory_plan import USABLE, may_take_turns, memory_plan
 from trainer.packing import micro_batch
@@ -85,7 +86,7 @@ def test_rank_and_engine_of_a_gpu_are_in_one_bundle() -> None:
 
 
 def test_rules_of_sharing() -> None:
-    assert not list(shared()._sharing_problems())
+    assert not list(sharing_problems(shared()))
     with pytest.raises(ConfigError, match=r"policy\.gpus_per_worker.*add up to 1"):
         replace(shared(), rollout=SGLangConfig(gpus_per_engine=0.5))
     with pytest.raises(ConfigError, match=r"cluster\.residency.*no rank shares a GPU"):
@@ -138,7 +139,7 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
     with lone_worker(config, path) as worker:
         micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)])
         with saved_bytes() as sizes:
-            worker._score(micro)
+            worker._training.score(micro)
     measured, planned = sum(sizes), activation_bytes(config, model_shape(config))
     if every:  # the plan has the layer that is computed again, which comes later
         policy = replace(config.policy, activation_checkpoint_every=0)

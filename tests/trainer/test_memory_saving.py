@@ -96,7 +96,7 @@ def test_checkpointed_layers_keep_little_for_the_backward_pass(model_path: Path)
             batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
             [micro] = batch.ranks[0][0].micro_batches
             with saved_bytes() as sizes:
-                worker._score(micro)
+                worker._training.score(micro)
             return sum(sizes)
 
     none, half, full = kept(0), kept(2), kept(1)

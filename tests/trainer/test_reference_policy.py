@@ -28,7 +28,7 @@ from trainer.config import TrainConfig
 from trainer.forward import TokenScores
 from trainer.micro_loss import micro_loss, rebase_advantages
 from trainer.packing import pack
-from trainer.worker import TrainReport
+from trainer.training_step import TrainReport
 
 IN_LOSS = [
     ReferenceKLConfig(coef=1.0, estimator=estimator)
@@ -127,8 +127,8 @@ def test_a_kl_in_the_reward_is_taken_off_before_the_advantage(model_path: Path) 
         minis = pack([samples], num_ranks=1, max_tokens=1000, policy_version=1)
         mini = minis.ranks[0][0]
         assert worker._reference is not None
-        worker._fill_old_logprobs([mini])
-        worker._fill_ref_logprobs([mini], worker._reference)
+        worker._training.fill_old_logprobs([mini])
+        worker._training.fill_ref_logprobs([mini], worker._reference)
         rebase_advantages(config, [mini], minis.samples)
     starts = micro.cu_seqlens.tolist()
     for n in range(len(samples)):
