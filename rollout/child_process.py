@@ -12,19 +12,23 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import IO, BinaryIO
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import orjson
 
 _PR_SET_PDEATHSIG = 1
+START_TIMEOUT_S = 120.0
+"""Seconds until a child must have loaded its function, which may import torch."""
 
 
 class ChildProcess:
     """A process in a session of its own, with pipes to its input and from its output."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        """Run `python -m module arguments...` with this interpreter."""
+    def __init__(self, module: str, function: str, *, memory_bytes: int) -> None:
+        """Run `python -m module function memory_bytes` with this interpreter."""
         self._process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", module, function, str(memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -52,8 +56,8 @@ class ChildProcess:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
 
 
-def become_child(*, memory_bytes: int) -> BinaryIO:
-    """What a child does first; returns where its answers go. Needs Linux.
+def become_child(*, memory_bytes: int) -> Callable[[object], None]:
+    """What a child does first; returns what sends a message, a line of JSON, to the parent. Needs Linux.
 
     It ends with the thread that started it, also if that is killed; leaves Ctrl-C to its parent; may use
     `memory_bytes` of address space; and what it prints goes to stderr, not between its answers.
@@ -64,10 +68,20 @@ def become_child(*, memory_bytes: int) -> BinaryIO:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return answers
+
+    def say(message: object) -> None:
+        answers.write(orjson.dumps(message) + b"\n")
+        answers.flush()
+
+    return say
 
 
 def own_arguments(given: Sequence[str]) -> tuple[str, int]:
     """(function, memory in bytes) of a child's command line."""
     function, memory_bytes = given
     return function, int(memory_bytes)
+
+
+def described(error: BaseException) -> str:
+    """One line about an error, its type first."""
+    return f"{type(error).__name__}: {error}"

@@ -37,6 +37,10 @@ class RewardConfig(Checked):
     max_error_fraction: float = 0.05
     """Share of a step's responses for which the function may raise or return no score before the run stops."""
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
     def problems(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
             yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)

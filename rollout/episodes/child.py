@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
-from rollout.child_process import become_child, own_arguments
+from rollout.child_process import become_child, described, own_arguments
 from rollout.custom_code import is_custom, load_function
 from rollout.episodes.episode import Episode, RolloutFn, check_rollout_fn
 from rollout.episodes.tools import ROLLOUTS
@@ -34,19 +34,15 @@ def load(function: str) -> RolloutFn:
 class Server:
     """Runs episodes and passes on what they want."""
 
-    def __init__(self, rollout: RolloutFn, tokenizer_file: str, answers: Any) -> None:
+    def __init__(self, rollout: RolloutFn, tokenizer_file: str, say: Callable[[object], None]) -> None:
         # The library behind every fast tokenizer: a worker has no need for transformers and torch.
         from tokenizers import Tokenizer
 
         self._rollout = rollout
         self._tokenizer = Tokenizer.from_file(tokenizer_file)
-        self._answers = answers
+        self._say = say
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
-
-    def say(self, message: dict[str, Any]) -> None:
-        self._answers.write(orjson.dumps(message) + b"\n")
-        self._answers.flush()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Until the input ends."""
@@ -64,9 +60,9 @@ class Server:
 
         async def ask(episode: Episode, wish: dict[str, Any]) -> dict[str, Any]:
             self._replies[number] = asyncio.get_running_loop().create_future()
-            self.say({"generate": number, **wish})
+            self._say({"generate": number, **wish})
             reply = await self._replies[number]
-            self.say({"running": number})
+            self._say({"running": number})
             return reply
 
         episode = Episode(
@@ -80,15 +76,15 @@ class Server:
             token_id=self._tokenizer.token_to_id,
         )
         error = None
-        self.say({"running": number})
+        self._say({"running": number})
         try:
             await self._rollout(episode)
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
+            error = described(caught)
         finally:
             self._running.pop(number, None)
             self._replies.pop(number, None)
-        self.say({"end": number, "observed": episode.observed, "error": error})
+        self._say({"end": number, "observed": episode.observed, "error": error})
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -96,15 +92,14 @@ class Server:
 
 async def main(function: str, memory_bytes: int) -> None:
     """Load the function, say so, serve."""
-    answers = become_child(memory_bytes=memory_bytes)
+    say = become_child(memory_bytes=memory_bytes)
     name, _, tokenizer_file = function.rpartition(SEPARATOR)
     try:
-        server = Server(load(name), tokenizer_file, answers)
+        server = Server(load(name), tokenizer_file, say)
     except Exception as error:
-        answers.write(orjson.dumps({"failed": f"{type(error).__name__}: {error}"}) + b"\n")
-        answers.flush()
+        say({"failed": described(error)})
         return
-    server.say({"ready": True})
+    say({"ready": True})
     reader = asyncio.StreamReader(limit=1 << 30)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await server.serve(reader)

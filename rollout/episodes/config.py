@@ -24,6 +24,10 @@ class EpisodeConfig(Checked):
     memory_gib: float = 16.0
     """Address space of such a process."""
 
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
     def problems(self) -> Iterator[Problem]:
         if self.function is not None and (rule := _function_problem(self.function)):
             yield Problem(key="function", rule=rule, value=self.function)

@@ -8,28 +8,28 @@ cannot change what was sampled.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
+from rollout.child_process import START_TIMEOUT_S
 from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EpisodeConfig
+from rollout.episodes.running import RunningEpisode
 from rollout.episodes.worker import EpisodeWorker, Inbox
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 if TYPE_CHECKING:
     from rollout.dispatch import Sampler
 
-GIB = 1 << 30
-START_TIMEOUT_S = 120.0
+logger = logging.getLogger(__name__)
+
 MAX_ATTEMPTS = 2
 """How often an episode is begun whose worker was lost through no fault that can be shown to be its own."""
 TICK_S = 0.02
@@ -38,64 +38,6 @@ TICK_S = 0.02
 
 class EpisodeFunctionError(RuntimeError):
     """The rollout function cannot be used at all; names it and what happened."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Running:
-    """One episode."""
-
-    ticket: int
-    request: GenerateRequest
-    worker: EpisodeWorker
-    attempt: int = 1
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = field(default_factory=list)
-    token_versions: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    num_turns: int = 0
-    quantized: bool = False
-    """Whether the engine of the last turn holds quantised weights."""
-    last: FinishReason = FinishReason.failed
-    engine_ticket: int | None = None
-    """While the engines sample a turn."""
-    since: float = 0.0
-    """When the rollout function was given its last turn; time.monotonic()."""
-
-    @property
-    def tokens_left(self) -> int:
-        return self.request.sampling.max_new_tokens - len(self.token_ids)
-
-    def add(self, generation: Generation) -> None:
-        """A turn that was sampled."""
-        self.token_ids += generation.token_ids
-        self.token_versions += generation.token_versions
-        self.sampled += [True] * len(generation.token_ids)
-        known = self.logprobs is not None and generation.logprobs is not None
-        self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
-        self.num_turns += 1
-        self.last = generation.finish_reason
-        self.quantized = generation.quantized
-
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """What the model is shown: no log-prob, and the version of what came before."""
-        shown = token_ids[: self.tokens_left]
-        self.token_ids += shown
-        self.token_versions += [self.token_versions[-1] if self.token_versions else 0] * len(shown)
-        self.sampled += [False] * len(shown)
-        if self.logprobs is not None:
-            self.logprobs += [0.0] * len(shown)
-
-    def generation(self, reason: FinishReason) -> Generation:
-        """The transcript. What was observed before the first turn has the version of that turn."""
-        first = self.sampled.index(True) if True in self.sampled else 0
-        return Generation(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            token_versions=self.token_versions[first : first + 1] * first + self.token_versions[first:],
-            finish_reason=reason,
-            sampled=self.sampled,
-            quantized=self.quantized,
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,6 +55,11 @@ class EpisodeStats:
         mean = self.turns / self.ended if self.ended else None
         return {"episode/turns_mean": mean, "episode/failed": self.failed, "episode/restarted": self.restarted}
 
+    def warn(self) -> None:
+        """Log that episodes failed, if any did."""
+        if self.failed:
+            logger.warning("%d of %d episodes failed; the last was %s", self.failed, self.ended, self.last_failure)
+
 
 class EpisodeSampler:
     """Implements `rollout.dispatch.Sampler` over another one. Usable from one thread."""
@@ -127,10 +74,14 @@ class EpisodeSampler:
         self._tickets = itertools.count()
         self._inbox: Inbox = queue.SimpleQueue()
         self._workers: list[EpisodeWorker] = []
-        self._episodes: dict[int, _Running] = {}
+        self._episodes: dict[int, RunningEpisode] = {}
+        self._turns: dict[int, GenerateRequest] = {}
+        """By episode: what rollout functions want sampled, until it is submitted."""
         self._of_engine_ticket: dict[int, int] = {}
         self._done: list[Completion] = []
         self._stats = EpisodeStats()
+        self._alone: dict[int, EpisodeStats] = {}
+        """By ticket, where the episodes that somebody waits for in `generate` are counted."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Begin an episode for each request; their tickets."""
@@ -139,7 +90,9 @@ class EpisodeSampler:
             if request.resumed is not None:
                 raise ValueError("an episode cannot be resumed: the rollout function does not remember its first part")
             ticket = next(self._tickets)
-            self._episodes[ticket] = self._begun(_Running(ticket=ticket, request=request, worker=self._worker()))
+            self._episodes[ticket] = self._begun(
+                RunningEpisode(ticket=ticket, request=request, worker=self._worker(ticket))
+            )
             tickets.append(ticket)
         return tickets
 
@@ -171,12 +124,21 @@ class EpisodeSampler:
         return len(self._episodes) + len(self._done)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One response per request, in their order; `poll` returns what else ends meanwhile."""
+        """One response per request, in their order; `poll` returns what else ends meanwhile.
+
+        As an evaluation is no part of a step, `take_stats` does not count these episodes; those that fail are logged.
+        """
         others: list[Completion] = []
+        tickets = self.submit(requests)
+        stats = EpisodeStats()
+        self._alone.update(dict.fromkeys(tickets, stats))
         try:
-            return wait_for(self.submit(requests), self.poll, others=others)
+            return wait_for(tickets, self.poll, others=others)
         finally:
             self._done += others
+            for ticket in tickets:
+                self._alone.pop(ticket, None)
+            stats.warn()
 
     def sampling_s(self) -> float:
         """Seconds in which the engines have sampled since they started; mean over engines."""
@@ -193,20 +155,16 @@ class EpisodeSampler:
             worker.kill()
         self._workers = []
 
-    def _worker(self) -> EpisodeWorker:
-        """The worker with the fewest episodes; all are started with the first episode."""
+    def _worker(self, ticket: int) -> EpisodeWorker:
+        """The worker of an episode, by turns; all are started with the first episode."""
         while len(self._workers) < self._config.num_workers:
             self._workers.append(self._start())
-        loads = {id(worker): 0 for worker in self._workers}
-        for episode in self._episodes.values():
-            loads[id(episode.worker)] = loads.get(id(episode.worker), 0) + 1
-        return min(self._workers, key=lambda worker: loads[id(worker)])
+        return self._workers[ticket % len(self._workers)]
 
     def _start(self) -> EpisodeWorker:
-        memory_bytes = int(self._config.memory_gib * GIB)
-        return EpisodeWorker(self._function, memory_bytes=memory_bytes, inbox=self._inbox)
+        return EpisodeWorker(self._function, memory_bytes=self._config.memory_bytes, inbox=self._inbox)
 
-    def _begun(self, episode: _Running) -> _Running:
+    def _begun(self, episode: RunningEpisode) -> RunningEpisode:
         request = episode.request
         episode.worker.say(
             {
@@ -222,6 +180,15 @@ class EpisodeSampler:
 
     def _hear_workers(self, timeout_s: float) -> None:
         """Act on what rollout functions want; waits for the first message only if the engines have nothing to do."""
+        self._heed_all(timeout_s)
+        if self._turns:  # one call for all of them: each is a round trip to the engines
+            numbers, turns = list(self._turns), list(self._turns.values())
+            self._turns = {}
+            for number, engine_ticket in zip(numbers, self._sampler.submit(turns), strict=True):
+                self._episodes[number].engine_ticket = engine_ticket
+                self._of_engine_ticket[engine_ticket] = number
+
+    def _heed_all(self, timeout_s: float) -> None:
         wait_s = min(max(timeout_s, 0.0), self._config.timeout_s)
         try:
             said = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
@@ -246,24 +213,9 @@ class EpisodeSampler:
         elif (episode := self._episodes.get(message["generate" if "generate" in message else "end"])) is not None:
             episode.observe(message["observed"])
             if "generate" in message:
-                self._ask_engines(episode, message)
+                self._turns[episode.ticket] = episode.next_turn(message)
             else:
                 self._end(episode, message["error"])
-
-    def _ask_engines(self, episode: _Running, wish: dict[str, Any]) -> None:
-        sampling = episode.request.sampling
-        turn = replace(
-            episode.request,
-            prompt_token_ids=[*episode.request.prompt_token_ids, *episode.token_ids],
-            sampling=replace(
-                sampling,
-                max_new_tokens=min(wish["max_new_tokens"], episode.tokens_left),
-                stop_token_ids=(*sampling.stop_token_ids, *wish["stop_token_ids"]),
-                seed=turn_seed(sampling.seed, episode.num_turns),
-            ),
-        )
-        [episode.engine_ticket] = self._sampler.submit([turn])
-        self._of_engine_ticket[episode.engine_ticket] = episode.ticket
 
     def _hear_engines(self, remaining: float) -> None:
         if not self._of_engine_ticket:
@@ -286,29 +238,36 @@ class EpisodeSampler:
             episode.worker.say({"turn": number, "token_ids": generation.token_ids, "stopped": stopped})
             episode.since = time.monotonic()
 
-    def _end(self, episode: _Running, error: str | None) -> None:
+    def _end(self, episode: RunningEpisode, error: str | None) -> None:
         if error is None and not episode.num_turns:
             error = "it ended without having sampled anything"
         if error is not None:
-            self._stats.last_failure = f"prompt {episode.request.prompt_id}/{episode.request.sample_index}: {error}"
+            self._stats_of(
+                episode
+            ).last_failure = f"prompt {episode.request.prompt_id}/{episode.request.sample_index}: {error}"
             self._finish(episode, FinishReason.failed)
         else:
             self._finish(episode, FinishReason.length if episode.tokens_left < 1 else episode.last)
 
-    def _finish(self, episode: _Running, reason: FinishReason) -> None:
+    def _finish(self, episode: RunningEpisode, reason: FinishReason) -> None:
         del self._episodes[episode.ticket]
-        self._stats.ended += 1
-        self._stats.turns += episode.num_turns
-        self._stats.failed += reason is FinishReason.failed
+        stats = self._stats_of(episode)
+        stats.ended += 1
+        stats.turns += episode.num_turns
+        stats.failed += reason is FinishReason.failed
         self._done.append(Completion(episode.ticket, episode.generation(reason)))
 
-    def _let_go(self, episode: _Running) -> None:
+    def _let_go(self, episode: RunningEpisode) -> None:
         """Nobody is to work on the episode any more."""
+        self._turns.pop(episode.ticket, None)
         if episode.engine_ticket is not None:
             self._sampler.abort([episode.engine_ticket])
             self._of_engine_ticket.pop(episode.engine_ticket, None)
             episode.engine_ticket = None
         episode.worker.say({"cancel": episode.ticket})
+
+    def _stats_of(self, episode: RunningEpisode) -> EpisodeStats:
+        return self._alone.get(episode.ticket, self._stats)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
@@ -324,7 +283,7 @@ class EpisodeSampler:
                 blamed = [each for each in late if each.ticket == worker.running] or late
                 self._replace(worker, f"no answer within {limit:g} s after a turn", blamed=blamed)
 
-    def _replace(self, worker: EpisodeWorker, what: str, *, blamed: Sequence[_Running]) -> None:
+    def _replace(self, worker: EpisodeWorker, what: str, *, blamed: Sequence[RunningEpisode]) -> None:
         """A worker is lost: the episodes that it hung in fail, the others of it begin anew in another one."""
         worker.kill()
         self._workers.remove(worker)
@@ -333,18 +292,13 @@ class EpisodeSampler:
             if episode in blamed or episode.attempt >= MAX_ATTEMPTS:
                 self._end(episode, what)
                 continue
-            self._stats.restarted += 1
+            self._stats_of(episode).restarted += 1
             # Who is to blame is out of the way now; if nobody is known to be, it may be this one.
             attempt = episode.attempt + (not blamed)
-            anew = _Running(ticket=episode.ticket, request=episode.request, worker=self._worker(), attempt=attempt)
+            anew = RunningEpisode(
+                ticket=episode.ticket, request=episode.request, worker=self._worker(episode.ticket), attempt=attempt
+            )
             self._episodes[episode.ticket] = self._begun(anew)
-
-
-def turn_seed(seed: int, turn: int) -> int:
-    """The sampling seed of a turn: that of the request for the first one, then hashes of it, in [0, 2**31)."""
-    if turn == 0:
-        return seed
-    return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, turn)) & 0x7FFFFFFF
 
 
 @contextmanager
@@ -361,5 +315,9 @@ def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) 
 
 
 def episode_metrics(sampler: Sampler) -> dict[str, float | None]:
-    """episode/* since the last call; nothing for responses of one turn."""
-    return sampler.take_stats().metrics() if isinstance(sampler, EpisodeSampler) else {}
+    """episode/* since the last call, and a warning if any failed; nothing for responses of one turn."""
+    if not isinstance(sampler, EpisodeSampler):
+        return {}
+    stats = sampler.take_stats()
+    stats.warn()
+    return stats.metrics()

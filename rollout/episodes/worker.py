@@ -26,7 +26,7 @@ class EpisodeWorker:
     """A process with a thread for each direction, so that neither a full nor an empty pipe stops the trainer."""
 
     def __init__(self, function: str, *, memory_bytes: int, inbox: Inbox) -> None:
-        self._process = ChildProcess("rollout.episodes.child", function, str(memory_bytes))
+        self._process = ChildProcess("rollout.episodes.child", function, memory_bytes=memory_bytes)
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.ready = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from rollout.child_process import become_child, own_arguments
+from rollout.child_process import become_child, described, own_arguments
 from rollout.custom_code import is_custom
 from rollout.rewards.custom import Score, load_custom
 from rollout.rewards.rules import RULES
@@ -51,22 +51,17 @@ def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         return judge(items)
     except Exception as error:
         if len(items) == 1:
-            return [{"error": f"{type(error).__name__}: {error}"}]
+            return [{"error": described(error)}]
     return [verdict for item in items for verdict in answer(judge, [item])]
 
 
 def main(function: str, memory_bytes: int) -> None:
     """Serve until the input ends."""
-    answers = become_child(memory_bytes=memory_bytes)
-
-    def say(message: object) -> None:
-        answers.write(orjson.dumps(message) + b"\n")
-        answers.flush()
-
+    say = become_child(memory_bytes=memory_bytes)
     try:
         judge, hello = load(function)
     except Exception as error:
-        say({"failed": f"{type(error).__name__}: {error}"})
+        say({"failed": described(error)})
         return
     say(hello)
     for line in sys.stdin.buffer:

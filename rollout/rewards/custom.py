@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from rollout.child_process import described
 from rollout.custom_code import custom_path, load_function
 
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
@@ -104,11 +105,6 @@ class CustomReward:
         if len(results) != len(items):
             return [f"{len(results)} results for {len(items)} responses"] * len(items)
         return [checked(result) for result in results]
-
-
-def described(error: BaseException) -> str:
-    """One line about an error, its type first."""
-    return f"{type(error).__name__}: {error}"
 
 
 def checked(result: object) -> Score | str:

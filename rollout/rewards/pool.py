@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollout.child_process import ChildProcess
+from rollout.child_process import START_TIMEOUT_S, ChildProcess
 
-START_TIMEOUT_S = 120.0
-"""A custom function may import torch."""
 READ_BYTES = 1 << 16
 
 
@@ -68,8 +66,7 @@ class _Work:
     """What the threads share with the pool. They do not hold the pool itself, or one that nobody closes never ended."""
 
     function: str
-    arguments: list[str]
-    """Of a worker's command line."""
+    memory_bytes: int
     timeout_s: float
     tasks: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
     """None ends the thread that takes it."""
@@ -102,7 +99,7 @@ class RewardPool:
 
     def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_bytes: int) -> None:
         """`timeout_s` is the deadline of one call of the function; `memory_bytes` bounds a worker's address space."""
-        self._work = _Work(function=function, arguments=[function, str(memory_bytes)], timeout_s=timeout_s)
+        self._work = _Work(function=function, memory_bytes=memory_bytes, timeout_s=timeout_s)
         self._num_workers = num_workers
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._work.close, num_workers)
@@ -155,7 +152,7 @@ def _serve(work: _Work) -> None:
     try:
         while (task := work.tasks.get()) is not None and not work.closing.is_set():
             if child is None:
-                child = _Child(work.arguments)
+                child = _Child(work.function, memory_bytes=work.memory_bytes)
                 work.sha256 = child.hello().get("sha256")
             batch = [task, *work.take(child.at_once - 1)]
             try:
@@ -193,8 +190,8 @@ class _ChildFailed(Exception):
 class _Child:
     """One process, asked one thing at a time."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._process = ChildProcess("rollout.rewards.child", *arguments)
+    def __init__(self, function: str, *, memory_bytes: int) -> None:
+        self._process = ChildProcess("rollout.rewards.child", function, memory_bytes=memory_bytes)
         os.set_blocking(self._process.input.fileno(), False)
         os.set_blocking(self._process.output.fileno(), False)
         self._received = b""

@@ -22,7 +22,6 @@ from rollout.rewards.rules import RULES, rule_names
 from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
 
-GIB = 1 << 30
 LISTED_ERRORS = 5
 POLL_S = 5.0
 GRACE_S = 30.0
@@ -78,7 +77,7 @@ class Scorer:
             config.function,
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
-            memory_bytes=int(config.memory_gib * GIB),
+            memory_bytes=config.memory_bytes,
         )
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}

@@ -13,8 +13,10 @@ import torch
 
 from rollout.arithmetic import TOKENS, save_tokenizer
 from rollout.config import DType, TorchEngineConfig
+from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
-from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler, turn_seed
+from rollout.episodes.running import turn_seed
+from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler
 from rollout.hf import AutoModelForCausalLM
 from rollout.torch_engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
@@ -32,8 +34,10 @@ class Tickets:
         self.engine = engine
         self.asked = {}
         self.next = 0
+        self.calls = 0
 
     def submit(self, requests):
+        self.calls += 1
         tickets = list(range(self.next, self.next + len(requests)))
         self.next += len(requests)
         self.asked.update(zip(tickets, requests, strict=True))
@@ -96,6 +100,11 @@ def make_requests(count=6, *, stop=(EOS,), seed=0, max_new_tokens=MAX_NEW_TOKENS
         )
         for index in range(count)
     ]
+
+
+def as_a_step(sampler, requests):
+    """The generations as a collector gets them."""
+    return wait_for(sampler.submit(requests), sampler.poll, others=[])
 
 
 def rescored(model_path, request, generation):
@@ -205,7 +214,7 @@ def test_a_response_never_exceeds_its_limit(episodes):
 )
 def test_an_episode_whose_function_raises_is_dropped_by_name(episodes, function, message):
     sampler = episodes(function)
-    assert {each.finish_reason for each in sampler.generate(make_requests(stop=()))} == {FinishReason.failed}
+    assert {each.finish_reason for each in as_a_step(sampler, make_requests(stop=()))} == {FinishReason.failed}
     stats = sampler.take_stats()
     assert stats.failed == 6 and message in stats.last_failure
 
@@ -240,7 +249,7 @@ HANGS_ONCE = """
 def test_a_hang_costs_its_episode_and_the_others_of_its_worker_begin_anew(episodes):
     sampler = episodes(HANGS_ONCE, timeout_s=3.0)
     begin = time.monotonic()
-    generations = sampler.generate(make_requests(stop=()))
+    generations = as_a_step(sampler, make_requests(stop=()))
     assert time.monotonic() - begin < 90
     stats = sampler.take_stats()
     assert stats.failed == 1 and 1 <= stats.restarted <= 5
@@ -261,7 +270,7 @@ def test_a_crash_costs_the_episode_whose_code_ran(episodes):
             await episode.generate(max_new_tokens=4)
     """
     sampler = episodes(crash)
-    generations = sampler.generate(make_requests(stop=()))
+    generations = as_a_step(sampler, make_requests(stop=()))
     stats = sampler.take_stats()
     assert [each.finish_reason is FinishReason.failed for each in generations] == [
         False,
@@ -341,3 +350,10 @@ def test_generate_leaves_the_episodes_of_others_to_poll(episodes):
     while len(found) < 4:
         found.update(sampler.poll(5.0))
     assert set(found) == set(earlier) and sampler.unfinished == 0
+    assert sampler.take_stats().ended == 4  # an evaluation is no part of the step
+
+
+def test_turns_that_are_wanted_together_are_one_call(episodes):
+    sampler = episodes(ONE_TURN, num_workers=1)
+    assert len(sampler.generate(make_requests(60))) == 60
+    assert sampler._sampler.calls < 30

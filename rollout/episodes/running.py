@@ -1,0 +1,99 @@
+"""One episode while it runs: what was sampled and observed so far, and what is asked next.
+
+Kept by `rollout/episodes/sampler.py`, out of reach of the rollout function.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from rollout.episodes.worker import EpisodeWorker
+from rollout.types import FinishReason, GenerateRequest, Generation
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningEpisode:
+    """One episode: its transcript, and who has it now."""
+
+    ticket: int
+    request: GenerateRequest
+    worker: EpisodeWorker
+    attempt: int = 1
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    num_turns: int = 0
+    quantized: bool = False
+    """Whether the engine of the last turn holds quantised weights."""
+    last: FinishReason = FinishReason.failed
+    engine_ticket: int | None = None
+    """While the engines sample a turn."""
+    since: float = 0.0
+    """When the rollout function was given its last turn; time.monotonic()."""
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.sampling.max_new_tokens - len(self.token_ids)
+
+    @property
+    def name(self) -> str:
+        return f"prompt {self.request.prompt_id}/{self.request.sample_index}"
+
+    def next_turn(self, wish: Mapping[str, Any]) -> GenerateRequest:
+        """What the engines are asked for, when the rollout function wants `wish`."""
+        request, sampling = self.request, self.request.sampling
+        return replace(
+            request,
+            prompt_token_ids=[*request.prompt_token_ids, *self.token_ids],
+            sampling=replace(
+                sampling,
+                max_new_tokens=min(wish["max_new_tokens"], self.tokens_left),
+                stop_token_ids=(*sampling.stop_token_ids, *wish["stop_token_ids"]),
+                seed=turn_seed(sampling.seed, self.num_turns),
+            ),
+        )
+
+    def add(self, generation: Generation) -> None:
+        """A turn that was sampled."""
+        self.token_ids += generation.token_ids
+        self.token_versions += generation.token_versions
+        self.sampled += [True] * len(generation.token_ids)
+        known = self.logprobs is not None and generation.logprobs is not None
+        self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
+        self.num_turns += 1
+        self.last = generation.finish_reason
+        self.quantized = generation.quantized
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """What the model is shown: no log-prob, and the version of what came before."""
+        shown = token_ids[: self.tokens_left]
+        self.token_ids += shown
+        self.token_versions += [self.token_versions[-1] if self.token_versions else 0] * len(shown)
+        self.sampled += [False] * len(shown)
+        if self.logprobs is not None:
+            self.logprobs += [0.0] * len(shown)
+
+    def generation(self, reason: FinishReason) -> Generation:
+        """The transcript. What was observed before the first turn has the version of that turn."""
+        first = self.sampled.index(True) if True in self.sampled else 0
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            token_versions=self.token_versions[first : first + 1] * first + self.token_versions[first:],
+            finish_reason=reason,
+            sampled=self.sampled,
+            quantized=self.quantized,
+        )
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The sampling seed of a turn: that of the request for the first one, then hashes of it, in [0, 2**31)."""
+    if turn == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, turn)) & 0x7FFFFFFF
