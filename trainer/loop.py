@@ -37,12 +37,12 @@ from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.planner import BinCost
 from trainer.policy_group import PolicyGroup
 from trainer.probe import probe_logprobs
+from trainer.report.page import write_report
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, Termination, termination_requests
-from trainer.tracking.report import write_report
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
 

@@ -1,4 +1,4 @@
-"""trainer/tracking/report.py: what is on the page, what cannot get onto it, and the page in a real browser."""
+"""trainer/report/page.py: what is on the page, what cannot get onto it, and the page in a real browser."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from PIL import Image
 from run_directory import step_metrics, write_run
 
 from rollout.types import FinishReason
-from trainer.tracking.report import render, write_report
-from trainer.tracking.report_charts import draw
-from trainer.tracking.report_data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
-from trainer.tracking.report_sections import SECTIONS
+from trainer.report.charts import draw
+from trainer.report.data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
+from trainer.report.page import render, write_report
+from trainer.report.sections import SECTIONS
 from trainer.tracking.tracker import SampleRow
 
 CHROMIUM = browser.find_chromium()

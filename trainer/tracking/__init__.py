@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics and samples, the console, W&B, and the report. `tracker.py` is the entry."""
+"""What a run leaves behind: metrics and samples, the console and W&B. `tracker.py` is the entry."""

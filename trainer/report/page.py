@@ -1,9 +1,9 @@
 """A run directory -> report.html: one file that opens offline, with charts, headline numbers and samples.
 
-    report_data.py     files -> RunData, tiles, sample tables
-    report_sections.py what is shown
-    report_charts.py   RunData -> Bokeh figures
-    trainer/tracking/report_assets/     page.html (Jinja2, everything escaped), page.css, page.js
+    data.py     files -> RunData, tiles, sample tables
+    sections.py what is shown
+    charts.py   RunData -> Bokeh figures
+    assets/     page.html (Jinja2, everything escaped), page.css, page.js
 
 What a model or a dataset wrote reaches the page only as escaped text. As a second line, the page carries a policy that
 runs no script but the three of this report (by their hash) and opens no connection.
@@ -22,9 +22,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from trainer.tracking.report_data import RunData, at, is_number, load_run, sample_tables, show, tiles
+from trainer.report.data import RunData, at, is_number, load_run, sample_tables, show, tiles
 
-ASSETS = Path(__file__).resolve().parent / "report_assets"
+ASSETS = Path(__file__).resolve().parent / "assets"
 _LONG_TEXT = 240
 """Characters of a prompt or response beyond which it is folded."""
 
@@ -48,7 +48,7 @@ def render(run: RunData) -> str:
     from bokeh.embed import components
     from bokeh.resources import Resources
 
-    from trainer.tracking.report_charts import MAX_PLAIN_POINTS, draw
+    from trainer.report.charts import MAX_PLAIN_POINTS, draw
 
     drawing = draw(run)
     library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)

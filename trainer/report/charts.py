@@ -1,9 +1,9 @@
 """RunData -> the charts of a report, drawn with Bokeh.
 
-`SECTIONS` (`report_sections.py`) says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step
+`SECTIONS` (`sections.py`) says what is shown; `draw` makes one Bokeh figure per chart. Charts share the step
 axis and the crosshair. Colours are names of CSS variables (slot 0..7), so that they follow the light and dark theme
 of the page; the legend, the values under the cursor and the toggles are made by the page
-(trainer/tracking/report_assets/page.js).
+(trainer/report/assets/page.js).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bokeh.models import (
 from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
-from trainer.tracking.report_data import Row, RunData, at, evaluation_rows, is_number, thin
-from trainer.tracking.report_sections import SECTIONS, Chart, Section, Series
+from trainer.report.data import Row, RunData, at, evaluation_rows, is_number, thin
+from trainer.report.sections import SECTIONS, Chart, Section, Series
 
 MAX_POINTS = 2000
 """Steps drawn at most; a longer run is thinned to the steps with the largest K3."""

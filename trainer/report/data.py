@@ -1,6 +1,6 @@
 """The files of a run directory -> RunData, headline tiles and sample tables: everything of a report but the charts.
 
-report.py puts it on the page. Nothing here knows HTML. A file that is missing, and a line that is not JSON
+page.py puts it on the page. Nothing here knows HTML. A file that is missing, and a line that is not JSON
 (a run that was killed while writing), cost their part of the report and are named in `RunData.remarks`.
 """
 

@@ -1,4 +1,4 @@
-"""What a report shows: charts by section, each a list of metrics. `report_charts.py` draws them.
+"""What a report shows: charts by section, each a list of metrics. `charts.py` draws them.
 
 Nothing here knows Bokeh. A chart with `each` shows every metric whose name begins so, beside its `series`.
 """
