@@ -12,8 +12,9 @@ The model is that of `grpo_step.py`: random weights, of which one row of the hea
 their own random numbers: tokens per second are compared, by the clock and by processor seconds, not seconds.
 
 Printed besides: of the engine's steps, which are counted where the model is called, the share of slots that were busy
-and the share of tail seconds (less than a quarter of the slots busy); and the time that the hardware's copy and
-product rates allow for the same lengths (`trainer/floors.py`) over the time taken.
+and the share of tail seconds (less than a quarter of the slots busy); the time that the hardware's copy and
+product rates allow for the same lengths (`trainer/floors.py`) over the time taken; and how the log-probs of the last
+round agree with those of the trainer's forward, on micro-batches of --slots responses.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from grpo_step import build_model
+from torch import Tensor
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.hf import AutoModelForCausalLM
+from rollout.requests import make_sample
 from rollout.torch_engine import TorchEngine
-from rollout.types import GenerateRequest, SamplingParams
+from rollout.types import GenerateRequest, Generation, SamplingParams
+from trainer.attention import PACKED_ATTENTION
 from trainer.ceilings import find_ceilings
 from trainer.cli.estimate import DTYPE_BYTES
 from trainer.floors import TAIL_BUSY, Lengths, Rates, prefill_floor, replay_decode
+from trainer.forward import ScoringModel
 from trainer.model_shape import directory_shape
+from trainer.packing import micro_batch
 
 GROUP_SIZE = 8
 LONGEST_PROMPT = 48
@@ -51,8 +57,10 @@ class Round:
     processor_s: float
     """Of all threads: it does not depend on who else waits for the cores."""
     lengths: list[int]
-    steps: list[tuple[float, int]]
+    steps: list[tuple[float, int]] = field(default_factory=list)
     """(seconds since the last one, rows) of every decode step; of the engine only."""
+    generations: list[Generation] = field(default_factory=list)
+    """Of the engine only."""
 
     @property
     def rate(self) -> float:
@@ -104,7 +112,7 @@ def engine_round(engine: TorchEngine, requests: list[GenerateRequest]) -> Round:
     seconds, processor_s = time.perf_counter() - begin, time.process_time() - processor
     del decoder.step
     lengths = [len(each.token_ids) for each in generations]
-    return Round(seconds=seconds, processor_s=processor_s, lengths=lengths, steps=steps)
+    return Round(seconds=seconds, processor_s=processor_s, lengths=lengths, steps=steps, generations=generations)
 
 
 @torch.inference_mode()
@@ -132,7 +140,7 @@ def transformers_round(model: Any, requests: list[GenerateRequest], *, slots: in
         for row in out[:, width:].tolist():
             lengths.append(row.index(eos) + 1 if eos in row else len(row))
     seconds, processor_s = time.perf_counter() - begin, time.process_time() - processor
-    return Round(seconds=seconds, processor_s=processor_s, lengths=lengths, steps=[])
+    return Round(seconds=seconds, processor_s=processor_s, lengths=lengths)
 
 
 def busy_and_tail(found: Round, *, slots: int) -> tuple[float, float]:
@@ -154,6 +162,21 @@ def floor_seconds(found: Round, requests: list[GenerateRequest], model_path: Pat
     ]
     replay = replay_decode(shape, lengths, rates, number_bytes=DTYPE_BYTES[dtype], slots=args.slots)
     return prefill_floor(shape, [len(prompt) for prompt in prompts], rates) + replay.seconds
+
+
+@torch.inference_mode()
+def agreement(
+    path: Path, requests: list[GenerateRequest], generations: list[Generation], *, slots: int, dtype: torch.dtype
+) -> Tensor:
+    """|log-prob of the engine - log-prob of the trainer's forward| of every sampled token, in nats."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
+    scoring = ScoringModel(model, chunk_tokens=512)
+    samples = [make_sample(request, generation) for request, generation in zip(requests, generations, strict=True)]
+    for sample in samples:
+        sample.advantage = 0.0  # a micro-batch has one
+    batches = [micro_batch(samples[first : first + slots]) for first in range(0, len(samples), slots)]
+    gaps = [(scoring(each, temperature=1.0).logprobs - each.rollout_logprobs)[each.response_mask] for each in batches]
+    return torch.cat(gaps).abs()
 
 
 def parse() -> argparse.Namespace:
@@ -205,6 +228,9 @@ def main() -> None:
         mean = statistics.mean(mine.lengths)
         write(f"{statistics.median(steps):.1f} ms, {len(mine.steps)} steps; mean length {mean:.0f}\n")
         engine.stop()
+        gap = agreement(path, requests, mine.generations, slots=args.slots, dtype=dtype)
+        write(f"engine and trainer: {len(gap)} tokens, {(gap == 0).float().mean():.1%} of them with bitwise equal ")
+        write(f"log-probs; mean difference {gap.mean():.1e}, largest {gap.max():.1e} nats\n")
 
 
 def write(text: str) -> None:

@@ -1,6 +1,7 @@
 """Seconds per step and final accuracy of every schedule, of partial rollouts, and of responses with a tool.
 
-    python benchmarks/schedules.py [--steps 30] [--seeds 3] [--model-steps 1200] [--dir DIR] [key=value ...]
+    python benchmarks/schedules.py [--steps 30] [--seeds 3] [--model-steps 1200] [--dir DIR] [--rows NAME ...]
+                                   [-- key=value ...]
 
 Trains `arithmetic_grpo` (`arithmetic_tool` for the last row) with the torch engine, seed after seed and schedule after
 schedule; prints Markdown: medians over all steps but the first two of a run, and over the seeds the mean held-out
@@ -97,20 +98,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model-steps", type=int, default=1200, help="of the base model, which is made once")
     parser.add_argument("--dir", type=Path, help="where runs stay; a temporary directory without")
+    parser.add_argument("--rows", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES), help="all without")
     parser.add_argument("words", nargs="*", help="overrides for every run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.dir or Path(scratch)
-        found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in SCHEDULES}
+        found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in arguments.rows}
         start_ray(None)  # once for all runs
         for seed in range(arguments.seeds):
-            for name in SCHEDULES:
+            for name in arguments.rows:
                 found[name].append(run(name, seed, directory, arguments))
         ray.shutdown()
-    first = [rows[0] for name, runs in found.items() for rows in runs if name != TOOL]
-    before = statistics.mean(row["eval/accuracy"] for row in first)
+    before = statistics.mean(rows[0]["eval/accuracy"] for rows in found[arguments.rows[0]])
     lines = [
-        f"{arguments.steps} steps, {arguments.seeds} seeds; held-out accuracy before training {before:.3f}",
+        f"{arguments.steps} steps, {arguments.seeds} seeds; held-out accuracy before training ({arguments.rows[0]}) "
+        f"{before:.3f}",
         "",
         "| schedule | s per step | exposed | hidden | overlap | lag | mixed | wasted | greedy | sampled |",
         "|---|" + "--:|" * 9,
