@@ -33,8 +33,10 @@ from grpo_step import build_model
 from torch import Tensor
 
 from rollout.config import DType, TorchEngineConfig
+from rollout.decoder import Decoder
 from rollout.hf import AutoModelForCausalLM
 from rollout.requests import make_sample
+from rollout.slots import Prefill, Step
 from rollout.torch_engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, SamplingParams
 from trainer.attention import PACKED_ATTENTION
@@ -91,28 +93,56 @@ def make_requests(args: argparse.Namespace, *, eos: int, vocabulary: int) -> lis
     return requests
 
 
-def engine_round(engine: TorchEngine, requests: list[GenerateRequest]) -> Round:
-    """All requests at once; the engine's own slots."""
-    decoder = engine._loop._decoder
-    steps: list[tuple[float, int]] = []
-    last = time.perf_counter()
-    step = type(decoder).step
+class CountedDecoder:
+    """A decoder that notes when its steps ended and how many rows they had."""
 
-    def counted(tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        nonlocal last
-        logits = step(decoder, tokens, *rest)
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._last = time.perf_counter()
+        self.steps: list[tuple[float, int]] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._decoder.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._decoder.dtype
+
+    def restart(self) -> None:
+        self._last, self.steps = time.perf_counter(), []
+
+    def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
+        return self._decoder.prefill(token_ids, lengths, forward)
+
+    def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
+        logits = self._decoder.step(tokens, positions, forward)
         now = time.perf_counter()
-        steps.append((now - last, len(tokens)))
-        last = now
+        self.steps.append((now - self._last, len(tokens)))
+        self._last = now
         return logits
 
-    decoder.step = counted
+
+def count_steps(engine: TorchEngine) -> CountedDecoder:
+    """Have the engine sample with a decoder that counts."""
+    decoder = engine._loop._decoder
+    if decoder is None:
+        raise RuntimeError("the engine has no weights")
+    counted = CountedDecoder(decoder)
+    engine._loop._decoder = counted
+    return counted
+
+
+def engine_round(engine: TorchEngine, counted: CountedDecoder, requests: list[GenerateRequest]) -> Round:
+    """All requests at once; the engine's own slots."""
+    counted.restart()
     begin, processor = time.perf_counter(), time.process_time()
     generations = engine.generate(requests)
     seconds, processor_s = time.perf_counter() - begin, time.process_time() - processor
-    del decoder.step
     lengths = [len(each.token_ids) for each in generations]
-    return Round(seconds=seconds, processor_s=processor_s, lengths=lengths, steps=steps, generations=generations)
+    return Round(
+        seconds=seconds, processor_s=processor_s, lengths=lengths, steps=counted.steps, generations=generations
+    )
 
 
 @torch.inference_mode()
@@ -204,9 +234,10 @@ def main() -> None:
         config = TorchEngineConfig(dtype=DType(args.dtype), max_batch_size=args.slots)
         engine = TorchEngine(config, index=0, device="cpu", num_threads=args.threads)
         engine.start(path)
+        counted = count_steps(engine)
         requests = make_requests(args, eos=int(model.config.eos_token_id), vocabulary=int(model.config.vocab_size))
         warm = requests[: args.slots]
-        engine_round(engine, warm), transformers_round(model, warm, slots=args.slots)
+        engine_round(engine, counted, warm), transformers_round(model, warm, slots=args.slots)
         write(f"{args.requests} requests, {args.slots} slots, at most {args.tokens} tokens, width {args.width}, ")
         write(f"{args.layers} layers, {args.dtype}, {args.threads} threads\n\n")
         write("| round | engine, tokens/s | generate, tokens/s | ratio | by processor seconds | slots busy | tail ")
@@ -214,7 +245,7 @@ def main() -> None:
         write("|---|--:|--:|--:|--:|--:|--:|--:|\n")
         ratios, processor_ratios = [], []
         for number in range(1, args.rounds + 1):
-            mine = engine_round(engine, requests)
+            mine = engine_round(engine, counted, requests)
             theirs = transformers_round(model, requests, slots=args.slots)
             busy, tail = busy_and_tail(mine, slots=args.slots)
             floor = floor_seconds(mine, requests, path, args) / mine.seconds
