@@ -43,6 +43,7 @@ from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, Termination, termination_requests
+from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
 
@@ -170,7 +171,8 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
             metrics |= accounting.memory(policy, engines)
-            tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3))
+            tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
+            tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
             tracker.log_histograms(step, report.histograms)
         request = termination.request  # read once: what ends the run must have been saved
         last = request is not None or step == config.run.num_steps

@@ -23,6 +23,7 @@ from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.dry_run import DryRunReport
 from trainer.shards import ShardReport
+from trainer.token_deltas import merge_ranks
 from trainer.training_step import TrainReport
 from trainer.worker import PolicyInfo
 
@@ -76,7 +77,8 @@ class PolicyGroup:
             norm, kept = reports[0].metrics["optim/grad_norm"], reports[0].metrics["mismatch/kept_frac"]
             text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
             logger.warning(text, step, skipped, norm, kept)
-        return replace(reports[0], sample_k3=sample_k3)
+        token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
+        return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas)
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""

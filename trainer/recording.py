@@ -117,9 +117,14 @@ class TrackingConfig(Checked):
     """Deadline in seconds for reaching W&B before the run goes on offline."""
     samples_per_step: int = 8
     """Samples written to samples.jsonl per step."""
+    token_samples_per_step: int = 4
+    """Of them, samples with the Delta of each token: half the worst by K3. At most 8 KB each, the 256 tokens around the
+    worst one."""
 
     def problems(self) -> Iterator[Problem]:
         if self.samples_per_step < 0:
             yield Problem(key="samples_per_step", rule="must be >= 0", value=self.samples_per_step)
+        if self.token_samples_per_step < 0:
+            yield Problem(key="token_samples_per_step", rule="must be >= 0", value=self.token_samples_per_step)
         if not self.wandb_timeout_s > 0:
             yield Problem(key="wandb_timeout_s", rule="must be > 0 seconds", value=self.wandb_timeout_s)

@@ -15,6 +15,7 @@ from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none
 from trainer.batch import MicroBatch
 from trainer.micro_loss import StepFactor
+from trainer.token_deltas import SampleKey, ScoredTokens, TokenDeltas
 
 
 class StepTotals:
@@ -32,6 +33,7 @@ class StepTotals:
         self._reference: ReferenceKLStats | None = None
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
+        self._tokens = ScoredTokens()
 
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
@@ -74,10 +76,15 @@ class StepTotals:
         per_token = k3(torch.where(valid, old_logprobs - micro.rollout_logprobs, 0.0))
         means = segment_mean(per_token, valid, micro.cu_seqlens)
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
+        self._tokens.add(micro, old_logprobs)
 
-    def sample_k3(self) -> dict[tuple[int, int], float]:
+    def sample_k3(self) -> dict[SampleKey, float]:
         """K3 of every sample of this rank; reads the device."""
         return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
+
+    def token_deltas(self, sample_k3: dict[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
+        """The tokens of at most `count` samples of this rank, the worst and some others; reads the device."""
+        return self._tokens.worst_and_others(sample_k3, count=count)
 
     def histograms(self) -> HistogramArrays:
         """Reduce the histograms over ranks (a collective) and read them."""

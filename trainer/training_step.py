@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from trainer.micro_loss import (
 )
 from trainer.optim import learning_rate
 from trainer.step_totals import StepTotals
+from trainer.token_deltas import TokenDeltas
 from trainer.token_gradient import token_gradient
 from trainer.trainable import Trainable
 
@@ -50,6 +51,8 @@ class TrainReport:
     """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
     histograms: HistogramArrays
     """Where in probability and position the engines differ; global."""
+    token_deltas: dict[tuple[int, int], TokenDeltas] = field(default_factory=dict)
+    """The tokens of a few samples, the worst and some others; of this rank, like `sample_k3`."""
 
 
 class TrainingStep:
@@ -109,11 +112,13 @@ class TrainingStep:
         peak = read_peak(self._device)
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
         give_back_free_memory()
+        sample_k3 = totals.sample_k3()
         return TrainReport(
             metrics=metrics,
             num_optimizer_steps=taken,
-            sample_k3=totals.sample_k3(),
+            sample_k3=sample_k3,
             histograms=totals.histograms(),
+            token_deltas=totals.token_deltas(sample_k3, count=self._config.tracking.token_samples_per_step),
         )
 
     def score(

@@ -7,6 +7,10 @@ import math
 import random
 from pathlib import Path
 
+import torch
+
+from algorithms.config import TISConfig
+from algorithms.histograms import HistogramArrays, mismatch_histograms
 from rollout.config import DynamicCollectConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
@@ -14,7 +18,23 @@ from trainer.components import ArithmeticModelConfig, RunConfig
 from trainer.config import SamplingConfig, TrainConfig
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.console import Console
+from trainer.tracking.sample_tokens import SampleTokens
 from trainer.tracking.tracker import SampleRow, Tracker
+
+ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked=2'>{{ 7*7 }}<!--"
+"""What a model, a dataset or a name may try to get onto the page."""
+
+
+def hostile_sample(text: str) -> SampleRow:
+    """A sample whose every text is `text`, its tokens too."""
+    tokens = SampleTokens(
+        first=3, num_tokens=99, texts=[text, text], rollout_logprobs=[-1.0, None], deltas=[-2.0, None]
+    )
+    return SampleRow(
+        prompt_id=99, sample_index=0, prompt=text, response=text * 9, answer=text, reward=0.0, correct=False,
+        advantage=0.0, num_response_tokens=1, finish_reason=FinishReason.stop, policy_version=1,
+        rollout_logprob_mean=-1.0, k3=1.0, tokens=tokens,
+    )  # fmt: skip
 
 
 def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, float | None]:
@@ -22,7 +42,8 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
     progress = step / num_steps
     accuracy = 0.4 + 0.55 * (1 - math.exp(-3 * progress)) + noise.gauss(0, 0.02)
     k3 = 2.6e-6 * math.exp(0.9 * progress + noise.gauss(0, 0.18))
-    seconds = {"rollout": 1.2, "reward": 0.03, "pack": 0.01, "train": 0.7, "sync": 0.09, "log": 0.004}
+    seconds = {"rollout": 1.2, "reward": 0.03, "pack": 0.01, "train": 0.7, "sync": 0.09, "log": 0.004,
+               "checkpoint": 0.05}  # fmt: skip
     seconds = {name: value * math.exp(noise.gauss(0, 0.08)) for name, value in seconds.items()}
     seconds["unattributed"] = 0.01
     evaluated = step in (1, num_steps) or step % 10 == 0
@@ -43,7 +64,17 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "mismatch/ess/applied_token": 0.9999,
         "mismatch/is/clip_frac_hi": max(0.0, noise.gauss(1e-4, 1e-4)),
         "mismatch/kept_frac": 1.0,
-        "policy/entropy": 0.62 * math.exp(-1.4 * progress) + 0.02,
+        "mismatch/rs/token_frac": 0.002 * (1 + progress),
+        "mismatch/rs/seq_frac": 0.01 * (1 + progress),
+        "mismatch/rs/kept_len": 4.4,
+        "mismatch/rs/rejected_len": None if step % 4 == 0 else 6.1 + noise.gauss(0, 0.3),
+        "mismatch/rs/kept_reward": accuracy,
+        "mismatch/rs/rejected_reward": None if step % 4 == 0 else accuracy - 0.1,
+        "mismatch/rs/kept_k3": k3,
+        "mismatch/rs/rejected_k3": None if step % 4 == 0 else k3 * 40,
+        "mismatch/ppl/train": 1.3 * math.exp(-0.2 * progress + noise.gauss(0, 0.02)),
+        "mismatch/ppl/rollout": 1.3 * math.exp(-0.2 * progress),
+        "policy/entropy": 0.62 * math.exp(-1.4 * progress + noise.gauss(0, 0.02)) + 0.02,
         "optim/grad_norm": 0.12 * math.exp(noise.gauss(0, 0.3)),
         "optim/lr": 3e-4,
         "loss/policy": noise.gauss(-0.002, 0.004),
@@ -100,16 +131,44 @@ def step_samples(step: int, num_steps: int, noise: random.Random) -> list[Sample
                 reward=float(correct), correct=correct, advantage=noise.gauss(0, 1), num_response_tokens=4,
                 finish_reason=FinishReason.length if prompt_id == 3 else FinishReason.stop, policy_version=step - 1,
                 rollout_logprob_mean=-abs(noise.gauss(0.1, 0.1)), k3=3e-6 * math.exp(noise.gauss(0, 1)),
+                tokens=step_tokens(str(left + right), noise) if prompt_id < 4 else None,
             )
         )  # fmt: skip
     return rows
 
 
-def write_run(run_dir: Path, *, num_steps: int = 40, extra_samples: tuple[SampleRow, ...] = ()) -> Path:
+def step_tokens(text: str, noise: random.Random) -> SampleTokens:
+    """A token per character, each with a Delta of a few thousandths, and one that a tool wrote."""
+    logprobs = [-abs(noise.gauss(0.1, 0.1)) for _ in text]
+    return SampleTokens(
+        first=0,
+        num_tokens=len(text) + 1,
+        texts=[*text, "<tool>"],
+        rollout_logprobs=[*logprobs, None],
+        deltas=[*(noise.gauss(0, 3e-3) for _ in text), None],
+    )
+
+
+def step_histograms(noise: random.Random) -> HistogramArrays:
+    """Of 64 responses of 4 tokens."""
+    rollout = -torch.tensor([abs(noise.gauss(0, 0.8)) for _ in range(256)])
+    delta = torch.tensor([noise.gauss(0, 2e-3) for _ in range(256)])
+    return mismatch_histograms(
+        old_logprobs=(rollout + delta).clamp(max=0),
+        rollout_logprobs=rollout,
+        response_mask=torch.ones(256, dtype=torch.bool),
+        cu_seqlens=torch.arange(0, 257, 4, dtype=torch.int32),
+    ).arrays()
+
+
+def write_run(
+    run_dir: Path, *, num_steps: int = 40, extra_samples: tuple[SampleRow, ...] = (), seed: int = 7, cap: float = 2.0
+) -> Path:
     """Let a real Tracker write `num_steps` made-up steps; `extra_samples` go with the last one."""
-    noise = random.Random(7)
+    noise = random.Random(seed)
     config = TrainConfig(
-        run=RunConfig(recipe="arithmetic_dapo", num_steps=num_steps, dir=str(run_dir)),
+        run=RunConfig(recipe="arithmetic_dapo", num_steps=num_steps, dir=str(run_dir), seed=seed),
+        correction=TISConfig(cap=cap),
         model=ArithmeticModelConfig(), data=ArithmeticDataConfig(), collect=DynamicCollectConfig(),
         sampling=SamplingConfig(max_new_tokens=16), tracking=TrackingConfig(wandb=WandbMode.disabled),
     )  # fmt: skip
@@ -120,4 +179,5 @@ def write_run(run_dir: Path, *, num_steps: int = 40, extra_samples: tuple[Sample
             if step == num_steps:
                 samples = [*extra_samples, *samples]
             tracker.log(step, step_metrics(step, num_steps, noise), samples)
+            tracker.log_histograms(step, step_histograms(noise))
     return run_dir

@@ -218,7 +218,7 @@ def completions(line: str, cwd: Path) -> list[str]:
 
 
 def test_completion_of_every_position(tmp_path: Path) -> None:
-    assert completions("parity ", tmp_path) == ["train", "eval", "simulate", "recipes", "export", "doctor"]
+    assert completions("parity ", tmp_path) == ["train", "eval", "simulate", "report", "recipes", "export", "doctor"]
     assert completions("parity train dapo_", tmp_path) == [
         "dapo_int8_qwen2.5_32b",
         "dapo_qwen2.5_32b",

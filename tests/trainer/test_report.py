@@ -1,43 +1,30 @@
-"""trainer/report/page.py: what is on the page, what cannot get onto it, and the page in a real browser."""
+"""trainer/report/page.py: what is on the page, what cannot get onto it, and what several runs show together.
+
+The pages in a real browser: test_report_browser.py.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
-import re
 import shutil
 import statistics
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import browser
 import numpy as np
 import pytest
-from PIL import Image
-from run_directory import step_metrics, write_run
+from run_directory import ATTACK, hostile_sample, step_metrics, write_run
 
-from rollout.types import FinishReason
 from trainer.report.charts import draw
-from trainer.report.data import RunData, evaluation_rows, load_run, sample_tables, show, thin, tiles
-from trainer.report.page import render, write_report
+from trainer.report.data import RunData, evaluation_rows, load_run, load_runs, show, thin
+from trainer.report.headline import config_difference, phases, tiles
+from trainer.report.lead import correlate
+from trainer.report.page import contents, render, render_runs, write_comparison, write_report
+from trainer.report.samples import coloured, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
-from trainer.tracking.tracker import SampleRow
-
-CHROMIUM = browser.find_chromium()
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
-
-DRAWN = "document.documentElement?.dataset.charts !== undefined"
-ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked=2'>{{ 7*7 }}<!--"
-
-
-def hostile_sample(text: str) -> SampleRow:
-    return SampleRow(
-        prompt_id=99, sample_index=0, prompt=text, response=text * 9, answer=text, reward=0.0, correct=False,
-        advantage=0.0, num_response_tokens=1, finish_reason=FinishReason.stop, policy_version=1,
-        rollout_logprob_mean=-1.0, k3=1.0,
-    )  # fmt: skip
+from trainer.report.spec import Chart, Section
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +37,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
     empty: dict[str, Any] = {
         "samples": [],
+        "histograms": [],
         "config": {},
         "environment": {},
         "status": {},
@@ -57,6 +45,14 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
         "remarks": [],
     }
     return RunData(name="made", rows=rows, **(empty | other))
+
+
+def figures(run: RunData) -> dict[str, Any]:
+    return draw(*contents([run]))
+
+
+def charts_of(sections: list[Section]) -> dict[str, Chart]:
+    return {chart.id: chart for section in sections for chart in section.charts}
 
 
 class Elements(HTMLParser):
@@ -109,9 +105,11 @@ def test_numbers_for_people(value: float, form: str, text: str) -> None:
 
 
 def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
-    drawing = draw(load_run(run_dir))
-    assert [section.title for section in drawing.sections] == [section.title for section in SECTIONS]
-    shown = {series.key for section in drawing.sections for chart in section.charts for series in chart.series}
+    sections, tables = contents([load_run(run_dir)])
+    own = ["Where the mismatch sits", "What moves with the mismatch"]
+    assert [section.title for section in sections if section.title not in own] == [part.title for part in SECTIONS]
+    assert [section.title for section in sections][2:4] == own
+    shown = {s.key for chart in charts_of(sections).values() if chart.x is None for s in chart.series}
     logged = set(step_metrics(1, 2, random.Random(0)))
     not_drawn = {
         "mismatch/k1", "rollout/policy_version", "rollout/num_samples", "rollout/groups_generated", "rollout/rounds",
@@ -119,6 +117,11 @@ def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
         "eval/policy_version",
     }  # fmt: skip
     assert shown == logged - not_drawn
+    # Every chart says how to read it, every axis that is not over steps has a name, and every column is there.
+    for chart in charts_of(sections).values():
+        assert chart.note.endswith("."), chart.id
+        assert chart.x is None or chart.x.label
+        assert all(np.isfinite(tables[s.table].columns[s.key]).any() for s in chart.series), chart.id
 
 
 def test_phases_stand_with_their_share_of_the_limit_and_with_what_it_assumes(run_dir: Path) -> None:
@@ -128,7 +131,7 @@ def test_phases_stand_with_their_share_of_the_limit_and_with_what_it_assumes(run
     assert f"rollout {rollout_s:.3g} s at {100 * 0.1 / rollout_s:.1f} %" in tile.detail
     assert "MFU" in tile.detail
     assert "96 GFLOP/s" in render(run)
-    [shown] = [chart for section in draw(run).sections for chart in section.charts if chart.id == "memory"]
+    [shown] = [chart for section in contents([run])[0] for chart in section.charts if chart.id == "memory"]
     assert [series.label for series in shown.series[1:]] == ["driver", "engine 0", "policy 0"]
 
 
@@ -137,15 +140,14 @@ def test_a_missing_metric_only_costs_its_chart() -> None:
         {"step": 1, "reward/mean": 0.5, "policy/entropy": None},
         {"step": 2, "reward/mean": 1},
     ]
-    drawing = draw(make_run(rows))
-    assert list(drawing.figures) == ["reward"]
+    assert list(figures(make_run(rows))) == ["reward"]
     html = render(make_run(rows))
     assert "Policy entropy" not in html and "Reward of the training samples" in html
 
 
 def test_no_chart_leaves_a_hole_beside_it() -> None:
     rows = [{"step": 1, "time/rollout_s": 1.0, "sync/gb_per_s": 1.0, "reward/mean": 1, "eval/accuracy": 1}]
-    sections = {section.title: section.charts for section in draw(make_run(rows)).sections}
+    sections = {section.title: section.charts for section in contents([make_run(rows)])[0]}
     assert [(chart.id, chart.wide) for chart in sections["Where the time goes"]] == [("time", True), ("sync", True)]
     assert [chart.wide for chart in sections["Learning"]] == [False, False]
 
@@ -155,14 +157,14 @@ def test_gaps_stay_gaps_and_stacks_add_up() -> None:
         {"step": 1, "time/rollout_s": 1.0, "time/train_s": None, "time/sync_s": 0.5, "mismatch/k3": None},
         {"step": 2, "time/rollout_s": 2.0, "time/train_s": 1.0, "time/sync_s": 0.5, "mismatch/k3": 1e-6},
     ]
-    data = draw(make_run(rows)).figures["time"].select_one({"name": "time/0"}).data_source.data
+    data = figures(make_run(rows))["time"].select_one({"name": "time/0"}).data_source.data
     assert list(data["time/sync_s:bottom"]) == [1.0, 3.0] and list(data["time/sync_s:top"]) == [1.5, 3.5]
     assert np.isnan(data["mismatch/k3"][0]), "null must be NaN, which is drawn as a gap"
 
 
 def test_a_long_run_gets_a_moving_mean() -> None:
     rows = [{"step": step, "policy/entropy": None if step == 150 else 1.0 + step % 2} for step in range(1, 301)]
-    figure = draw(make_run(rows)).figures["entropy"]
+    figure = figures(make_run(rows))["entropy"]
     mean = figure.select_one({"name": "entropy/0"})
     assert mean.glyph.y == "policy/entropy:mean"
     assert np.allclose(mean.data_source.data["policy/entropy:mean"][5:-5], 1.5, atol=0.11)
@@ -175,7 +177,7 @@ def test_thinning_keeps_every_peak() -> None:
     assert len(kept) == 500 and kept == sorted(kept)
     assert sum(rows[index]["mismatch/k3"] == 1.0 for index in kept) == 10
     assert thin(rows[:500], 500) == list(range(500))
-    drawn = draw(make_run(rows)).figures["k3"].select_one({"name": "k3/0"}).data_source.data
+    drawn = figures(make_run(rows))["k3"].select_one({"name": "k3/0"}).data_source.data
     assert len(drawn["step"]) == 2000
     assert np.isclose(np.mean(drawn["mismatch/k3:mean"]), 1e-3, rtol=0.1), "the mean is over all steps"
 
@@ -197,7 +199,7 @@ def test_samples_are_sorted_by_mismatch() -> None:
 def test_text_of_a_model_is_only_text(run_dir: Path) -> None:
     page = Elements((run_dir / "report.html").read_text(encoding="utf-8"))
     assert not page.named("img") and len(page.named("script")) == 3
-    assert any(ATTACK in text for text in page.text)
+    assert sum(text == ATTACK for text in page.text) >= 4, "two tokens, and prompt and answer of the table"
     assert "49" not in "".join(text for text in page.text if "7*7" in text)
     for tag, attributes in page.found:
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
@@ -206,9 +208,14 @@ def test_text_of_a_model_is_only_text(run_dir: Path) -> None:
 def test_names_and_values_of_a_config_are_only_text() -> None:
     config = {"run": {"recipe": ATTACK}, ATTACK: {ATTACK: ATTACK}, "defaults": [{"override /correction": ATTACK}]}
     rows = [{"step": 1, f"rollout/groups_dropped/{ATTACK}": 3, "rollout/groups_kept": 1, "rollout/groups_generated": 4}]
-    page = Elements(render(make_run(rows, config=config, environment={ATTACK: ATTACK}, remarks=[ATTACK])))
+    run = make_run(rows, config=config, environment={ATTACK: ATTACK}, remarks=[ATTACK])
+    page = Elements(render(run))
     assert not page.named("img") and len(page.named("script")) == 3
     assert sum(ATTACK in text for text in page.text) >= 6
+    other = replace(run, name=ATTACK, config={})
+    page = Elements(render_runs([run, other]))
+    assert not page.named("img") and len(page.named("script")) == 3
+    assert sum(ATTACK in text for text in page.text) >= 5
 
 
 def test_the_page_asks_for_nothing(run_dir: Path) -> None:
@@ -250,125 +257,107 @@ def test_a_broken_off_run_is_not_called_completed(tmp_path: Path) -> None:
     assert '<span class="status open">3 of 4 steps</span>' in html
 
 
-def colour_share(image: Path, wanted: str) -> int:
-    """Number of pixels within a small distance of the colour "#rrggbb"."""
-    target = np.array([int(wanted[i : i + 2], 16) for i in (1, 3, 5)])
-    pixels = np.asarray(Image.open(image).convert("RGB"), dtype=int)
-    return int((np.abs(pixels - target).max(axis=2) < 12).sum())
+def test_runs_are_compared_curve_by_curve(run_dir: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "runs" / "first", num_steps=20, seed=8, cap=3.0)
+    (other / "histograms.jsonl").unlink()
+    runs = load_runs([run_dir, other])
+    assert [run.name for run in runs] == [f"{run_dir.parent.name}/first", "runs/first"], "told apart by what is above"
+    sections, tables = contents(runs)
+    charts = charts_of(sections)
+    assert [(s.label, s.table, s.run) for s in charts["k3"].series] == [
+        (runs[0].name, "rows/0", 0), (runs[1].name, "rows/1", 1)
+    ]  # fmt: skip
+    assert (len(tables["rows/0"].columns["step"]), len(tables["rows/1"].columns["step"])) == (40, 20)
+    assert charts["ess-1"].title == "Effective sample size: applied weights"
+    assert len(charts["by_probability"].series) == 1, "the other run has no histograms"
+    keys = [key for key, _ in config_difference(runs)]
+    assert keys == ["run.seed", "run.num_steps", "correction.cap"] or set(keys) == {
+        "run.seed", "run.num_steps", "correction.cap"
+    }  # fmt: skip
+    page = write_comparison([run_dir, other], tmp_path / "both.html")
+    text = " ".join(Elements(page.read_text(encoding="utf-8")).text)
+    assert "2 runs compared" in text and "correction.cap" in text and "3.0" in text
+    assert f"{runs[1].name}: histograms.jsonl is missing" in text
 
 
-async def plot_box(page: browser.Page, chart: str) -> dict[str, float]:
-    return json.loads(
-        await page.evaluate(
-            f"""(() => {{ const card = document.querySelector('figure[data-chart="{chart}"]');
-            card.scrollIntoView({{block: 'center'}}); const box = card.querySelector('.plot').getBoundingClientRect();
-            return JSON.stringify({{x: box.x, y: box.y, width: box.width, height: box.height}}); }})()"""
-        )
-    )
+def test_a_key_that_one_run_does_not_have_differs() -> None:
+    first = make_run([], config={"a": {"b": 1, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}})
+    second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
+    assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
 
 
-async def steps_shown(page: browser.Page) -> set[str]:
-    shown = await page.evaluate("[...document.querySelectorAll('.at')].map((at) => at.textContent).join()")
-    return set(shown.split(","))
+def test_a_metric_that_follows_k3_is_found_at_its_lag() -> None:
+    noise = np.random.default_rng(0)
+    k3 = 1e-5 * np.exp(np.cumsum(noise.normal(0, 0.3, 123)))
+    grad = np.concatenate([np.ones(3), k3[:-3]]) ** 0.5 * np.exp(noise.normal(0, 0.01, 123))
+    rows = [
+        {"step": step, "mismatch/k3": k3[step], "optim/grad_norm": grad[step], "policy/entropy": value}
+        for step, value in zip(range(120), np.exp(noise.normal(0, 1, 120)), strict=True)
+    ]
+    run = make_run(rows)
+    found, unrelated = correlate(run, "optim/grad_norm"), correlate(run, "policy/entropy")
+    assert found is not None and found.strongest is not None and unrelated is not None
+    assert found.strongest[0] == 3 and found.strongest[1] > 0.9
+    assert unrelated.strongest is None, "chance is not called a relation"
+    notes = charts_of(contents([run])[0])["lag"].note
+    assert "K3 moves 3 steps before it" in notes and "Entropy: nothing beyond chance" in notes
+    assert correlate(make_run(rows[:10]), "optim/grad_norm") is None
 
 
-async def page_box(page: browser.Page, box: dict[str, float]) -> dict[str, float]:
-    """The same box in coordinates of the whole page, for a screenshot."""
-    return {**box, "y": box["y"] + await page.evaluate("window.scrollY")}
+def test_bins_of_a_run_add_up() -> None:
+    def row(step: int, k3: float) -> dict[str, Any]:
+        axis = {"edges": [1.0, 0.5, 0.0], "counts": [30.0, 10.0], "k3": [k3, 5 * k3], "abs_logdiff": [0.1, 0.2]}
+        return {
+            "step": step,
+            "by_probability": axis,
+            "by_position": axis | {"edges": [1.0, 2.0, None]},
+            "joint_edges": [0.0, 0.5, 1.0],
+            "joint": [[1, 1, 39.0], [0, 1, 1.0]],
+        }
+
+    rows = [row(step, 1e-6 if step < 4 else 3e-6) for step in range(8)]
+    wrong = {"step": 9, "by_probability": "?"}
+    run = make_run([], histograms=[*rows, wrong])
+    sections, tables = contents([run])
+    # From the least probable bin to the most probable one; two steps of each quarter.
+    assert list(tables["by_probability/0"].columns["k3"]) == pytest.approx([5e-6, 1e-6])
+    assert list(tables["by_probability/1"].columns["k3"]) == pytest.approx([15e-6, 3e-6])
+    assert list(tables["by_probability/1"].columns["tokens"]) == [0.25, 0.75]
+    assert list(tables["by_probability/1"].columns["share"]) == pytest.approx([0.625, 0.375])
+    assert tables["by_position/1"].labels == ("token 1 to 1", "token 2")
+    cells = tables["joint/0"].columns
+    assert sorted(zip(cells["left"], cells["bottom"], cells["count"], strict=True)) == [
+        (0.5, 0.0, 2.0),
+        (0.5, 0.5, 78.0),
+    ]
+    assert "1 lines have another shape and are left out (step 9)" in render(run)
+    assert {"by_probability-share", "joint-1"} <= set(charts_of(sections))
 
 
-async def visit(file: Path, out: Path) -> None:
-    assert CHROMIUM is not None
-    async with browser.open_page(CHROMIUM, file, out / "profile") as page:
-        await page.wait_for(DRAWN)
-        num_charts = await page.evaluate("document.querySelectorAll('figure[data-chart]').length")
-        assert num_charts == sum(len(section.charts) for section in SECTIONS)
-        assert await page.evaluate("Bokeh.documents[0].roots().length") == num_charts
-        assert await page.evaluate("window.attacked") is None
-        assert await steps_shown(page) == {"step 40"}
-
-        # Every curve is really painted, in the colours of both themes.
-        box = await plot_box(page, "k3")
-        for dark, colour, paper in ((False, "#0068b8", "#ffffff"), (True, "#5aa9f5", "#181c23")):
-            await page.look(width=1200, height=900, dark=dark)
-            await asyncio.sleep(0.5)
-            shot = await page.screenshot(out / "k3.png", clip=await page_box(page, box))
-            assert colour_share(shot, colour) > 500, f"no curve of colour {colour}"
-            assert colour_share(shot, paper) > 0.5 * box["width"] * box["height"]
-        await page.look(width=1200, height=900)
-
-        # The cursor on one chart reads the values of all of them.
-        await page.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-        await page.wait_for("document.querySelector('figure[data-chart=k3] .at').textContent !== 'step 40'")
-        (shown, *others) = await steps_shown(page) - {"step 20"}
-        assert not others and re.fullmatch(r"step (1[6-9]|2\d)", shown), shown
-        step = int(shown.split()[1])
-        expected = load_run(file.parent).rows[step - 1]["mismatch/k3"]
-        read = await page.evaluate("document.querySelector('[data-name=\"k3/0\"] b').textContent")
-        assert float(read) == pytest.approx(expected, rel=6e-3)
-
-        # A click on a name hides its curve, a second one brings it back.
-        button = "document.querySelector('[data-name=\"k3/0\"]')"
-        curve = "Bokeh.documents[0].get_model_by_name('k3/0').visible"
-        assert await page.evaluate(f"{button}.click(), {curve}") is False
-        assert await page.evaluate(f"{button}.click(), {curve}") is True
-
-        # A drag zooms all charts, a double click resets them.
-        span = "(({start, end}) => end - start)(Bokeh.documents[0].get_model_by_name('{}').x_range)".replace(
-            "{}", "reward"
-        )
-        whole = await page.evaluate(span)
-        middle = box["y"] + box["height"] / 2
-        await page.mouse("mousePressed", box["x"] + 0.4 * box["width"], middle, clicks=1)
-        for part in (0.45, 0.5, 0.6):
-            await page.call(
-                "Input.dispatchMouseEvent", type="mouseMoved", x=box["x"] + part * box["width"], y=middle,
-                button="left", buttons=1,
-            )  # fmt: skip
-        await page.mouse("mouseReleased", box["x"] + 0.6 * box["width"], middle, clicks=1)
-        await page.wait_for(f"{span} < {0.4 * whole}")
-        for clicks in (1, 2):
-            await page.mouse("mousePressed", box["x"] + 0.5 * box["width"], middle, clicks=clicks)
-            await page.mouse("mouseReleased", box["x"] + 0.5 * box["width"], middle, clicks=clicks)
-        await page.wait_for(f"{span} === {whole}")
-
-        # A phone: nothing is wider than the screen.
-        await page.look(width=400, height=900)
-        await asyncio.sleep(0.5)
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 400
-        assert not page.problems, page.problems
-        assert [url for url in page.requests if not url.startswith(("file://", "data:", "about:"))] == []
+def test_phases_have_their_share_of_the_run() -> None:
+    rows = [
+        {"step": 1, "time/rollout_s": 3.0, "time/step_s": 4.0, "perf/rollout_floor_frac": 0.5, "time/eval_s": 1.0},
+        {"step": 2, "time/rollout_s": 3.0, "time/step_s": 6.0, "perf/rollout_floor_frac": 0.25},
+    ]
+    table = {row.name: row.cells[0] for row in phases([make_run(rows)])}
+    assert (table["rollout"].seconds, table["rollout"].share, table["rollout"].limit) == ("3 s", "60.0 %", "37.5 %")
+    assert (table["eval"].share, table["eval"].limit, table["step"].seconds) == ("10.0 %", "", "5 s")
 
 
-@needs_browser
-def test_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
-    asyncio.run(visit(run_dir / "report.html", tmp_path))
-
-
-@needs_browser
-def test_a_run_of_one_step_in_a_browser(tmp_path: Path) -> None:
-    async def look() -> None:
-        assert CHROMIUM is not None
-        run_dir = write_run(tmp_path / "run", num_steps=1)
-        async with browser.open_page(CHROMIUM, write_report(run_dir), tmp_path / "profile") as page:
-            await page.wait_for(DRAWN)
-            assert await steps_shown(page) == {"step 0", "step 1"} or await steps_shown(page) == {"step 1"}
-            assert not page.problems, page.problems
-
-    asyncio.run(look())
-
-
-@needs_browser
-def test_a_script_in_the_page_could_not_run(run_dir: Path, tmp_path: Path) -> None:
-    """The second line of defence: even unescaped text of a model would be stopped by the page's policy."""
-
-    async def look() -> None:
-        assert CHROMIUM is not None
-        html = (run_dir / "report.html").read_text(encoding="utf-8")
-        (tmp_path / "bad.html").write_text(html.replace("<main>", f"<main>{ATTACK}-->", 1), encoding="utf-8")
-        async with browser.open_page(CHROMIUM, tmp_path / "bad.html", tmp_path / "profile") as page:
-            await page.wait_for(DRAWN)
-            assert await page.evaluate("window.attacked") is None
-            assert any("Content Security Policy" in problem for problem in page.problems)
-
-    asyncio.run(look())
+def test_tokens_are_coloured_by_delta() -> None:
+    kept = {
+        "first": 2, "num_tokens": 9, "texts": ["a", "b", "c", "d"], "rollout_logprobs": [-0.5, -0.5, -0.5, None],
+        "deltas": [0.02, -3.0, 1e-5, None],
+    }  # fmt: skip
+    samples = [
+        {"step": 1, "k3": 1e-6},
+        {"step": 2, "k3": 2e-6, "tokens": kept},
+        {"step": 1, "k3": 9e-6, "tokens": kept},
+    ]
+    run = make_run([], samples=[*samples, {"step": 3, "k3": 1.0, "tokens": {**kept, "deltas": [1.0]}}])
+    worst = worst_samples(run)
+    assert [sample.row["k3"] for sample in worst] == [9e-6, 2e-6], "worst first, without what cannot be read"
+    assert [token.kind for token in worst[0].tokens] == ["p3", "m5", "", "off"]
+    assert worst[0].tokens[0].said == "Δ +0.02: p 0.607 in the rollout, 0.619 in training"
+    assert (worst[0].num_before, worst[0].num_after) == (2, 3)
+    assert coloured(samples[0]) is None

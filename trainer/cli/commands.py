@@ -37,6 +37,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
   parity simulate <recipe> [simulate.key=value]
                                                step time, busy slots and staleness with 1 to 4,096 engines
+  parity report <run.dir> [<run.dir> ...]      the page of a run, or one that compares several
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
   parity train --help                          everything about train
@@ -94,6 +95,13 @@ USAGES = {
         "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. <directory> must not "
         "exist.\n"
     ),
+    "report": (
+        "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
+        "  <run.dir>            directory of a run, also of one that is still running\n"
+        "  -o, --out FILE       the page; without it report.html of the run, or comparison.html here for several\n\n"
+        "  Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in\n"
+        "  their configuration, and their headline numbers. See docs/report.md.\n"
+    ),
     "recipes": "parity recipes\n\n  List the recipes of the project: question, hardware, whether it was verified.\n",
     "doctor": "parity doctor\n\n  Check this machine, a line per check. Exit code 0 if a run is possible, else 1.\n",
 }
@@ -145,6 +153,10 @@ def _dispatch(words: list[str]) -> int:
         from trainer.cli.simulate import run_simulate
 
         return run_simulate(rest)
+    if command == "report":
+        from trainer.cli.report import run_report
+
+        return run_report(rest)
     if command == "export":
         return _export(rest)
     if rest:

@@ -1,15 +1,14 @@
-"""The files of a run directory -> RunData, headline tiles and sample tables: everything of a report but the charts.
+"""The files of a run directory -> RunData. Nothing here knows HTML.
 
-page.py puts it on the page. Nothing here knows HTML. A file that is missing, and a line that is not JSON
+A file that is missing, and a line that is not JSON
 (a run that was killed while writing), cost their part of the report and are named in `RunData.remarks`.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ class RunData:
     rows: list[Row]
     """metrics.jsonl: one mapping per step, in the order of `step`."""
     samples: list[Row]
+    histograms: list[Row]
+    """histograms.jsonl: where the engines differ, one mapping per step, in the order of `step`."""
     config: Row
     """config.yaml; `defaults` holds the choice of each group."""
     environment: Row
@@ -56,36 +57,17 @@ class RunData:
         return any(is_number(row, key) for row in self.rows)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """One headline number."""
-
-    label: str
-    value: str
-    before: str = ""
-    """Shown before an arrow."""
-    detail: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleTable:
-    """The samples of one step, the worst K3 first."""
-
-    step: int
-    rows: list[Row]
-
-
 def load_run(run_dir: Path) -> RunData:
     """Read a run directory; raises FileNotFoundError if it holds no metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise FileNotFoundError(f"{metrics} is missing: {run_dir} is not the directory of a run")
     remarks: list[str] = []
-    rows = {row["step"]: row for row in _read_lines(metrics, remarks) if is_number(row, "step")}
     return RunData(
         name=run_dir.resolve().name,
-        rows=[rows[step] for step in sorted(rows)],
+        rows=_by_step(_read_lines(metrics, remarks)),
         samples=_read_lines(run_dir / "samples.jsonl", remarks),
+        histograms=_by_step(_read_lines(run_dir / "histograms.jsonl", remarks)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / "status.json", []),
@@ -119,30 +101,6 @@ def evaluation_rows(run: RunData) -> list[dict[str, Any]]:
     return found
 
 
-def tiles(run: RunData) -> list[Tile]:
-    """The headline numbers that the run has."""
-    found = [
-        _before_after(run, "eval/accuracy", "Held-out, greedy", percent=True),
-        _before_after(run, "eval/accuracy_sampled", "Held-out, sampled", percent=True),
-        _before_after(run, "reward/mean", "Reward", percent=False),
-        _mismatch(run),
-        _step_time(run),
-        _limits(run),
-        _sync(run),
-    ]
-    return [tile for tile in found if tile is not None]
-
-
-def sample_tables(run: RunData) -> list[SampleTable]:
-    """The samples of the first and of the last step that has any."""
-    by_step: dict[int, list[Row]] = {}
-    for row in run.samples:
-        if is_number(row, "step"):
-            by_step.setdefault(row["step"], []).append(row)
-    steps = sorted({min(by_step), max(by_step)}) if by_step else []
-    return [SampleTable(step=step, rows=sorted(by_step[step], key=_worst_first)) for step in steps]
-
-
 def thin(rows: Sequence[Row], most: int) -> list[int]:
     """Indices of at most `most` rows: of each stretch the one with the largest K3, so that no peak is lost."""
     if len(rows) <= most:
@@ -165,70 +123,23 @@ def show(value: float, form: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _before_after(run: RunData, key: str, label: str, *, percent: bool) -> Tile | None:
-    values = run.values(key)
-    if not values:
-        return None
-    form = "percent" if percent else "number"
-    if len(values) == 1:
-        return Tile(label=label, value=show(values[0], form), detail="measured once")
-    change = values[-1] - values[0]
-    detail = f"{100 * change:+.1f} points" if percent else f"{change:+.3g}, first to last step"
-    return Tile(label=label, before=show(values[0], form), value=show(values[-1], form), detail=detail)
+def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
+    """Read run directories; runs of one name are told apart by the directories above.
+
+    Raises FileNotFoundError if one holds no metrics.jsonl.
+    """
+    runs = [load_run(run_dir) for run_dir in run_dirs]
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    depth = 1
+    while depth < max(map(len, parts)) and len({one[-depth:] for one in parts}) < len(set(parts)):
+        depth += 1
+    return [replace(run, name="/".join(one[-depth:])) for run, one in zip(runs, parts, strict=True)]
 
 
-def _mismatch(run: RunData) -> Tile | None:
-    values, floors = run.values("mismatch/k3"), run.values("mismatch/k3_floor")
-    if not values:
-        return None
-    floor = f", rounding floor {show(statistics.median(floors), 'exponent')}" if floors else ""
-    return Tile(label="Mismatch K3", value=show(statistics.median(values), "exponent"), detail=f"median{floor}")
-
-
-def _step_time(run: RunData) -> Tile | None:
-    steps = run.values("time/step_s")
-    if not steps:
-        return None
-    total = sum(steps)
-    shares = [f"{name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %" for name in ("rollout", "train", "sync")
-              if run.has(f"time/{name}_s")]  # fmt: skip
-    detail = ", ".join(["median", *shares])
-    return Tile(label="Time per step", value=f"{show(statistics.median(steps), 'number')} s", detail=detail)
-
-
-def _limits(run: RunData) -> Tile | None:
-    """How near the step came to what the hardware allows; each phase with its median seconds."""
-    shares = run.values("perf/step_floor_frac")
-    if not shares:
-        return None
-    phases = [
-        f"{name} {show(statistics.median(run.values(f'time/{name}_s')), 'number')} s at "
-        f"{show(statistics.median(run.values(f'perf/{name}_floor_frac')), 'percent')}"
-        for name in ("rollout", "train", "sync")
-        if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
-    ]
-    mfu = [f"MFU {show(statistics.median(run.values('perf/mfu')), 'percent')}"] if run.has("perf/mfu") else []
-    detail = ", ".join(["median", *phases, *mfu])
-    return Tile(label="Share of the hardware's limit", value=show(statistics.median(shares), "percent"), detail=detail)
-
-
-def _sync(run: RunData) -> Tile | None:
-    speeds = run.values("sync/gb_per_s")
-    if not speeds:
-        return None
-    details = ["median"]
-    if run.has("sync/bytes"):
-        details.append(f"{show(statistics.median(run.values('sync/bytes')) / 1e6, 'number')} MB")
-    if run.has("sync/seconds"):
-        details.append(f"{1000 * statistics.median(run.values('sync/seconds')):.0f} ms")
-    return Tile(
-        label="Weight sync", value=f"{show(statistics.median(speeds), 'number')} GB/s", detail=", ".join(details)
-    )
-
-
-def _worst_first(row: Row) -> float:
-    """Sort key: the largest K3 first; K3 is never negative, so samples without one come last."""
-    return -float(row["k3"]) if is_number(row, "k3") else 1.0
+def _by_step(rows: Sequence[Row]) -> list[Row]:
+    """In the order of `step`; of two rows of one step the later one counts."""
+    found = {row["step"]: row for row in rows if is_number(row, "step")}
+    return [found[step] for step in sorted(found)]
 
 
 def _read_lines(path: Path, remarks: list[str]) -> list[Row]:

@@ -1,32 +1,38 @@
-"""A run directory -> report.html: one file that opens offline, with charts, headline numbers and samples.
+"""A run directory -> report.html, or several -> one page that compares them: one file that opens offline.
 
-    data.py     files -> RunData, tiles, sample tables
-    sections.py what is shown
-    charts.py   RunData -> Bokeh figures
-    assets/     page.html (Jinja2, everything escaped), page.css, page.js
+    data.py      files -> RunData
+    headline.py  what stands around the charts: headline numbers, phases, configuration and its differences
+    sections.py  what is shown over steps; present.py: of it what a run has, or what several can be compared in
+    bins.py      where the engines differ (histograms.jsonl); lead.py: what moves before what
+    samples.py   samples and their tokens, coloured by Delta
+    tables.py    rows -> numbers of the charts (spec.py: Section, Chart, Series, Table)
+    charts.py    sections and tables -> Bokeh figures
+    frame.py     template, figures, scripts -> HTML with a policy; assets/ holds templates (Jinja2), style and script
 
-What a model or a dataset wrote reaches the page only as escaped text. As a second line, the page carries a policy that
-runs no script but the three of this report (by their hash) and opens no connection.
+What a model or a dataset wrote reaches the page only as escaped text.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import os
-import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from trainer.report import headline
+from trainer.report.bins import histogram_section, unreadable
+from trainer.report.data import RunData, at, load_run, load_runs
+from trainer.report.frame import render_page, write_page
+from trainer.report.lead import lead_section
+from trainer.report.present import compared, dash_of, present, slot_of
+from trainer.report.samples import coloured, legend, sample_tables, worst_samples
+from trainer.report.sections import MISMATCH, SECTIONS
+from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
+from trainer.report.tables import MAX_POINTS, run_tables
 
-from trainer.report.data import RunData, at, is_number, load_run, sample_tables, show, tiles
-
-ASSETS = Path(__file__).resolve().parent / "assets"
+REPORT = "report.html"
 _LONG_TEXT = 240
 """Characters of a prompt or response beyond which it is folded."""
+_WORST_OF_EACH = 3
+"""Samples with coloured tokens per run where several are compared."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -34,126 +40,77 @@ def write_report(run_dir: Path) -> Path:
 
     Raises FileNotFoundError if `run_dir` has no metrics.jsonl.
     """
-    html = render(load_run(run_dir))
-    path = run_dir / "report.html"
-    partial = run_dir / ".report.html.partial"
-    partial.write_text(html, encoding="utf-8", errors="replace")
-    os.replace(partial, path)
-    return path
+    return write_page(render(load_run(run_dir)), run_dir / REPORT)
+
+
+def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write the page of one run or of several to `path`, and return it.
+
+    Raises FileNotFoundError if one of them has no metrics.jsonl.
+    """
+    runs = load_runs(run_dirs)
+    return write_page(render(runs[0]) if len(runs) == 1 else render_runs(runs), path)
 
 
 def render(run: RunData) -> str:
-    """The report as HTML."""
-    # Bokeh takes a second to import: not at the start of a run.
-    from bokeh.embed import components
-    from bokeh.resources import Resources
-
-    from trainer.report.charts import MAX_PLAIN_POINTS, draw
-
-    drawing = draw(run)
-    library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
-    if drawing.figures:
-        charts, holders = components(drawing.figures, wrap_script=False)
-    else:
-        charts, holders = "", {}
-    scripts = [_script(text) for text in (library, charts, _asset("page.js"))]
-    environment = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html").render(
-        title=at(run.config, "run", "recipe") or run.name,
-        run=run,
-        status=_status(run),
-        facts=_facts(run),
-        tiles=tiles(run),
-        sections=drawing.sections,
-        holders={name: Markup(holder) for name, holder in holders.items()},  # noqa: S704 - made by Bokeh from ids
-        thinned=drawing.num_steps_drawn if drawing.num_steps_drawn < len(run.rows) else None,
-        smoothed=len(run.rows) > MAX_PLAIN_POINTS,
-        sample_tables=sample_tables(run),
-        config_sections=_config_sections(run),
-        environment_facts=_environment_facts(run),
-        is_number=is_number,
-        show=show,
-        long_text=_LONG_TEXT,
-        style=Markup(_asset("page.css")),  # noqa: S704 - our own file
-        scripts=[Markup(text) for text in scripts],  # noqa: S704 - Bokeh, numbers and our own file
-        policy=_policy(scripts),
-    )
+    """The report of one run as HTML."""
+    sections, tables = contents([run])
+    drawn = min(len(run.rows), MAX_POINTS)
+    context = {
+        "title": at(run.config, "run", "recipe") or run.name,
+        "run": run,
+        "status": headline.status_of(run),
+        "facts": headline.facts(run),
+        "tiles": headline.tiles(run),
+        "phases": headline.phases([run]),
+        "assumptions": at(run.accounting, "assumptions") or [],
+        "thinned": drawn if drawn < len(run.rows) else None,
+        "smoothed": len(run.rows) > MAX_PLAIN_POINTS,
+        "sample_tables": sample_tables(run),
+        "worst": worst_samples(run),
+        "coloured": coloured,
+        "legend": list(legend()),
+        "config_sections": headline.config_sections(run),
+        "environment_facts": headline.environment_facts(run),
+        "remarks": [*run.remarks, *unreadable(run)],
+        "long_text": _LONG_TEXT,
+    }
+    return render_page("run.html", sections=sections, tables=tables, context=context)
 
 
-def _script(text: str) -> str:
-    """Text that may stand in a script element: it cannot close the element or open a comment."""
-    return re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
+def render_runs(runs: Sequence[RunData]) -> str:
+    """A page that compares several runs as HTML."""
+    sections, tables = contents(runs)
+    labels = dict.fromkeys(tile.label for run in runs for tile in headline.tiles(run))
+    context = {
+        "title": f"{len(runs)} runs compared",
+        "runs": runs,
+        "slots": [slot_of(index) for index in range(len(runs))],
+        "dashes": [dash_of(index).value for index in range(len(runs))],
+        "statuses": [headline.status_of(run) for run in runs],
+        "labels": list(labels),
+        "tiles": [{tile.label: tile for tile in headline.tiles(run)} for run in runs],
+        "phases": headline.phases(runs),
+        "difference": headline.config_difference(runs),
+        "worst": [(run.name, found) for run in runs if (found := worst_samples(run, count=_WORST_OF_EACH))],
+        "legend": list(legend()),
+        "smoothed": any(len(run.rows) > MAX_PLAIN_POINTS for run in runs),
+        "remarks": [f"{run.name}: {remark}" for run in runs for remark in (*run.remarks, *unreadable(run))],
+        "long_text": _LONG_TEXT,
+    }
+    return render_page("runs.html", sections=sections, tables=tables, context=context)
 
 
-def _policy(scripts: list[str]) -> str:
-    """Content-Security-Policy: these scripts, inline styles, nothing from anywhere else."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
-
-
-def _status(run: RunData) -> dict[str, str]:
-    """How the run stands: text and the class that colours it."""
-    last = run.rows[-1]["step"] if run.rows else 0
-    planned = at(run.config, "run", "num_steps")
-    steps = f"{last} of {planned} steps" if planned else f"{last} steps"
-    state = at(run.status, "status") or ("completed" if planned == last else "")
-    return {"text": f"{state}, {steps}" if state else steps, "kind": state or "open"}
-
-
-def _facts(run: RunData) -> list[str]:
-    """The line under the title: what was trained, with what, when."""
-    facts = [run.name, *(f"{name} {run.choices[name]}" for name in ("model", "data", "rollout") if name in run.choices)]
-    if "correction" in run.choices:
-        cap = at(run.config, "correction", "cap")
-        bound = f", C = {cap:g}" if isinstance(cap, (int, float)) else ""
-        facts.append(f"correction {run.choices['correction']}{bound}")
-    if at(run.config, "advantage", "estimator"):
-        facts.append(f"advantage {at(run.config, 'advantage', 'estimator')}")
-    if at(run.environment, "started_at"):
-        facts.append(f"started {str(at(run.environment, 'started_at'))[:16].replace('T', ' ')} UTC")
-    return facts
-
-
-def _config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(section, chosen group member, [(key, value)]) of the configuration."""
-    sections = []
-    for name, values in run.config.items():
-        if name != "defaults" and isinstance(values, dict):
-            choice = run.choices.get(name, "")
-            sections.append((name, choice, [(str(key), _plain(value)) for key, value in values.items()]))
-    return sections
-
-
-def _environment_facts(run: RunData) -> list[tuple[str, str]]:
-    """Machine, revision, command line and versions."""
-    facts: list[tuple[str, str]] = []
-    for key, value in run.environment.items():
-        if key == "versions" and isinstance(value, dict):
-            continue
-        if key == "memory_bytes" and isinstance(value, (int, float)):
-            facts.append(("memory", f"{value / 2**30:.1f} GiB"))
-        elif key == "argv" and isinstance(value, list):
-            facts.append(("command", " ".join(str(word) for word in value)))
-        elif key == "git" and isinstance(value, dict):
-            facts.append(("revision", f"{value['revision']}{' with local changes' if value['dirty'] else ''}"))
-        elif value not in (None, [], ""):
-            facts.append((key.replace("_", " "), _plain(value)))
-    versions = at(run.environment, "versions")
-    if isinstance(versions, dict):
-        facts += [(str(name), str(version)) for name, version in versions.items() if version]
-    return facts
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
+    """What is drawn of one run, or of several beside each other, and the numbers for it."""
+    alone = len(runs) == 1
+    sections = present(SECTIONS, runs[0]) if alone else compared(SECTIONS, runs)
+    place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)
+    tables: dict[str, Table] = {}
+    for section, more in (lead_section(runs), histogram_section(runs)):
+        if section is not None:  # behind the section of the mismatch
+            sections.insert(place, section)
+            tables |= more
+    for index, run in enumerate(runs):
+        tables |= run_tables(run, sections, suffix="" if alone else f"/{index}")
+    return sections, tables

@@ -1,221 +1,265 @@
-"""What a report shows: charts by section, each a list of metrics. `charts.py` draws them.
+"""What the report of a run can show over its steps: charts by section, each a list of metrics.
 
-Nothing here knows Bokeh. A chart with `each` shows every metric whose name begins so, beside its `series`.
+What a run has no numbers for is left out (`present.py`). A chart with `each` shows every metric whose name begins so,
+beside its `series`. What is not over steps stands in `bins.py` (where the engines differ) and `lead.py` (what moves
+before what).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from trainer.report.spec import Chart, Dash, Kind, Section, Series
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Series:
-    """One line, or one layer of a stack."""
-
-    key: str
-    """Metric."""
-    label: str
-    slot: int
-    """Colour 0..7 of the page."""
-    dashed: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """One chart: what it shows and how."""
-
-    id: str
-    title: str
-    series: tuple[Series, ...]
-    unit: str = ""
-    form: str = "number"
-    """Of axis and values: number, percent or exponent."""
-    log: bool = False
-    from_zero: bool = False
-    """Whether the axis starts at 0."""
-    stacked: bool = False
-    source: str = "rows"
-    """"rows" (every step) or "evaluations"."""
-    wide: bool = False
-    each: str = ""
-    """Beginning of further metrics to show, one line or layer for each that the run has."""
-    each_label: str = ""
-    """Stands before the rest of their names."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Section:
-    """Charts under one heading."""
-
-    title: str
-    text: str
-    charts: tuple[Chart, ...] = field(default_factory=tuple)
-
-
-_PHASES = ("rollout", "reward", "pack", "train", "sync", "log", "unattributed", "eval")
+EVALUATIONS = "evaluations"
+"""Table of the steps with a held-out accuracy."""
+PHASES = ("rollout", "reward", "pack", "train", "sync", "log", "unattributed", "checkpoint", "eval")
 """Layers of the time chart from the bottom up. Evaluation is on top: hiding it leaves no gap."""
 
-SECTIONS: tuple[Section, ...] = (
-    Section(
-        title="Learning",
-        text="Does the policy get better, on the prompts it trains on and on problems it never sees?",
-        charts=(
-            Chart(
-                id="heldout", title="Held-out accuracy", form="percent", source="evaluations", from_zero=True,
-                series=(
-                    Series(key="eval/accuracy", label="greedy", slot=0),
-                    Series(key="eval/accuracy_sampled", label="sampled", slot=1),
-                ),
-            ),
-            Chart(
-                id="reward", title="Reward of the training samples",
-                series=(
-                    Series(key="reward/mean", label="mean reward", slot=0),
-                    Series(key="reward/accuracy", label="share correct", slot=2),
-                ),
+LEARNING = Section(
+    title="Learning",
+    text="Does the policy get better, on the prompts it trains on and on problems it never sees?",
+    charts=(
+        Chart(
+            id="heldout", title="Held-out accuracy", form="percent", from_zero=True,
+            note="Measured on the policy alone. Reward that rises while this falls is reward hacking or overfitting.",
+            series=(
+                Series(key="eval/accuracy", label="greedy", slot=0, table=EVALUATIONS),
+                Series(key="eval/accuracy_sampled", label="sampled", slot=1, table=EVALUATIONS),
             ),
         ),
-    ),
-    Section(
-        title="Rollout-training mismatch",
-        text="How far the trainer's probabilities are from those of the engine that sampled the tokens. K3 estimates "
-        "KL(rollout\u00a0\u2016\u00a0trainer) per response token; the floor is what the rounding of the output head "
-        "alone gives.",
-        charts=(
-            Chart(
-                id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True,
-                series=(
-                    Series(key="mismatch/k3", label="K3", slot=0),
-                    Series(key="mismatch/k3_floor", label="floor", slot=6, dashed=True),
-                ),
-            ),
-            Chart(
-                id="worst", title="Worst token", form="exponent", log=True,
-                series=(
-                    Series(key="mismatch/k3_max", label="largest K3", slot=1),
-                    Series(key="mismatch/prob_diff_max", label="largest probability difference", slot=3),
-                ),
-            ),
-            Chart(
-                id="delta", title="Log-ratio per token", form="exponent", log=True, unit="nats",
-                series=(Series(key="mismatch/abs_logdiff_mean", label="mean |log-ratio|", slot=4),),
-            ),
-            Chart(
-                id="ess", title="Effective sample size", form="percent",
-                series=(
-                    Series(key="mismatch/ess/raw_token", label="raw weights", slot=0),
-                    Series(key="mismatch/ess/applied_token", label="applied weights", slot=2),
-                    Series(key="mismatch/kept_frac", label="tokens kept", slot=1),
-                ),
-            ),
-            Chart(
-                id="weights", title="Tokens whose weight was cut", form="percent", from_zero=True,
-                series=(Series(key="mismatch/is/clip_frac_hi", label="cut", slot=3),),
-            ),
-        ),
-    ),
-    Section(
-        title="Optimisation",
-        text="Entropy that falls to zero means the policy has stopped exploring; jumps of the gradient norm come "
-        "before most collapses.",
-        charts=(
-            Chart(
-                id="entropy", title="Policy entropy", unit="nats per token", from_zero=True,
-                series=(Series(key="policy/entropy", label="entropy", slot=2),),
-            ),
-            Chart(
-                id="grad", title="Gradient norm", from_zero=True,
-                series=(Series(key="optim/grad_norm", label="before clipping", slot=4),),
-            ),
-            Chart(
-                id="clip", title="Tokens at the PPO clip", form="percent", from_zero=True,
-                series=(
-                    Series(key="loss/clip_frac_high", label="above", slot=1),
-                    Series(key="loss/clip_frac_low", label="below", slot=0),
-                ),
-            ),
-            Chart(id="loss", title="Policy loss", series=(Series(key="loss/policy", label="loss", slot=5),)),
-            Chart(
-                id="lr", title="Learning rate", form="exponent", from_zero=True,
-                series=(Series(key="optim/lr", label="learning rate", slot=6),),
-            ),
-        ),
-    ),
-    Section(
-        title="Critic",
-        text="How much of the returns the critic knew before each step: 1 is everything, 0 no more than their mean.",
-        charts=(
-            Chart(
-                id="explained", title="Explained variance of the returns", form="percent",
-                series=(Series(key="critic/explained_variance", label="explained", slot=2),),
-            ),
-            Chart(
-                id="values", title="Values and returns", unit="reward",
-                series=(
-                    Series(key="critic/value_mean", label="mean value", slot=0),
-                    Series(key="critic/returns_mean", label="mean return", slot=6, dashed=True),
-                ),
-            ),
-            Chart(id="value_loss", title="Value loss", series=(Series(key="critic/loss", label="loss", slot=5),)),
-        ),
-    ),
-    Section(
-        title="Where the time goes",
-        text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
-        charts=(
-            Chart(
-                id="time", title="Seconds per step", unit="s", stacked=True, from_zero=True, wide=True,
-                series=tuple(
-                    Series(key=f"time/{name}_s", label=name, slot=slot)
-                    for name, slot in zip(_PHASES, (0, 3, 7, 1, 2, 5, 6, 4), strict=True)
-                ),
-            ),
-            Chart(
-                id="limits", title="Share of the hardware's limit", form="percent", from_zero=True, wide=True,
-                series=(
-                    Series(key="perf/step_floor_frac", label="step", slot=6, dashed=True),
-                    Series(key="perf/rollout_floor_frac", label="rollout", slot=0),
-                    Series(key="perf/train_floor_frac", label="train", slot=1),
-                    Series(key="perf/sync_floor_frac", label="sync", slot=2),
-                    Series(key="perf/mfu", label="MFU", slot=4),
-                ),
-            ),
-            Chart(
-                id="speed", title="Speed", unit="tokens/s", from_zero=True,
-                series=(
-                    Series(key="rollout/tokens_per_s", label="rollout", slot=0),
-                    Series(key="perf/train_tokens_per_s", label="train", slot=1),
-                ),
-            ),
-            Chart(
-                id="sync", title="Weight sync", unit="GB/s", from_zero=True,
-                series=(Series(key="sync/gb_per_s", label="GB/s", slot=2),),
-            ),
-            Chart(
-                id="memory", title="Memory of each process", unit="GiB", from_zero=True, wide=True,
-                series=(Series(key="perf/train_peak_gib", label="rank 0, peak while training", slot=6, dashed=True),),
-                each="perf/memory_gib/",
-            ),
-        ),
-    ),
-    Section(
-        title="Rollouts",
-        text="What was sampled, and what of it was kept for training.",
-        charts=(
-            Chart(
-                id="length", title="Response length", unit="tokens", from_zero=True,
-                series=(Series(key="rollout/response_tokens_mean", label="mean", slot=0),),
-            ),
-            Chart(
-                id="truncated", title="Truncated responses", form="percent", from_zero=True,
-                series=(Series(key="rollout/truncated_frac", label="truncated", slot=3),),
-            ),
-            Chart(
-                id="groups", title="Groups sampled", stacked=True, from_zero=True, wide=True,
-                series=(Series(key="rollout/groups_kept", label="kept", slot=2),),
-                each="rollout/groups_dropped/", each_label="dropped: ",
+        Chart(
+            id="reward", title="Reward of the training samples",
+            note="Noisy from step to step. A fall that lasts is bad; so is a plateau while the mismatch grows.",
+            series=(
+                Series(key="reward/mean", label="mean reward", slot=0),
+                Series(key="reward/accuracy", label="share correct", slot=2),
             ),
         ),
     ),
 )  # fmt: skip
-"""Everything that a report can show; what the run has no numbers for is left out."""
+
+MISMATCH = Section(
+    title="Rollout-training mismatch",
+    text="How far the trainer's probabilities are from those of the engine that sampled the tokens. K3 estimates "
+    "KL(rollout\u00a0\u2016\u00a0trainer) per response token; the floor is what the rounding of the output head "
+    "alone gives.",
+    charts=(
+        Chart(
+            id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True,
+            note="Flat and near the floor is healthy. A rise against its own past is the earliest warning there is.",
+            series=(
+                Series(key="mismatch/k3", label="K3", slot=0),
+                Series(key="mismatch/k3_floor", label="floor", slot=6, dash=Dash.dashed),
+            ),
+        ),
+        Chart(
+            id="worst", title="Worst token", form="exponent", log=True,
+            note="A probability difference near 1 means the engines disagree completely on some token: a bug.",
+            series=(
+                Series(key="mismatch/k3_max", label="largest K3", slot=1),
+                Series(key="mismatch/prob_diff_max", label="largest probability difference", slot=3),
+            ),
+        ),
+        Chart(
+            id="delta", title="Log-ratio per token", form="exponent", log=True, unit="nats",
+            note="The typical token, where K3 is ruled by the few worst. Both rise: everything drifts.",
+            series=(Series(key="mismatch/abs_logdiff_mean", label="mean |log-ratio|", slot=4),),
+        ),
+        Chart(
+            id="ess", title="Effective sample size", form="percent",
+            note="Share of the tokens that the weighted average really rests on. Raw weights below 30 % are bad.",
+            series=(
+                Series(key="mismatch/ess/raw_token", label="raw weights", slot=0),
+                Series(key="mismatch/ess/applied_token", label="applied weights", slot=2),
+                Series(key="mismatch/kept_frac", label="tokens kept", slot=1),
+            ),
+        ),
+        Chart(
+            id="weights", title="Tokens whose weight was cut", form="percent", from_zero=True,
+            note="More than one in a hundred at the cap: the correction now shapes the gradient.",
+            series=(Series(key="mismatch/is/clip_frac_hi", label="cut", slot=3),),
+        ),
+    ),
+)  # fmt: skip
+
+REJECTED = Section(
+    title="Rejected against kept",
+    text="Responses that lost a token to rejection, beside those that lost none. What is thrown away should differ in "
+    "its mismatch alone: if it is longer, or better rewarded, rejection bends what the policy learns.",
+    charts=(
+        Chart(
+            id="rs_len", title="Length", unit="tokens", from_zero=True, needs="mismatch/rs/rejected_len",
+            note="Rejected above kept: long responses lose their say, because a long one has more tokens to fail on.",
+            series=(
+                Series(key="mismatch/rs/kept_len", label="kept", slot=0),
+                Series(key="mismatch/rs/rejected_len", label="rejected", slot=1),
+            ),
+        ),
+        Chart(
+            id="rs_reward", title="Reward", needs="mismatch/rs/rejected_reward",
+            note="The curves should lie together. Rejected above kept: the good responses are being thrown away.",
+            series=(
+                Series(key="mismatch/rs/kept_reward", label="kept", slot=0),
+                Series(key="mismatch/rs/rejected_reward", label="rejected", slot=1),
+            ),
+        ),
+        Chart(
+            id="rs_k3", title="K3", unit="nats per token", form="exponent", log=True,
+            needs="mismatch/rs/rejected_k3",
+            note="Rejected should lie far above kept; if it does not, the bounds reject at random.",
+            series=(
+                Series(key="mismatch/rs/kept_k3", label="kept tokens", slot=0),
+                Series(key="mismatch/rs/rejected_k3", label="rejected tokens", slot=1),
+            ),
+        ),
+        Chart(
+            id="rs_frac", title="Share rejected", form="percent", from_zero=True, needs="mismatch/rs/rejected_len",
+            note="A share that climbs step by step ends with nothing left to learn from.",
+            series=(
+                Series(key="mismatch/rs/token_frac", label="tokens", slot=3),
+                Series(key="mismatch/rs/seq_frac", label="responses", slot=7),
+            ),
+        ),
+    ),
+)  # fmt: skip
+
+OPTIMISATION = Section(
+    title="Optimisation",
+    text="Entropy that falls to zero means the policy has stopped exploring; jumps of the gradient norm come "
+    "before most collapses.",
+    charts=(
+        Chart(
+            id="entropy", title="Policy entropy", unit="nats per token", from_zero=True,
+            note="A slow fall is learning. A fall to zero is collapse; a sudden rise is a policy that comes apart.",
+            series=(Series(key="policy/entropy", label="entropy", slot=2),),
+        ),
+        Chart(
+            id="grad", title="Gradient norm", from_zero=True,
+            note="Spikes are common; a level that rises for many steps is not.",
+            series=(Series(key="optim/grad_norm", label="before clipping", slot=4),),
+        ),
+        Chart(
+            id="ppl", title="Perplexity of the responses",
+            note="The same responses, scored by both engines: the two curves should be one.",
+            series=(
+                Series(key="mismatch/ppl/train", label="trainer", slot=0),
+                Series(key="mismatch/ppl/rollout", label="rollout engine", slot=1, dash=Dash.dashed),
+            ),
+        ),
+        Chart(
+            id="clip", title="Tokens at the PPO clip", form="percent", from_zero=True,
+            note="Zero with one optimizer step per rollout. Many: steps too large, or too many on old samples.",
+            series=(
+                Series(key="loss/clip_frac_high", label="above", slot=1),
+                Series(key="loss/clip_frac_low", label="below", slot=0),
+            ),
+        ),
+        Chart(
+            id="loss", title="Policy loss",
+            note="Near zero by construction and no measure of success; only jumps mean something.",
+            series=(Series(key="loss/policy", label="loss", slot=5),),
+        ),
+        Chart(
+            id="lr", title="Learning rate", form="exponent", from_zero=True,
+            note="As scheduled; steps in which the policy does not learn leave a gap.",
+            series=(Series(key="optim/lr", label="learning rate", slot=6),),
+        ),
+    ),
+)  # fmt: skip
+
+CRITIC = Section(
+    title="Critic",
+    text="How much of the returns the critic knew before each step: 1 is everything, 0 no more than their mean.",
+    charts=(
+        Chart(
+            id="explained", title="Explained variance of the returns", form="percent",
+            note="Should rise. Below zero the critic does harm.",
+            series=(Series(key="critic/explained_variance", label="explained", slot=2),),
+        ),
+        Chart(
+            id="values", title="Values and returns", unit="reward",
+            note="The curves should lie together; a gap that stays is a critic that learns too slowly.",
+            series=(
+                Series(key="critic/value_mean", label="mean value", slot=0),
+                Series(key="critic/returns_mean", label="mean return", slot=6, dash=Dash.dashed),
+            ),
+        ),
+        Chart(
+            id="value_loss", title="Value loss",
+            note="Falls while the critic learns; rises again when the policy moves away from it.",
+            series=(Series(key="critic/loss", label="loss", slot=5),),
+        ),
+    ),
+)  # fmt: skip
+
+TIME = Section(
+    title="Where the time goes",
+    text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
+    charts=(
+        Chart(
+            id="time", title="Seconds per step", unit="s", kind=Kind.stack, from_zero=True, wide=True,
+            note="The tallest layer is what to make faster. Layers that grow from step to step are leaks or longer "
+            "responses.",
+            series=tuple(
+                Series(key=f"time/{name}_s", label=name, slot=slot)
+                for name, slot in zip(PHASES, (0, 3, 7, 1, 2, 5, 6, 7, 4), strict=True)
+            ),
+        ),
+        Chart(
+            id="limits", title="Share of the hardware's limit", form="percent", from_zero=True, wide=True,
+            note="100 % is as fast as this hardware could be. A low curve of a phase that takes long is where time can "
+            "be won.",
+            series=(
+                Series(key="perf/step_floor_frac", label="step", slot=6, dash=Dash.dashed),
+                Series(key="perf/rollout_floor_frac", label="rollout", slot=0),
+                Series(key="perf/train_floor_frac", label="train", slot=1),
+                Series(key="perf/sync_floor_frac", label="sync", slot=2),
+                Series(key="perf/mfu", label="MFU", slot=4),
+            ),
+        ),
+        Chart(
+            id="speed", title="Speed", unit="tokens/s", from_zero=True,
+            note="Response tokens sampled, and tokens trained on with their prompts. A slow fall is a leak.",
+            series=(
+                Series(key="rollout/tokens_per_s", label="rollout", slot=0),
+                Series(key="perf/train_tokens_per_s", label="train", slot=1),
+            ),
+        ),
+        Chart(
+            id="sync", title="Weight sync", unit="GB/s", from_zero=True,
+            note="From the trainer's weights to verified weights in every engine.",
+            series=(Series(key="sync/gb_per_s", label="GB/s", slot=2),),
+        ),
+        Chart(
+            id="memory", title="Memory of each process", unit="GiB", from_zero=True, wide=True,
+            note="Flat after the first steps. A line that climbs steadily will end the run.",
+            series=(Series(key="perf/train_peak_gib", label="rank 0, peak while training", slot=6, dash=Dash.dashed),),
+            each="perf/memory_gib/",
+        ),
+    ),
+)  # fmt: skip
+
+ROLLOUTS = Section(
+    title="Rollouts",
+    text="What was sampled, and what of it was kept for training.",
+    charts=(
+        Chart(
+            id="length", title="Response length", unit="tokens", from_zero=True,
+            note="Growth with reward is thinking; growth without it is padding.",
+            series=(Series(key="rollout/response_tokens_mean", label="mean", slot=0),),
+        ),
+        Chart(
+            id="truncated", title="Truncated responses", form="percent", from_zero=True,
+            note="Cut at max_new_tokens and mostly scored as wrong. Raise the limit if many are.",
+            series=(Series(key="rollout/truncated_frac", label="truncated", slot=3),),
+        ),
+        Chart(
+            id="groups", title="Groups sampled", kind=Kind.stack, from_zero=True, wide=True,
+            note="Dropped groups cost as much as kept ones and teach nothing.",
+            series=(Series(key="rollout/groups_kept", label="kept", slot=2),),
+            each="rollout/groups_dropped/", each_label="dropped: ",
+        ),
+    ),
+)  # fmt: skip
+
+SECTIONS: tuple[Section, ...] = (LEARNING, MISMATCH, REJECTED, OPTIMISATION, CRITIC, TIME, ROLLOUTS)
+"""Everything over steps that a report can show, in the order of the page."""

@@ -7,7 +7,7 @@ an error there is one warning and a count. The directory of a run:
     environment.json   versions, revision, machine, command line
     metrics.jsonl      one JSON object per step
     accounting.json    what the fractions of the hardware's limits stand on
-    samples.jsonl      some samples per step
+    samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
     wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
     status.json        how the run ended
@@ -36,6 +36,7 @@ from trainer.tracking.console import Console
 from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
 from trainer.tracking.run_dir import ENVIRONMENT_FILE, ROW_FILES, forget_after, release_directory, take_directory
 from trainer.tracking.run_dir import write_whole as _write
+from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,16 @@ class SampleRow:
     """Mean log pi_rollout over the response, nats per token."""
     k3: float | None = None
     """K3 of this sample: mean over its response of expm1(Delta) - Delta."""
+    tokens: SampleTokens | None = None
+    """Delta of its tokens, where it is one of those that have it; else the row has no such key."""
 
 
-def sample_rows(groups: Sequence[SampleGroup], *, k3: Mapping[tuple[int, int], float] | None = None) -> list[SampleRow]:
+def sample_rows(
+    groups: Sequence[SampleGroup],
+    *,
+    k3: Mapping[tuple[int, int], float] | None = None,
+    tokens: TokenLog | None = None,
+) -> list[SampleRow]:
     """The samples of a step as rows; `k3` maps (prompt_id, sample_index) to the K3 of that sample."""
     rows = []
     for group in groups:
@@ -89,18 +97,21 @@ def sample_rows(groups: Sequence[SampleGroup], *, k3: Mapping[tuple[int, int], f
                     policy_version=sample.policy_version,
                     rollout_logprob_mean=sum(value for value, on in masked if on) / sample.num_response_tokens,
                     k3=k3[place] if k3 is not None and place in k3 else None,
+                    tokens=None if tokens is None else tokens.of(sample),
                 )
             )
     return rows
 
 
 def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """At most `count` rows: the worst by K3 fill half of the places, the rest go round over the prompts."""
+    """At most `count` rows: the worst by K3 fill half of the places, then come those with tokens, and the rest go round
+    over the prompts."""
     by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
     worst = by_k3[: count // 2]
     taken = {(row.prompt_id, row.sample_index) for row in worst}
     others = [row for row in rows if (row.prompt_id, row.sample_index) not in taken]
-    return worst + sorted(others, key=lambda row: row.sample_index)[: count - len(worst)]
+    ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
+    return worst + ordered[: count - len(worst)]
 
 
 class Tracker:
@@ -254,6 +265,8 @@ class Tracker:
         assert self._samples is not None
         for sample in select_rows(samples, self._config.tracking.samples_per_step):
             row = {"step": step, **asdict(sample), "finish_reason": sample.finish_reason.name}
+            if sample.tokens is None:
+                del row["tokens"]
             finite = {key: None if _is_nonfinite(value) else value for key, value in row.items()}
             self._samples.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
         self._samples.flush()

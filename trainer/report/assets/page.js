@@ -1,5 +1,5 @@
-// The charts of report.html after Bokeh has drawn them: colours of the theme, values under the cursor, toggles, reset.
-// The page (page.html) holds one <figure data-chart> per Bokeh figure, with one legend button per curve.
+// The charts of a page after Bokeh has drawn them: colours of the theme, values under the cursor, toggles, reset.
+// A page (parts.html) holds one <figure data-chart> per Bokeh figure, with one legend button per series.
 (() => {
   "use strict";
   const cards = [...document.querySelectorAll("figure[data-chart]")];
@@ -13,76 +13,151 @@
     }
     if (form === "exponent") return value.toExponential(2);
     if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+    if (value !== 0 && Math.abs(value) < 1e-4) return value.toExponential(1);
     return String(Number(value.toPrecision(3)));
   };
 
-  // Index of the step that is nearest to x; steps are ascending.
-  const nearest = (steps, x) => {
-    let low = 0, high = steps.length - 1;
+  // Index of the place that is nearest to x; places are ascending.
+  const nearest = (places, x) => {
+    let low = 0, high = places.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (steps[middle] < x) low = middle + 1; else high = middle;
+      if (places[middle] < x) low = middle + 1; else high = middle;
     }
-    return low > 0 && x - steps[low - 1] < steps[low] - x ? low - 1 : low;
+    return low > 0 && x - places[low - 1] < places[low] - x ? low - 1 : low;
   };
 
   const start = (doc) => {
-    const column = (source, key) => doc.get_model_by_name(source).get_array(key);
-    const curves = (button) => [button.dataset.name, `${button.dataset.name}/dots`]
-      .map((name) => doc.get_model_by_name(name)).filter((curve) => curve !== null);
+    const model = (name) => doc.get_model_by_name(name);
+    const column = (table, key) => model(table).get_array(key);
+    const buttonsOf = (card) => [...card.querySelectorAll(".legend button")];
+    const all = cards.flatMap(buttonsOf);
+    const glyphs = (button) => ["", "/dots", "/spread"].map((part) => model(button.dataset.name + part)).filter((found) => found !== null);
 
     // Colours live in CSS, where they follow the light and dark theme.
     const paint = () => {
       const style = getComputedStyle(document.documentElement);
-      for (const button of document.querySelectorAll(".legend button")) {
-        const color = style.getPropertyValue(`--s${button.dataset.slot}`).trim();
-        for (const curve of curves(button)) {
-          const filled = curve.glyph.type === "Quad" || curve.glyph.type === "Scatter";
-          curve.glyph[filled ? "fill_color" : "line_color"] = { value: color };
+      const color = (name) => style.getPropertyValue(`--${name}`).trim();
+      const ramp = Array.from({ length: 8 }, (_, index) => color(`ramp${index}`));
+      for (const button of all) {
+        const colours = model(`${button.dataset.name}/colours`);
+        if (colours !== null) colours.palette = ramp;
+        else for (const { glyph } of glyphs(button)) {
+          glyph[glyph.type === "Line" ? "line_color" : "fill_color"] = { value: color(`s${button.dataset.slot}`) };
         }
+        const diagonal = model(`${button.dataset.name}/diagonal`);
+        if (diagonal !== null) diagonal.line_color = color("soft");
       }
-      doc.get_model_by_name("cursor").line_color = style.getPropertyValue("--soft").trim();
+      for (const card of cards) {
+        for (let index = 0, level; (level = model(`${card.dataset.chart}/level/${index}`)) !== null; index++) level.line_color = color("soft");
+      }
+      const cursor = model("cursor");
+      if (cursor !== null) cursor.line_color = color("soft");
     };
 
-    // x is a step, or null for the last step of the run.
-    const read = (x) => {
-      for (const card of cards) {
-        const steps = column(card.dataset.source, "step");
-        const index = x === null ? steps.length - 1 : nearest(steps, x);
-        card.querySelector(".at").textContent = steps.length ? `step ${steps[index]}` : "";
-        for (const button of card.querySelectorAll(".legend button")) {
-          button.querySelector("b").textContent = format(column(card.dataset.source, button.dataset.key)[index], card.dataset.form);
+    const say = (card, text) => { card.querySelector(".at").textContent = text; };
+    const value = (button, index) => {
+      const values = column(button.dataset.table, button.dataset.key);
+      button.querySelector("b").textContent = index === null ? "" : format(values[index], button.closest("figure").dataset.form);
+    };
+    const label = (table, index, x) => {
+      const labels = model(table).get_column("label");
+      return labels ? labels[index] : `${x} ${format(column(table, x)[index], "number")}`;
+    };
+
+    // The values of curves, layers and bars at x; null is the last step, and nothing on an axis of its own.
+    const readAlong = (card, x) => {
+      const axis = card.dataset.x;
+      let said = "", distance = Infinity;
+      for (const button of buttonsOf(card)) {
+        const places = column(button.dataset.table, axis);
+        if (!places.length || (x === null && !("shared" in card.dataset))) { value(button, null); continue; }
+        const index = x === null ? places.length - 1 : nearest(places, x);
+        const off = x === null ? -places[index] : Math.abs(places[index] - x);
+        if (off < distance) { distance = off; said = label(button.dataset.table, index, axis); }
+        value(button, index);
+      }
+      say(card, said);
+    };
+
+    // The point that is nearest on the screen.
+    const readPoint = (card, x, y) => {
+      const { x_range, y_range, x_scale, y_scale } = model(card.dataset.chart);
+      const place = (at, range, scale) => scale.type === "LogScale"
+        ? Math.log(at / range.start) / Math.log(range.end / range.start) : (at - range.start) / (range.end - range.start);
+      let best = null, distance = Infinity;
+      for (const button of buttonsOf(card)) {
+        value(button, null);
+        if (x === null || button.getAttribute("aria-pressed") !== "true") continue;
+        const xs = column(button.dataset.table, card.dataset.x), ys = column(button.dataset.table, button.dataset.key);
+        for (let index = 0; index < xs.length; index++) {
+          const off = Math.hypot(place(xs[index], x_range, x_scale) - place(x, x_range, x_scale),
+            0.4 * (place(ys[index], y_range, y_scale) - place(y, y_range, y_scale)));
+          if (off < distance) { distance = off; best = { button, index, at: xs[index] }; }
         }
       }
+      if (best !== null) value(best.button, best.index);
+      say(card, best === null ? "" : `${label(best.button.dataset.table, best.index, card.dataset.x)}, ${format(best.at, "number")}`);
     };
+
+    const readCell = (card, x, y) => {
+      let said = "";
+      for (const button of buttonsOf(card)) {
+        const [left, right, bottom, top] = ["left", "right", "bottom", "top"].map((key) => column(button.dataset.table, key));
+        const index = x === null ? -1 : left.findIndex((at, i) => at <= x && x < right[i] && bottom[i] <= y && y < top[i]);
+        if (index < 0) continue;
+        const count = column(button.dataset.table, button.dataset.key)[index];
+        const between = (low, high) => `${low.toFixed(2)} to ${high.toFixed(2)}`;
+        said = `rollout ${between(left[index], right[index])}, trainer ${between(bottom[index], top[index])}: ${format(count, "number")} tokens`;
+      }
+      say(card, said);
+    };
+
+    const read = (card, at) => {
+      if (card.dataset.kind === "cells") readCell(card, at && at.x, at && at.y);
+      else if (card.dataset.kind === "points") readPoint(card, at && at.x, at && at.y);
+      else readAlong(card, at && at.x);
+    };
+    const together = cards.filter((card) => "shared" in card.dataset);
 
     let waiting = false, wanted = null;
-    const readSoon = (x) => {
-      wanted = x;
+    const readSoon = (card, at) => {
+      wanted = { card, at };
       if (waiting) return;
       waiting = true;
-      requestAnimationFrame(() => { waiting = false; read(wanted); });
+      requestAnimationFrame(() => {
+        waiting = false;
+        for (const one of together.includes(wanted.card) ? together : [wanted.card]) read(one, wanted.at);
+      });
     };
+
+    const toggle = (button, shown) => {
+      button.setAttribute("aria-pressed", String(shown));
+      for (const glyph of glyphs(button)) glyph.visible = shown;
+    };
+    const isShown = (button) => button.getAttribute("aria-pressed") === "true";
 
     const coarse = matchMedia("(pointer: coarse)").matches;
     for (const card of cards) {
-      const figure = doc.get_model_by_name(card.dataset.chart);
-      for (const name of ["mousemove", "tap"]) figure.on_event(name, (event) => readSoon(event.x));
-      figure.on_event("mouseleave", () => readSoon(null));
+      const figure = model(card.dataset.chart);
+      for (const name of ["mousemove", "tap"]) figure.on_event(name, (event) => readSoon(card, { x: event.x, y: event.y }));
+      figure.on_event("mouseleave", () => readSoon(card, null));
       figure.on_event("doubletap", () => figure.reset.emit());
       // On a touch screen a drag must scroll the page.
       if (coarse) for (const tool of figure.toolbar.tools) if (tool.type === "BoxZoomTool") tool.active = false;
-      for (const button of card.querySelectorAll(".legend button")) {
-        button.addEventListener("click", () => {
-          const shown = button.getAttribute("aria-pressed") !== "true";
-          button.setAttribute("aria-pressed", String(shown));
-          for (const curve of curves(button)) curve.visible = shown;
-        });
-      }
+      for (const button of buttonsOf(card)) button.addEventListener("click", () => toggle(button, !isShown(button)));
+    }
+    for (const main of document.querySelectorAll("[data-toggle-run]")) {
+      main.addEventListener("click", () => {
+        const shown = !isShown(main);
+        main.setAttribute("aria-pressed", String(shown));
+        for (const button of all) if (button.dataset.run === main.dataset.toggleRun) toggle(button, shown);
+      });
     }
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
     paint();
-    read(null);
+    for (const card of cards) read(card, null);
+    performance.mark("charts drawn");
     document.documentElement.dataset.charts = String(cards.length);
   };
 

@@ -1,0 +1,74 @@
+"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or of several beside each other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from algorithms.config import Problem
+from trainer.cli.outcome import DONE, FAILED, report
+
+COMMAND = "parity report"
+OUT_FLAGS = ("-o", "--out")
+METRICS = "metrics.jsonl"
+COMPARISON = "comparison.html"
+"""Where several runs go without -o, in the current directory; one run goes to its own report.html."""
+
+
+def run_report(words: Sequence[str]) -> int:
+    """Write the page and print its path; returns the exit code."""
+    run_dirs, out, problems = _parse(words)
+    problems += [problem for directory in run_dirs for problem in _directory_problems(directory)]
+    if out is not None and not out.parent.is_dir():
+        problems.append(Problem(key="--out", rule="must lie in an existing directory", value=str(out)))
+    elif out is not None and out.is_dir():
+        problems.append(Problem(key="--out", rule="must be a file", value=str(out), remedy="Name the .html file."))
+    if problems:
+        return report(problems, command=COMMAND)
+    from trainer.report.page import REPORT, write_comparison
+
+    if out is None:
+        out = run_dirs[0] / REPORT if len(run_dirs) == 1 else Path(COMPARISON)
+    try:
+        path = write_comparison(run_dirs, out)
+    except OSError as error:
+        sys.stderr.write(f"{COMMAND}: {error}\n")
+        return FAILED
+    sys.stdout.write(f"{path}\n")
+    return DONE
+
+
+def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
+    """(run directories without repeats, --out, what is wrong with the words)."""
+    problems: list[Problem] = []
+    found: dict[Path, Path] = {}
+    out: Path | None = None
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag in OUT_FLAGS:
+            if not equals and not rest:
+                problems.append(Problem(key="--out", rule="must be followed by a file", value=word))
+                continue
+            out = Path(value if equals else rest.pop(0))
+        elif word.startswith("-"):
+            problems.append(Problem(key="flag", rule="is not known", value=word, remedy=f"See {COMMAND} --help."))
+        else:
+            # metrics.jsonl or report.html in it name the run as well.
+            path = Path(word).parent if Path(word).is_file() else Path(word)
+            found[path.resolve()] = path
+    if not found and not problems:
+        remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
+        problems.append(Problem(key="run", rule="must be given", value=None, remedy=remedy))
+    return list(found.values()), out, problems
+
+
+def _directory_problems(directory: Path) -> list[Problem]:
+    if (directory / METRICS).is_file():
+        return []
+    inside = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}"))[-3:]
+    remedy = f"Runs in it: {', '.join(inside)}." if inside else "See outputs/<recipe>/<time>."
+    rule = f"must be the directory of a run, with its {METRICS}"
+    return [Problem(key="run", rule=rule, value=str(directory), remedy=remedy)]
