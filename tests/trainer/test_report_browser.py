@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the
 
 DRAWN = "document.documentElement?.dataset.charts !== undefined"
 MAX_LOAD_S = 2.0
-"""From the start of the navigation until every chart is drawn."""
+"""Until every chart is drawn."""
 
 CHARTS = """JSON.stringify([...document.querySelectorAll("figure[data-chart]")].map((card) => {
     const model = (name) => Bokeh.documents[0].get_model_by_name(name);
@@ -82,7 +82,7 @@ async def place_of_a_value(page: browser.Page, chart: str) -> dict[str, float]:
         const x = cells ? "left" : card.dataset.x, y = cells ? "bottom" : button.dataset.key;
         const table = model(button.dataset.table);
         const index = Math.floor(table.get_array(x).length / 2);
-        const view = Bokeh.index.find_by_id(model("{chart}").id);
+        const view = [...Bokeh.index].find((one) => one.model === model("{chart}"));
         const box = view.canvas_view.el.getBoundingClientRect();
         const shift = cells ? 0.005 : 0;
         return JSON.stringify({{
@@ -197,23 +197,27 @@ def test_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_it_loads_fast(run_dir: Path, tmp_path: Path) -> None:
-    """The best of three: the machine may be busy with other things."""
+    """In processor time, which an idle machine takes by the clock: this one may be busy. The best of three."""
+
+    async def used(page: browser.Page) -> float:
+        metrics = (await page.call("Performance.getMetrics"))["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
 
     async def look() -> list[float]:
         assert CHROMIUM is not None
         found = []
         async with browser.open_page(CHROMIUM, run_dir / "report.html", tmp_path / "profile") as page:
-            for _ in range(3):
+            await page.wait_for(DRAWN)
+            await page.call("Performance.enable", timeDomain="threadTicks")
+            while len(found) < 3 and min(found, default=MAX_LOAD_S) >= MAX_LOAD_S:
+                before = await used(page)
+                await page.call("Page.navigate", url=f"{(run_dir / 'report.html').resolve().as_uri()}?{len(found)}")
                 await page.wait_for(DRAWN)
-                found.append(await page.evaluate("performance.getEntriesByName('charts drawn')[0].startTime / 1000"))
-                if found[-1] < MAX_LOAD_S:
-                    break
-                await page.call("Page.reload")
-                await page.wait_for(f"!({DRAWN})")
+                found.append(await used(page) - before)
         return found
 
     found = asyncio.run(look())
-    assert min(found) < MAX_LOAD_S, found
+    assert 0.1 < min(found) < MAX_LOAD_S, found
 
 
 def test_a_run_of_one_step_and_runs_beside_each_other(run_dir: Path, tmp_path: Path) -> None:
@@ -226,7 +230,7 @@ def test_a_run_of_one_step_and_runs_beside_each_other(run_dir: Path, tmp_path: P
             await page.wait_for(DRAWN)
             assert await steps_shown(page) <= {"step 0", "step 1"}
             await page.call("Page.navigate", url=both.resolve().as_uri())
-            await page.wait_for(f"{DRAWN} && document.querySelector('[data-toggle-run]')")
+            await page.wait_for(f"{DRAWN} && document.querySelector('[data-toggle-run]') !== null")
             await every_chart_shows_data(page, tmp_path)
             # A click on a run hides it in every chart.
             visible = "[...document.querySelectorAll('.legend button[data-run=\"0\"]')]" + (

@@ -1,14 +1,16 @@
 """Sections and tables (`spec.py`) -> Bokeh figures.
 
-Charts over steps share their axis and the crosshair. Colours are names of CSS variables (slot 0..7), so that they
-follow the light and dark theme of the page; the legend, the values under the cursor and the toggles are made by the
-page (trainer/report/assets/page.js).
+Charts over steps share their axis and the crosshair. Colours are names of CSS variables (slot 0..7): drawn as in the
+light theme of assets/page.css, and set by the page for the dark one. The legend, the values under the cursor and the
+toggles are made by the page (assets/page.js).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,15 @@ _MAX_DOTTED_POINTS = 80
 """Up to this many points each one gets a dot."""
 _HEIGHT = 220
 _CELLS_HEIGHT = 340
-_GREYS = ["#dddddd", "#777777"]
-"""Of cells, until the page sets the colours of its theme."""
+_STYLE = (Path(__file__).resolve().parent / "assets" / "page.css").read_text(encoding="utf-8")
+
+
+def _colour(name: str) -> str:
+    """The CSS variable `--name` in the light theme: charts in the page's own colours need no second painting."""
+    found = re.search(rf"--{name}: (#[0-9a-f]{{6}});", _STYLE)
+    if found is None:
+        raise KeyError(f"assets/page.css sets no --{name}")
+    return found[1]
 
 
 def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, 
         [np.zeros(0), *(tables[name].columns[STEP] for name in _tables_over_steps(charts))]
     )  # fmt: skip
     steps_range = _step_range(steps)
-    cursor = Span(dimension="height", line_dash="dotted", line_width=1, name="cursor")
+    cursor = Span(dimension="height", line_dash="dotted", line_width=1, line_color=_colour("soft"), name="cursor")
     figures = {chart.id: _figure(chart, sources, steps_range, cursor) for chart in charts}
     document = Document()
     with document.models.freeze():  # else Bokeh walks all models again for every figure
@@ -111,7 +120,9 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
         _draw_series(made, chart, series, sources[series.table], name=f"{chart.id}/{index}")
     for index, (level, _) in enumerate(chart.levels):
         name = f"{chart.id}/level/{index}"
-        made.add_layout(Span(dimension="width", location=level, line_dash="dotted", line_width=1.5, name=name))
+        made.add_layout(
+            Span(dimension="width", location=level, line_dash="dotted", line_color=_colour("soft"), name=name)
+        )
     return made
 
 
@@ -173,6 +184,7 @@ def _formatter(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> TickFor
 def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSource, *, name: str) -> None:
     if series.key not in source.data:
         raise KeyError(f"{chart.id}: the table {source.name} has no column {series.key}")
+    colour = _colour(f"s{series.slot}")
     if chart.kind is Kind.stack:
         _layer(made, series, source, name=name)
     elif chart.kind is Kind.bars:
@@ -180,11 +192,14 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
         width = 0.8 / len(chart.series)
         offset = (chart.series.index(series) - (len(chart.series) - 1) / 2) * width
         place = dodge(chart.x.column, offset)
-        made.vbar(x=place, width=0.92 * width, top=series.key, source=source, name=name, line_color=None)
+        made.vbar(
+            x=place, width=0.92 * width, top=series.key, source=source, name=name, line_color=None, fill_color=colour
+        )
     elif chart.kind is Kind.points:
         assert chart.x is not None, "points have an axis of their own"
         made.scatter(
-            chart.x.column, series.key, source=source, name=name, size=7, line_color=None, fill_alpha="age"
+            chart.x.column, series.key, source=source, name=name, size=7, line_color=None, fill_alpha="age",
+            fill_color=colour,
         )  # fmt: skip
     elif chart.kind is Kind.cells:
         _cells(made, series, source, name=name)
@@ -193,33 +208,39 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
 
 
 def _line(made: Any, x: str, series: Series, source: ColumnDataSource, *, name: str) -> None:
-    dash = series.dash.value
+    dash, colour = series.dash.value, _colour(f"s{series.slot}")
     if series.spread:
         low, high = f"{series.key}:low", f"{series.key}:high"
-        made.varea(x, low, high, source=source, name=f"{name}/spread", fill_alpha=0.16)
+        made.varea(x, low, high, source=source, name=f"{name}/spread", fill_color=colour, fill_alpha=0.16)
     if f"{series.key}:mean" in source.data:
-        made.line(x, series.key, source=source, name=f"{name}/dots", line_width=1, line_alpha=0.3)
-        made.line(x, f"{series.key}:mean", source=source, name=name, line_width=2, line_dash=dash)
+        made.line(x, series.key, source=source, name=f"{name}/dots", line_color=colour, line_width=1, line_alpha=0.3)
+        made.line(x, f"{series.key}:mean", source=source, name=name, line_color=colour, line_width=2, line_dash=dash)
         return
-    made.line(x, series.key, source=source, name=name, line_width=2, line_join="round", line_dash=dash)
+    made.line(
+        x, series.key, source=source, name=name, line_color=colour, line_width=2, line_join="round", line_dash=dash
+    )
     few = np.isfinite(source.data[series.key]).sum() <= _MAX_DOTTED_POINTS
     if few and dash == "solid" and not series.spread:
-        made.scatter(x, series.key, source=source, name=f"{name}/dots", size=5, line_color=None)
+        made.scatter(x, series.key, source=source, name=f"{name}/dots", size=5, line_color=None, fill_color=colour)
 
 
 def _layer(made: Any, series: Series, source: ColumnDataSource, *, name: str) -> None:
     made.quad(
         left="step:left", right="step:right", bottom=f"{series.key}:bottom", top=f"{series.key}:top", source=source,
-        name=name, line_color=None,
+        name=name, line_color=None, fill_color=_colour(f"s{series.slot}"),
     )  # fmt: skip
 
 
 def _cells(made: Any, series: Series, source: ColumnDataSource, *, name: str) -> None:
     """Squares with `left`, `right`, `bottom`, `top`, and the diagonal on which both engines agree."""
     highest = max(2.0, float(np.max(source.data[series.key], initial=2.0)))
-    colours = LogColorMapper(palette=_GREYS, low=1.0, high=highest, name=f"{name}/colours")
+    colours = LogColorMapper(
+        palette=[_colour(f"ramp{i}") for i in range(8)], low=1.0, high=highest, name=f"{name}/colours"
+    )
     made.quad(
         left="left", right="right", bottom="bottom", top="top", source=source, name=name, line_color=None,
         fill_color=transform(series.key, colours),
     )  # fmt: skip
-    made.add_layout(Slope(gradient=1, y_intercept=0, line_dash="dotted", line_width=1.5, name=f"{name}/diagonal"))
+    made.add_layout(
+        Slope(gradient=1, y_intercept=0, line_dash="dotted", line_color=_colour("soft"), name=f"{name}/diagonal")
+    )

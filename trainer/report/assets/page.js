@@ -27,7 +27,9 @@
     return low > 0 && x - places[low - 1] < places[low] - x ? low - 1 : low;
   };
 
+  performance.mark("page parsed");
   const start = (doc) => {
+    performance.mark("figures made");
     const model = (name) => doc.get_model_by_name(name);
     const column = (table, key) => model(table).get_array(key);
     const buttonsOf = (card) => [...card.querySelectorAll(".legend button")];

@@ -1,0 +1,103 @@
+"""trainer/token_deltas.py and what samples.jsonl keeps of it: the right tokens of the right samples, and few."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from rollout.types import FinishReason, Prompt, Sample, SampleGroup
+from trainer.packing import micro_batch
+from trainer.token_deltas import MAX_TOKENS, ScoredTokens, choose, merge_ranks
+from trainer.tracking.sample_tokens import TokenLog
+from trainer.tracking.tracker import sample_rows, select_rows
+
+
+def make_sample(prompt_id: int, index: int, *, num_response: int = 3, tool: int = 0) -> Sample:
+    """Two prompt tokens, a response, and `tool` tokens after it that the model did not sample."""
+    sampled = [False, False, *[True] * num_response, *[False] * tool]
+    return Sample(
+        prompt_id=prompt_id, sample_index=index, token_ids=[100 * prompt_id + i for i in range(len(sampled))],
+        response_mask=sampled, rollout_logprobs=[-0.5 if on else 0.0 for on in sampled],
+        token_versions=[0] * len(sampled), finish_reason=FinishReason.stop, reward=0.0, correct=False, advantage=0.0,
+    )  # fmt: skip
+
+
+@dataclass
+class Words:
+    """A tokenizer of one word per id."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return f"<{token_ids[0]}>"
+
+
+def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> ScoredTokens:
+    """`samples` in one micro-batch, with log pi_old that is off by `deltas` at (sample, token)."""
+    micro = micro_batch(samples, None, policy_version=None)
+    old = micro.rollout_logprobs.clone()
+    for (number, token), delta in deltas.items():
+        old[int(micro.cu_seqlens[number]) + token] += delta
+    made = ScoredTokens()
+    made.add(micro, old)
+    return made
+
+
+def test_deltas_are_those_of_the_sample_and_its_sampled_tokens() -> None:
+    samples = [make_sample(1, 0), make_sample(2, 0, tool=1)]
+    tokens = scored(samples, {(0, 3): 0.25, (1, 4): -0.125})
+    found = tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=2)
+    assert found[1, 0].deltas == pytest.approx([0.0, 0.25, 0.0])
+    assert (found[1, 0].first, found[1, 0].token_ids) == (2, [102, 103, 104])
+    assert found[2, 0].deltas == [0.0, 0.0, -0.125, None] and found[2, 0].rollout_logprobs[3] is None
+    assert list(tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=1)) == [(1, 0)], "the worst one"
+    assert tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=0) == {}
+
+
+def test_a_long_response_is_kept_around_its_worst_token() -> None:
+    size = 4 * MAX_TOKENS
+    tokens = scored([make_sample(1, 0, num_response=size)], {(0, 700): -2.0, (0, 10): 0.5})
+    found = tokens.worst_and_others({(1, 0): 1.0}, count=1)[1, 0]
+    assert len(found.deltas) == MAX_TOKENS and found.deltas[700 - found.first] == -2.0
+    at_the_end = scored([make_sample(1, 0, num_response=size)], {(0, size + 1): -2.0})
+    found = at_the_end.worst_and_others({(1, 0): 1.0}, count=1)[1, 0]
+    assert (len(found.deltas), found.deltas[-1]) == (MAX_TOKENS, -2.0)
+
+
+def test_what_cannot_be_scored_is_none() -> None:
+    tokens = scored([make_sample(1, 0)], {(0, 2): math.nan})
+    assert tokens.worst_and_others({(1, 0): 0.0}, count=1)[1, 0].deltas == [None, 0.0, 0.0]
+
+
+def test_half_are_the_worst_and_ranks_agree_on_them() -> None:
+    k3 = {(prompt, 0): prompt * 1e-6 for prompt in range(20)} | {(99, 0): math.nan}
+    chosen = choose(k3, count=5)
+    assert chosen[:3] == [(19, 0), (18, 0), (17, 0)] and len(set(chosen)) == 5
+    assert chosen == choose(dict(reversed(k3.items())), count=5), "the same in every repetition"
+    samples = {key: make_sample(*key) for key in k3}
+    ranks = [
+        scored([samples[key] for key in half], {}).worst_and_others({key: k3[key] for key in half}, count=4)
+        for half in (list(k3)[:10], list(k3)[10:])
+    ]
+    merged = merge_ranks(ranks, k3)
+    assert len(merged) == 4 and list(merged)[:2] == [(19, 0), (18, 0)]
+
+
+def test_rows_with_tokens_are_among_those_that_are_written() -> None:
+    samples = [make_sample(prompt, index) for prompt in range(4) for index in range(3)]
+    groups = [
+        SampleGroup(prompt=Prompt(prompt_id=p, token_ids=[1], text="", answer=""), samples=samples[3 * p : 3 * p + 3])
+        for p in range(4)
+    ]
+    k3 = {(sample.prompt_id, sample.sample_index): 1e-6 * number for number, sample in enumerate(samples)}
+    deltas = scored(samples, {(0, 3): 0.123456789}).worst_and_others(k3 | {(0, 0): 1.0, (1, 2): 0.5}, count=2)
+    log = TokenLog(deltas=deltas, tokenizer=Words())  # type: ignore[arg-type]
+    rows = select_rows(sample_rows(groups, k3=k3, tokens=log), 4)
+    with_tokens = {(row.prompt_id, row.sample_index): row.tokens for row in rows if row.tokens is not None}
+    assert set(with_tokens) == set(deltas), "none is lost to the choice of rows"
+    kept = with_tokens[0, 0]
+    assert kept is not None and (kept.first, kept.num_tokens, kept.texts) == (0, 3, ["<2>", "<3>", "<4>"])
+    assert kept.deltas == [0.0, 0.1235, 0.0]
+    # The prompt came back in the same step: what came back belongs to another sample.
+    samples[0].token_ids[3] = 7
+    assert log.of(samples[0]) is None
