@@ -14,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from runs import QUICK, column, compose, metrics_of
 
+from algorithms.kl import k3
 from rollout.actor_calls import WorkerError
 from rollout.engine import EngineError
 from trainer.evaluation import evaluate_model, evaluation_metrics
@@ -86,6 +88,13 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tm
     assumptions = json.loads((result.run_dir / "accounting.json").read_text("utf-8"))["assumptions"]
     assert f"GFLOP/s float32 x {num_ranks} rank" in assumptions[0]
     assert result.report_path.read_text("utf-8").lstrip().lower().startswith("<!doctype html")
+    lines = (result.run_dir / "samples.jsonl").read_text("utf-8").splitlines()
+    with_tokens = [row for row in map(json.loads, lines) if "tokens" in row]
+    assert len(with_tokens) == 5 * config.tracking.token_samples_per_step
+    for row in with_tokens:  # whichever rank they come from, the tokens are those that the K3 of the sample is of
+        deltas = torch.tensor(row["tokens"]["deltas"])
+        assert float(k3(deltas).mean()) == pytest.approx(row["k3"], rel=0.01)
+        assert "".join(row["tokens"]["texts"]).startswith(row["response"])
 
 
 ENDS_OF_THE_SPEC = (

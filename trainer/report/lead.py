@@ -124,7 +124,8 @@ def _cloud(follower: Follower, runs: Sequence[RunData]) -> Chart:
     series = Series(key=K3, label="K3", slot=0)
     return Chart(
         id=f"cloud-{follower.id}", title=f"K3 against {follower.name}", kind=Kind.points, form="exponent", log=True,
-        unit="a point per step, later ones darker", x=Axis(column=follower.key, label=follower.name, log=follower.log),
+        unit="a point per step, early ones faint",
+        x=Axis(column=follower.key, label=follower.name, log=follower.log),
         note="A cloud without a slope: no relation. A path that climbs with time: both drift together.",
         series=(series,) if len(runs) == 1 else tuple(run_series(runs, series, table=ROWS)),
     )  # fmt: skip

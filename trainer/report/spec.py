@@ -31,7 +31,7 @@ class Kind(Enum):
     points = "points"
     """A point per row, fainter the earlier it is."""
     cells = "cells"
-    """A square per row, darker the larger its value."""
+    """A square per row, in a stronger colour the larger its value."""
 
 
 class Dash(Enum):
