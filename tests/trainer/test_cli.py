@@ -218,7 +218,16 @@ def completions(line: str, cwd: Path) -> list[str]:
 
 
 def test_completion_of_every_position(tmp_path: Path) -> None:
-    assert completions("parity ", tmp_path) == ["train", "eval", "simulate", "report", "recipes", "export", "doctor"]
+    assert completions("parity ", tmp_path) == [
+        "train",
+        "study",
+        "eval",
+        "simulate",
+        "report",
+        "recipes",
+        "export",
+        "doctor",
+    ]
     assert completions("parity train dapo_", tmp_path) == [
         "dapo_int8_qwen2.5_32b",
         "dapo_qwen2.5_32b",
@@ -243,6 +252,7 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
         "simulate.long_frac=",
     ]
     assert completions("parity simulate arithmetic_grpo simulate.steps=4 correction=t", tmp_path) == ["correction=tis"]
+    assert completions("parity study arithmetic_grpo study.se", tmp_path) == ["study.seeds="]
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

@@ -34,6 +34,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> --dry-run              check everything and print what would run
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
   parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
+  parity study <recipe> [study.key=value] ...  one run per correction, rollout precision and seed, on one page
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
   parity simulate <recipe> [simulate.key=value]
                                                step time, busy slots and staleness with 1 to 4,096 engines
@@ -80,6 +81,19 @@ USAGES = {
         "  eval.samples=32      sampled responses per prompt: k of avg@k, pass@k and maj@k; one greedy beside them\n"
         "  +eval.sets.NAME=FILE one more set, with the columns of data=file\n\n"
         "  Starts the engines of the recipe, prints a table and writes eval.json and eval.jsonl to run.dir.\n"
+    ),
+    "study": (
+        "parity study <recipe> [study.key=value ...] [--dry-run] [--config-dir DIR] [group=option ...] "
+        "[key=value ...]\n\n"
+        "  study.modes=[tis,mis]             corrections, also presets; default: the six but custom\n"
+        "  study.precisions=[bfloat16,int8]  of the engines; default: that of the recipe, and int8\n"
+        "  study.seeds=[0,1,2]               values of run.seed\n"
+        "  study.parallel=2                  runs at a time; default 1\n"
+        "  study.dir=DIR, or resume=auto     go on with a study, or with the newest of the recipe\n"
+        "  study.target, collapse_drop, cell_timeout_s, stop_timeout_s\n\n"
+        "  Each run is a `parity train` of its own, in outputs/studies/<recipe>/<time>/<mode>-<precision>-seed<k>;\n"
+        "  what is finished is not repeated. After each one study.html, study.svg, study.md, study.csv and study.json\n"
+        "  compare what there is; see docs/study.md.\n"
     ),
     "simulate": (
         "parity simulate <recipe> [simulate.key=value ...] [--config-dir DIR] [group=option ...] [key=value ...]\n\n"
@@ -145,6 +159,10 @@ def _dispatch(words: list[str]) -> int:
     if any(flag in rest for flag in HELP_FLAGS):
         sys.stdout.write(USAGES[command])
         return DONE
+    if command == "study":
+        from trainer.cli.study import run_study
+
+        return run_study(rest)
     if command == "eval":
         from trainer.cli.evaluate import run_eval
 

@@ -9,24 +9,33 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from algorithms.config import Problem
 from trainer.cli.catalog import find_recipe, recipe_files
+from trainer.cli.keys import field_names
 from trainer.cli.launch import hydra_main
 from trainer.cli.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
 from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
-COMPOSING = ("train", "eval", "simulate")
+COMPOSING = ("train", "study", "eval", "simulate")
 """Commands that take a recipe and overrides."""
-OWN_PREFIXES: dict[str, tuple[str, ...]] = {"train": (), "eval": ("checkpoint=",), "simulate": ("simulate.",)}
+OWN_PREFIXES: dict[str, tuple[str, ...]] = {
+    "train": (),
+    "study": ("study.",),
+    "eval": ("checkpoint=",),
+    "simulate": ("simulate.",),
+}
 """How words begin that a command keeps to itself."""
-OWN_FLAGS = {"eval": ("--best", "--config-dir", "--help"), "simulate": ("--config-dir", "--help")}
+OWN_FLAGS = {
+    "study": ("--dry-run", "--config-dir", "--help"),
+    "eval": ("--best", "--config-dir", "--help"),
+    "simulate": ("--config-dir", "--help"),
+}
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 
 
@@ -76,10 +85,19 @@ def _own_words(command: str) -> list[str]:
     """What a command takes besides overrides of the config."""
     if command == "eval":
         return [OWN_PREFIXES[command][0]]
+    return sorted(f"{OWN_PREFIXES[command][0]}{name}=" for name in _own_keys(command))
+
+
+def _own_keys(command: str) -> list[str]:
+    """Names of the keys of a command that has a section of its own."""
     if command == "simulate":
         from trainer.simulation import SimulateConfig
 
-        return sorted(f"{OWN_PREFIXES[command][0]}{spec.name}=" for spec in fields(SimulateConfig))
+        return field_names(SimulateConfig)
+    if command == "study":
+        from trainer.study.config import StudyConfig
+
+        return field_names(StudyConfig)
     return []
 
 

@@ -10,14 +10,18 @@ from algorithms.config import Problem
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "eval", "simulate", "report", "recipes", "export", "doctor")
+COMMANDS = ("train", "study", "eval", "simulate", "report", "recipes", "export", "doctor")
 BEST_FLAG = "--best"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
+
+
+NOTHING_STARTED = "nothing was started"
+"""With this ends the first line of a refusal."""
 
 
 def report(problems: Sequence[Problem], *, command: str) -> int:
     """Write every problem to stderr; returns the exit code of a refused command."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
-    lines = [f"{command}: {count}, nothing was started", *(f"  - {problem}" for problem in problems)]
+    lines = [f"{command}: {count}, {NOTHING_STARTED}", *(f"  - {problem}" for problem in problems)]
     sys.stderr.write("\n".join(lines) + "\n")
     return REFUSED

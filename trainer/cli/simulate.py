@@ -11,14 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from algorithms.config import ConfigError, Problem
+from algorithms.config import Problem
 from rollout.config import DType
 from rollout.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
 from trainer.cli.arguments import parse_train
@@ -26,8 +23,8 @@ from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve
 from trainer.cli.estimate import model_shape
 from trainer.cli.evaluate import flag_problems
-from trainer.cli.keys import accepted, field_names, nearest
 from trainer.cli.outcome import DONE, FAILED, report
+from trainer.cli.own_keys import read_own_keys
 from trainer.cli.plan import this_machine
 from trainer.config import TrainConfig
 from trainer.floors import Rates
@@ -62,7 +59,7 @@ def run_simulate(words: Sequence[str]) -> int:
         return report([missing], command=NAME)
     arguments, problems = parse_train(rest)
     problems += flag_problems(arguments, command=NAME)
-    assumed, wrong = read_assumptions(own)
+    assumed, wrong = read_own_keys(SimulateConfig, own, section=SECTION)
     problems += wrong
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
@@ -89,32 +86,6 @@ def run_simulate(words: Sequence[str]) -> int:
         sys.stderr.write(f"{NAME}: {error}\n")
         return FAILED
     return DONE
-
-
-def read_assumptions(words: Sequence[str]) -> tuple[SimulateConfig, list[Problem]]:
-    """`simulate.key=value` words as a config, and every problem of theirs; with a problem the config is the default."""
-    root = OmegaConf.structured(SimulateConfig)
-    hints, names = get_type_hints(SimulateConfig), field_names(SimulateConfig)
-    problems = []
-    for word in words:
-        key, is_set, value = word.partition("=")
-        name = key.removeprefix(f"{SECTION}.")
-        if name not in names:
-            close = nearest(name, names)
-            hint = f"Did you mean {SECTION}.{close}? " if close else ""
-            remedy = f"{hint}Its keys: {', '.join(names)}."
-            problems.append(Problem(key=key, rule=f"is not a key of {SECTION}", value=value, remedy=remedy))
-            continue
-        try:
-            root = OmegaConf.merge(root, OmegaConf.from_dotlist([f"{name}={value}"]))
-        except OmegaConfBaseException:
-            problems.append(Problem(key=key, rule=f"must be {accepted(hints[name])}", value=value if is_set else None))
-    try:
-        made = OmegaConf.to_object(root)
-    except ConfigError as error:
-        return SimulateConfig(), problems + [problem.under(SECTION) for problem in error.problems]
-    assert isinstance(made, SimulateConfig)
-    return made, problems
 
 
 def _device_problems(config: TrainConfig, assumed: SimulateConfig) -> Iterator[Problem]:

@@ -1,0 +1,79 @@
+"""What `parity study` runs and how it compares: the axes of the grid, the runs at a time, what counts as a collapse.
+
+Words `study.key=value` of the command line become a StudyConfig (trainer/cli/study.py). No torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from algorithms.config import Checked, Problem
+from rollout.config import DType
+from rollout.quantization_config import Quantization
+
+MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
+"""The corrections that are compared by default; custom has no meaning without its keys."""
+PRECISIONS = tuple(
+    [dtype.name for dtype in DType] + [grid.name for grid in Quantization if grid is not Quantization.none]
+)
+"""What a rollout precision may be: a type of the engine, or a grid of its weights."""
+_NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(kw_only=True, slots=True)
+class StudyConfig(Checked):
+    """The axes of a study, and how its runs are run and compared."""
+
+    modes: list[str] = field(default_factory=lambda: list(MODES))
+    """Corrections: members and presets of the group `correction`."""
+    precisions: list[str] = field(default_factory=list)
+    """Of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty for that of the recipe and int8."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Values of run.seed."""
+    parallel: int = 1
+    """Runs at a time, each in a process, with a Ray of its own."""
+    dir: str | None = None
+    """Directory of the study; an earlier study in it is gone on with. null: outputs/studies/<recipe>/<time>."""
+    target: float | None = None
+    """Held-out accuracy whose first step is reported; null: 90 % of the way from the untouched policy to the best."""
+    collapse_drop: float = 0.1
+    """A run collapsed if its last held-out accuracy is more than this below its best."""
+    cell_timeout_s: float | None = None
+    """Seconds after which a run is ended and counts as failed; null: the deadlines inside the run suffice."""
+    stop_timeout_s: float = 300.0
+    """Seconds that the runs have to finish and save their step when the study is to end; then they are killed."""
+
+    def problems(self) -> Iterator[Problem]:
+        for key in ("modes", "seeds"):
+            if not getattr(self, key):
+                yield Problem(key=key, rule="must name at least one", value=getattr(self, key))
+        for key in ("modes", "precisions", "seeds"):
+            values = getattr(self, key)
+            if len(set(values)) < len(values):
+                yield Problem(key=key, rule="must name everything once", value=values)
+        for mode in self.modes:
+            if not _NAME.fullmatch(mode):
+                yield Problem(key="modes", rule="must be options of the group correction", value=mode)
+        for precision in self.precisions:
+            if precision not in PRECISIONS:
+                yield Problem(key="precisions", rule=f"must be of {', '.join(PRECISIONS)}", value=precision)
+        if self.parallel < 1:
+            yield Problem(key="parallel", rule="must be >= 1", value=self.parallel)
+        if self.target is not None and not 0 < self.target <= 1:
+            yield Problem(key="target", rule="must lie in (0, 1], or be null", value=self.target)
+        if not 0 < self.collapse_drop < 1:
+            yield Problem(key="collapse_drop", rule="must lie in (0, 1)", value=self.collapse_drop)
+        if self.cell_timeout_s is not None and not self.cell_timeout_s > 0:
+            yield Problem(key="cell_timeout_s", rule="must be > 0 seconds, or null", value=self.cell_timeout_s)
+        if not self.stop_timeout_s > 0:
+            yield Problem(key="stop_timeout_s", rule="must be > 0 seconds", value=self.stop_timeout_s)
+
+
+def precision_words(precision: str) -> tuple[str, ...]:
+    """The overrides that give the engines this precision; a grid leaves them their rollout.dtype."""
+    if precision in Quantization.__members__:
+        return (f"rollout.quantization={precision}",)
+    # quantized_engines splits the quantised runs of a study; it would be refused in the others.
+    return (f"rollout.dtype={precision}", "rollout.quantization=none", "rollout.quantized_engines=null")

@@ -1,0 +1,136 @@
+"""Recipe, overrides and axes -> the cells of a study, each with a checked config, or every problem of all of them.
+
+    precision x (correction=a,b run.seed=0,1)  -the sweep of parity train -m->  Cell, one run of `parity train`
+
+Hydra composes the grid as it composes the sweep of `parity train -m`; `run.py` starts the runs. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from algorithms.config import Problem
+from rollout.quantization_config import Quantization
+from trainer.cli.compose import resolve, start_problems
+from trainer.cli.overrides import parse
+from trainer.cli.session import hydra_session
+from trainer.config import TrainConfig
+from trainer.study.config import StudyConfig, precision_words
+
+_OWNED = {
+    "correction": "Name the corrections with study.modes=[...].",
+    "rollout.quantization": "Name the precisions with study.precisions=[...].",
+    "run.seed": "Name the seeds with study.seeds=[...].",
+    "run.dir": "Name the directory of the study with study.dir=...; each run has one in it.",
+    "run.resume": "A study goes on with what is in study.dir.",
+}
+"""Keys that the study sets, and where to say it instead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run of a study."""
+
+    mode: str
+    precision: str
+    seed: int
+    words: tuple[str, ...]
+    """Its overrides, but for run.dir and run.resume."""
+    config: TrainConfig
+
+    @property
+    def name(self) -> str:
+        """Name of its directory."""
+        return f"{self.mode}-{self.precision}-seed{self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """What a study compares."""
+
+    recipe: Path
+    """File of the recipe."""
+    own_dir: Path | None
+    """--config-dir of the command."""
+    words: tuple[str, ...]
+    """Overrides of every run."""
+    modes: tuple[str, ...]
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+    cells: tuple[Cell, ...]
+    """Every mode and precision with the first seed, then with the next: what ends early still compares alike."""
+
+
+def compose_grid(
+    recipe: Path, words: Sequence[str], study: StudyConfig, *, own_dir: Path | None
+) -> tuple[Grid, list[Problem]]:
+    """Compose and check every run of the study; with any problem some cells are missing from the grid."""
+    wrong = _word_problems(recipe, words, own_dir=own_dir)
+    words = tuple(word for word in words if word not in wrong)
+    problems = list(wrong.values())
+    precisions = tuple(study.precisions) or _default_precisions(recipe, words, own_dir=own_dir)
+    axes = (f"correction={','.join(study.modes)}", f"run.seed={','.join(map(str, study.seeds))}")
+    cells: list[Cell] = []
+    found: dict[str, list[Problem]] = {}
+    for precision in precisions:
+        resolution = resolve(recipe, [*words, *precision_words(precision), *axes], own_dir=own_dir, multirun=True)
+        found[precision] = [*resolution.problems, *start_problems(resolution)]
+        if found[precision]:
+            continue
+        combinations = product(study.modes, study.seeds)
+        for (mode, seed), run in zip(combinations, resolution.runs, strict=True):
+            assert run.config is not None
+            cells.append(Cell(mode=mode, precision=precision, seed=seed, words=run.overrides, config=run.config))
+    problems += _together(found)
+    cells.sort(key=lambda cell: study.seeds.index(cell.seed))
+    grid = Grid(
+        recipe=recipe,
+        own_dir=own_dir,
+        words=words,
+        modes=tuple(study.modes),
+        precisions=precisions,
+        seeds=tuple(study.seeds),
+        cells=tuple(cells),
+    )
+    return grid, problems
+
+
+def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> dict[str, Problem]:
+    """Word -> what is wrong with it in a study, whatever its value."""
+    problems: dict[str, Problem] = {}
+    with hydra_session(recipe, own_dir) as loader:
+        for word in words:
+            key, _, value = word.lstrip("+~").partition("=")
+            if key in _OWNED:
+                problems[word] = Problem(key=key, rule="is set by the study", value=value, remedy=_OWNED[key])
+            elif key.startswith(("hydra.", "hydra/")):
+                rule, remedy = "has no effect in a study", "Remove it."
+                problems[word] = Problem(key=key, rule=rule, value=value, remedy=remedy)
+            elif any(override.is_sweep_override() for override in parse([word], loader=loader, multirun=True)[0]):
+                remedy = "Its axes are study.modes, study.precisions and study.seeds; make one study per value."
+                problems[word] = Problem(key=key, rule="cannot be swept in a study", value=value, remedy=remedy)
+    return problems
+
+
+def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> tuple[str, ...]:
+    """The precision of the recipe's engines, and int8."""
+    [run] = resolve(recipe, words, own_dir=own_dir, multirun=False).runs or [None]
+    plain = "bfloat16" if run is None or run.config is None else run.config.rollout.dtype.name
+    return (plain, Quantization.int8.name)
+
+
+def _together(found: dict[str, list[Problem]]) -> list[Problem]:
+    """Problems of all precisions without repetition; one that only some have names the first of them."""
+    holders: dict[str, list[str]] = {}
+    first: dict[str, Problem] = {}
+    for precision, problems in found.items():
+        for problem in problems:
+            holders.setdefault(str(problem), []).append(precision)
+            first.setdefault(str(problem), problem)
+    return [
+        problem if len(holders[text]) == len(found) else replace(problem, key=f"[{holders[text][0]}] {problem.key}")
+        for text, problem in first.items()
+    ]

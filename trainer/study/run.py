@@ -1,0 +1,282 @@
+"""Runs the cells of a study, each as `parity train` in a process of its own, and says how it goes.
+
+A run that fails, or takes too long, costs its cell and nothing else. SIGTERM and Ctrl-C are passed on as SIGTERM, upon
+which a run finishes and saves its step; what has not ended then within a deadline is killed. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from algorithms.config import Problem
+from trainer.cli.outcome import DONE, NOTHING_STARTED
+from trainer.cli.overrides import directory_override
+from trainer.cli.plan import Machine
+from trainer.study.cells import LOGS, Stage, Standing, look, make_way, num_recorded
+from trainer.study.config import StudyConfig
+from trainer.study.grid import Cell, Grid
+from trainer.study.progress import StudyConsole, duration
+from trainer.termination import termination_requests
+from trainer.tracking.redact import redact_text
+
+_POLL_S = 0.3
+_KILL_S = 10.0
+"""Seconds that a killed process may take to be gone."""
+_LOG_TAIL_BYTES = 8192
+_SHOWN_CHARACTERS = 400
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellRecord:
+    """What the study knows of a cell besides the files of its run."""
+
+    seconds: float = 0.0
+    """From start to end of its process, all attempts together."""
+    error: str = ""
+    """Why the last attempt failed; empty if it did not."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Running:
+    standing: Standing
+    process: subprocess.Popen[bytes]
+    started: float
+    slot: int
+    timed_out: bool = False
+
+
+def parallel_problems(grid: Grid, study: StudyConfig, machine: Machine) -> list[Problem]:
+    """Whether this machine can take study.parallel runs at a time; another Ray cluster is not asked."""
+    local = [cell.config for cell in grid.cells if cell.config.cluster.address is None]
+    if not local or study.parallel == 1:
+        return []
+    gpus = max(_gpus(cell) for cell in grid.cells)
+    most = machine.gpus // gpus if gpus else machine.cpus
+    if study.parallel <= most:
+        return []
+    has, needs = (f"{machine.gpus} GPU", f"{gpus} GPU") if gpus else (f"{machine.cpus} CPU", "at least one CPU")
+    return [
+        Problem(
+            key="study.parallel",
+            rule=f"must be <= {max(1, most)}: this machine has {has}, and each run needs {needs}",
+            value=study.parallel,
+        )
+    ]
+
+
+def run_cells(
+    grid: Grid,
+    standings: Sequence[Standing],
+    records: dict[str, CellRecord],
+    *,
+    study: StudyConfig,
+    study_dir: Path,
+    console: StudyConsole,
+    ended: Callable[[], None],
+) -> signal.Signals | None:
+    """Run every cell of `standings` that is not finished; `records` is brought up to date.
+
+    `ended` is called after each one. Returns the signal that asked the study to end early, or None.
+    """
+    cells = _Cells(grid, records, study=study, study_dir=study_dir, console=console)
+    cells.waiting.extend(standing for standing in standings if standing.stage is not Stage.finished)
+    cells.total = len(cells.waiting)
+    with termination_requests() as termination:
+        try:
+            while cells.running or (cells.waiting and termination.request is None):
+                while cells.waiting and len(cells.running) < study.parallel and termination.request is None:
+                    cells.start()
+                time.sleep(_POLL_S)
+                if termination.request is not None:
+                    cells.ask_to_end()
+                cells.end_overdue()
+                if cells.collect():
+                    ended()
+        finally:
+            cells.kill()
+        return termination.request
+
+
+class _Cells:
+    """The processes of a study."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        records: dict[str, CellRecord],
+        *,
+        study: StudyConfig,
+        study_dir: Path,
+        console: StudyConsole,
+    ) -> None:
+        self.waiting: deque[Standing] = deque()
+        self.running: list[_Running] = []
+        self.total = 0
+        self._grid = grid
+        self._records = records
+        self._study = study
+        self._dir = study_dir
+        self._console = console
+        self._seconds: list[float] = []
+        self._done = 0
+        self._asked_at: float | None = None
+
+    def start(self) -> None:
+        """Start the next cell."""
+        standing = self.waiting.popleft()
+        cell = standing.cell
+        make_way(self._dir, cell)
+        slot = min(set(range(self._study.parallel)) - {running.slot for running in self.running})
+        log = self._dir / LOGS / f"{cell.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab") as out:
+            process = subprocess.Popen(  # noqa: S603 - our own command line, no shell
+                command_line(self._grid, cell, self._dir),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | _devices(cell, slot),
+                start_new_session=True,  # Ctrl-C reaches the study, which decides what becomes of its runs
+            )
+        self.running.append(_Running(standing=standing, process=process, started=time.monotonic(), slot=slot))
+        number = self.total - len(self.waiting)
+        how = {Stage.stopped: f"goes on after step {standing.last_step}", Stage.broken: "begins again"}
+        verb = how.get(standing.stage, "starts")
+        self._console.line(f"[{number}/{self.total}] {cell.name} {verb}")
+
+    def collect(self) -> bool:
+        """Take note of the processes that have ended; True if there was one."""
+        steps = {
+            running.standing.cell.name: (num_recorded(self._dir / running.standing.cell.name), running_steps(running))
+            for running in self.running
+        }
+        self._console.running(steps)
+        ended = [running for running in self.running if running.process.poll() is not None]
+        for running in ended:
+            self.running.remove(running)
+            self._note(running)
+        return bool(ended)
+
+    def ask_to_end(self) -> None:
+        """Ask every run, once, to finish its step; after the deadline kill what is left."""
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            for running in self.running:
+                running.process.terminate()
+        elif now - self._asked_at > self._study.stop_timeout_s:
+            self.kill()
+
+    def end_overdue(self) -> None:
+        """Kill a run that has taken longer than study.cell_timeout_s."""
+        limit = self._study.cell_timeout_s
+        for running in self.running:
+            if limit is not None and time.monotonic() - running.started > limit:
+                running.timed_out = True
+                _kill(running.process)
+
+    def kill(self) -> None:
+        """End every process now; a run that ended well is not touched."""
+        for running in self.running:
+            _kill(running.process)
+
+    def _note(self, running: _Running) -> None:
+        """Write down how a process ended, and say it."""
+        cell = running.standing.cell
+        seconds = time.monotonic() - running.started
+        earlier = self._records.get(cell.name, CellRecord())
+        finished = running.process.returncode == DONE and look(self._dir, cell).stage is Stage.finished
+        error = "" if finished else self._reason(running)
+        self._records[cell.name] = CellRecord(seconds=earlier.seconds + seconds, error=error)
+        self._done += 1
+        if finished:
+            self._seconds.append(seconds)
+        outcome = f"done in {duration(seconds)}" if finished else f"FAILED after {duration(seconds)}: {error}"
+        if not finished and self._asked_at is not None:
+            outcome = f"stopped after {duration(seconds)}"
+        self._console.line(f"[{self._done}/{self.total} ended] {cell.name} {outcome}{self._estimate()}")
+
+    def _estimate(self) -> str:
+        left = len(self.waiting) + len(self.running)
+        if not left or not self._seconds or self._asked_at is not None:
+            return ""
+        mean = sum(self._seconds) / len(self._seconds)
+        spent = sum(min(mean, time.monotonic() - running.started) for running in self.running)
+        remaining = max(0.0, left * mean - spent) / self._study.parallel
+        return f"; {left} left, about {duration(remaining)}"
+
+    def _reason(self, running: _Running) -> str:
+        """Why a run failed, in one line."""
+        if running.timed_out:
+            return f"it took longer than study.cell_timeout_s={self._study.cell_timeout_s:g}"
+        code = running.process.returncode
+        if self._asked_at is not None:
+            return ""  # it was asked to
+        ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        said = last_words(self._dir / LOGS / f"{running.standing.cell.name}.log")
+        return f"{said} ({ending})" if said else ending
+
+
+def command_line(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
+    """The command of one run: `parity train` with the directory of the cell."""
+    own = [] if grid.own_dir is None else ["--config-dir", str(grid.own_dir)]
+    place = directory_override(study_dir.absolute() / cell.name)
+    return [sys.executable, "-m", "trainer", "train", str(grid.recipe), *own, *cell.words, place, "run.resume=auto"]
+
+
+def running_steps(running: _Running) -> int:
+    """Steps of the whole run."""
+    return running.standing.cell.config.run.num_steps
+
+
+def last_words(log: Path) -> str:
+    """The message with which a run ended, from its output; its last line if it gave none."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
+    named = [index for index, line in enumerate(lines) if line.startswith("parity train")]
+    if not lines:
+        return ""
+    said = lines[named[-1] if named else -1]
+    if said.endswith(NOTHING_STARTED) and named[-1] + 1 < len(lines):
+        said = lines[named[-1] + 1].removeprefix("- ")
+    return redact_text(said).removeprefix("parity train failed: ")[:_SHOWN_CHARACTERS]
+
+
+def _gpus(cell: Cell) -> int:
+    """GPUs of this machine that a run needs, whole ones."""
+    policy, rollout = cell.config.policy, cell.config.rollout
+    together = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
+    return int(-(-together // 1))
+
+
+def _devices(cell: Cell, slot: int) -> dict[str, str]:
+    """What gives the run of a slot GPUs of its own: two Ray clusters on a machine would both take the first ones."""
+    count = _gpus(cell)
+    if not count or cell.config.cluster.address is not None:
+        return {}
+    visible = os.environ.get(_DEVICES)
+    names = visible.split(",") if visible else [str(index) for index in range(count * (slot + 1))]
+    return {_DEVICES: ",".join(names[count * slot : count * (slot + 1)])}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what is in its group; what Ray started for it ends with it."""
+    if process.poll() is not None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(timeout=_KILL_S)
