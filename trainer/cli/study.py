@@ -21,7 +21,7 @@ from trainer.cli.own_keys import read_own_keys
 from trainer.cli.plan import LABEL_WIDTH, render_plan, this_machine
 from trainer.study.cells import Stage, Standing, look, newest_study, studies_dir, study_problems
 from trainer.study.config import StudyConfig, precision_words
-from trainer.study.grid import Grid, compose_grid
+from trainer.study.grid import Grid, compose_grid, recipe_problems
 from trainer.study.progress import StudyConsole, duration
 from trainer.study.run import CellRecord, parallel_problems, run_cells
 from trainer.study.study_dir import read_records, taken
@@ -46,6 +46,9 @@ def run_study(words: Sequence[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
+    if wrong:
+        found = recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
+        return report([*problems, *found], command=f"{NAME} {arguments.recipe}")
     grid, found = compose_grid(recipe, arguments.overrides, study, own_dir=arguments.own_dir)
     study_dir = _directory(study, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
     problems += [*found, *study_problems(study_dir, grid.cells), *parallel_problems(grid, study, this_machine())]

@@ -98,6 +98,13 @@ def compose_grid(
     return grid, problems
 
 
+def recipe_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
+    """What is wrong with the recipe and the overrides whatever the axes are: for a study whose axes cannot be read."""
+    wrong = _word_problems(recipe, words, own_dir=own_dir)
+    kept = [word for word in words if word not in wrong]
+    return [*wrong.values(), *resolve(recipe, kept, own_dir=own_dir, multirun=False).problems]
+
+
 def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> dict[str, Problem]:
     """Word -> what is wrong with it in a study, whatever its value."""
     problems: dict[str, Problem] = {}

@@ -1,0 +1,369 @@
+"""The grid of a study, what it refuses, how its runs are started, skipped, resumed and ended, and what it concludes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import trainer.study.run as study_run
+from trainer.cli.commands import run
+from trainer.cli.plan import Machine
+from trainer.study.cells import Stage, look, make_way, study_problems
+from trainer.study.config import MODES, StudyConfig
+from trainer.study.grid import Cell, Grid, compose_grid
+from trainer.study.progress import StudyConsole, duration
+from trainer.study.run import CellRecord, command_line, last_words, parallel_problems, run_cells
+from trainer.study.study_dir import taken
+from trainer.tracking.provenance import config_document
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")
+
+
+def grid_of(*words: str, recipe: str = "arithmetic_grpo", **axes: object) -> Grid:
+    grid, problems = compose_grid(
+        RECIPES / f"{recipe}.yaml",
+        [*WORDS, *words],
+        StudyConfig(**axes),  # type: ignore[arg-type]
+        own_dir=None,
+    )
+    assert problems == []
+    return grid
+
+
+@pytest.fixture(scope="module")
+def small() -> Grid:
+    """Four cells."""
+    return grid_of(modes=["tis", "mis"], precisions=["int8"], seeds=[0, 4])
+
+
+def test_the_grid_is_every_mode_precision_and_seed_and_a_seed_is_complete_before_the_next() -> None:
+    grid = grid_of("optim.lr=1e-3", modes=["tis", "bypass_pg_is"], seeds=[3, 1])
+    assert grid.precisions == ("bfloat16", "int8"), "that of the recipe's engine, and int8"
+    assert [cell.name for cell in grid.cells] == [
+        f"{mode}-{precision}-seed{seed}"
+        for seed in (3, 1)
+        for precision in ("bfloat16", "int8")
+        for mode in ("tis", "bypass_pg_is")
+    ]
+    for cell in grid.cells:
+        config = cell.config
+        assert config.run.seed == cell.seed
+        assert config.correction.mode == {"tis": "tis", "bypass_pg_is": "bypass"}[cell.mode]
+        found = config.rollout.quantization.name
+        assert (config.rollout.dtype.name, found) == ("bfloat16", "int8" if cell.precision == "int8" else "none")
+        assert config.optim.lr == 1e-3
+
+
+def test_a_grid_leaves_the_engines_their_type_and_splits_only_quantised_runs() -> None:
+    words = ("rollout.dtype=float32", "rollout.num_engines=2", "rollout.quantized_engines=1")
+    grid = grid_of(*words, modes=["tis"], precisions=["bfloat16", "int4"], seeds=[0])
+    plain, quantised = (cell.config.rollout for cell in grid.cells)
+    assert (plain.dtype.name, plain.quantized_engines) == ("bfloat16", None)
+    assert (quantised.dtype.name, quantised.quantized_engines) == ("float32", 1)
+    defaults = grid_of("rollout.dtype=float32", modes=["tis"], seeds=[0])
+    assert defaults.precisions == ("float32", "int8")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["study", *words]) == 2
+    return capsys.readouterr().err
+
+
+def test_all_problems_of_all_runs_come_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = refused(
+        capsys,
+        "arithmetic_grpo",
+        *WORDS,
+        "study.modes=[tis,mis,nosuch]",
+        "study.seeds=[0]",
+        "correction.cap=3",
+        "run.seed=1",
+        "run.dir=x",
+        "optim.lr=1,2",
+        "rollout.quantized_engines=1",
+        "batch.group_size=0",
+        "-m",
+    )
+    for said in (
+        "flags cannot be used with parity study, got '--multirun'",
+        "run.seed is set by the study, got '1'. Name the seeds with study.seeds=[...]",
+        "run.dir is set by the study",
+        "optim.lr cannot be swept in a study",
+        "[correction=mis] correction.cap is not a key of correction=mis",
+        "nosuch",
+        "batch.group_size must be >= 1, got 0",
+    ):
+        assert said in error, said
+    assert error.count("batch.group_size must be >= 1") == 1, "one line for all runs"
+    assert "correction=tis] correction.cap" not in error
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(
+        capsys,
+        "arithmetic_grpo",
+        *WORDS,
+        "study.mode=[tis]",
+        "study.precisions=[int3]",
+        "study.seeds=[1,1]",
+        "study.parallel=0",
+        "optim.lr=fast",
+    )
+    for said in (
+        "study.mode is not a key of study, got '[tis]'. Did you mean study.modes?",
+        "optim.lr must be a number",
+    ):
+        assert said in error, said
+    error = refused(
+        capsys, "arithmetic_grpo", *WORDS, "study.precisions=[int3]", "study.seeds=[1,1]", "study.parallel=0"
+    )
+    for said in ("study.precisions must be of float32", "study.seeds must name everything once", "study.parallel must"):
+        assert said in error, said
+
+
+def test_runs_at_a_time_must_fit_the_machine(small: Grid) -> None:
+    machine = Machine(cpus=2, gpus=0, memory=2**34)
+    assert parallel_problems(small, StudyConfig(parallel=2), machine) == []
+    [problem] = parallel_problems(small, StudyConfig(parallel=3), machine)
+    assert "study.parallel must be <= 2: this machine has 2 CPU" in str(problem)
+    on_gpus = grid_of(
+        "rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1", modes=["tis"], seeds=[0]
+    )
+    machine = Machine(cpus=64, gpus=4, memory=2**40)
+    assert parallel_problems(on_gpus, StudyConfig(parallel=2), machine) == []
+    [problem] = parallel_problems(on_gpus, StudyConfig(parallel=3), machine)
+    assert "must be <= 2: this machine has 4 GPU, and each run needs 2 GPU" in str(problem)
+
+
+def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
+    [cell] = grid_of(*words, modes=["tis"], precisions=["bfloat16"], seeds=[0]).cells
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [study_run._devices(cell, slot) for slot in (0, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert study_run._devices(cell, 1) == {"CUDA_VISIBLE_DEVICES": "6,7"}
+
+
+def test_a_cell_is_the_command_of_an_ordinary_run(small: Grid, tmp_path: Path) -> None:
+    cell = small.cells[0]
+    words = command_line(small, cell, tmp_path)[1:]
+    assert words[:3] == ["-m", "trainer", "train"]
+    assert words[3] == str(RECIPES / "arithmetic_grpo.yaml")
+    assert {"correction=tis", "run.seed=0", "rollout.quantization=int8", "run.resume=auto", *WORDS} <= set(words)
+    assert f"run.dir='{tmp_path}/tis-int8-seed0'" in words
+
+
+FAKE = """
+import json, pathlib, signal, sys, time
+directory, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
+directory.mkdir(parents=True, exist_ok=True)
+(directory / "environment.json").write_text(json.dumps({"versions": {"parity-rl": "0"}}))
+def end(status, last):
+    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": s + 1}) + "\\n" for s in range(last)))
+    (directory / "status.json").write_text(json.dumps({"status": status, "last_step": last}))
+def asked(*_):
+    (directory / "checkpoints" / "step_000002").mkdir(parents=True)
+    end("interrupted", 2)
+    sys.exit(143)
+if behaviour == "works":
+    end("completed", 3)
+elif behaviour == "fails":
+    print("parity train failed: engine 0: no answer")
+    print("The full traceback is in error.log.")
+    sys.exit(1)
+elif behaviour == "hangs":
+    time.sleep(60)
+elif behaviour == "listens":
+    signal.signal(signal.SIGTERM, asked)
+    (directory / "listening").touch()
+    time.sleep(60)
+"""
+"""A process that leaves what a run leaves."""
+
+
+@pytest.fixture
+def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Decide what the processes of the cells do, by name; the supervision of them is real."""
+
+    def decide(behaviours: dict[str, str]) -> None:
+        def command(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
+            return [sys.executable, "-c", FAKE, str(study_dir / cell.name), behaviours.get(cell.name, "works")]
+
+        monkeypatch.setattr(study_run, "command_line", command)
+
+    return decide
+
+
+def run_all(
+    grid: Grid, directory: Path, records: dict[str, CellRecord], *, parallel: int = 2, **study: object
+) -> signal.Signals | None:
+    directory.mkdir(exist_ok=True)
+    return run_cells(
+        grid,
+        [look(directory, cell) for cell in grid.cells],
+        records,
+        study=StudyConfig(parallel=parallel, **study),  # type: ignore[arg-type]
+        study_dir=directory,
+        console=StudyConsole(),
+        ended=lambda: None,
+    )
+
+
+def stages(grid: Grid, directory: Path) -> list[str]:
+    return [look(directory, cell).stage.name for cell in grid.cells]
+
+
+def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these(
+    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [cell.name for cell in small.cells]
+    directory, records = tmp_path / "study", {}
+    behave({names[1]: "fails", names[2]: "hangs"})
+    assert run_all(small, directory, records, cell_timeout_s=3.0) is None
+    assert stages(small, directory) == ["finished", "broken", "broken", "finished"]
+    assert records[names[1]].error == "engine 0: no answer (exit code 1)"
+    assert records[names[2]].error == "it took longer than study.cell_timeout_s=3"
+    assert records[names[0]].error == "" and 0 < records[names[0]].seconds < 3 < records[names[2]].seconds
+    said = capsys.readouterr().err
+    assert f"{names[1]} FAILED after" in said and f"{names[0]} done in" in said
+    assert "left, about" in said
+    before = {name: (directory / name / "status.json").stat().st_mtime_ns for name in (names[0], names[3])}
+    behave({})
+    assert run_all(small, directory, records) is None
+    assert stages(small, directory) == ["finished"] * 4
+    assert records[names[1]].error == "" and records[names[2]].error == ""
+    assert before == {name: (directory / name / "status.json").stat().st_mtime_ns for name in before}
+    said = capsys.readouterr().err
+    assert f"[1/2] {names[1]} begins again" in said and names[0] not in said
+
+
+def test_ctrl_c_lets_the_running_cells_save_and_starts_no_more(
+    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [cell.name for cell in small.cells]
+    directory, records = tmp_path / "study", {}
+    behave({names[0]: "listens", names[1]: "listens"})
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        while not all((directory / name / "listening").exists() for name in names[:2]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run_all(small, directory, records) is signal.SIGINT
+    thread.join()
+    assert stages(small, directory) == ["stopped", "stopped", "new", "new"]
+    assert records[names[0]].error == "", "being asked to end is no failure"
+    behave({})
+    capsys.readouterr()
+    assert run_all(small, directory, records, parallel=1) is None
+    assert f"[1/4] {names[0]} goes on after step 2" in capsys.readouterr().err
+    assert stages(small, directory) == ["finished"] * 4
+
+
+def test_a_run_that_does_not_end_when_asked_is_killed(
+    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None]
+) -> None:
+    name = small.cells[0].name
+    behave({name: "hangs"})
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    begun = time.monotonic()
+    assert run_all(small, tmp_path / "study", {}, parallel=1, stop_timeout_s=0.5) is signal.SIGTERM
+    assert time.monotonic() - begun < 20
+
+
+def test_what_a_cell_left_is_read_from_its_files(small: Grid, tmp_path: Path) -> None:
+    cell = small.cells[0]
+    directory = tmp_path / cell.name
+    assert look(tmp_path, cell).stage is Stage.new
+    directory.mkdir()
+    assert look(tmp_path, cell).stage is Stage.new
+    (directory / "error.log").write_text("x")
+    assert look(tmp_path, cell).stage is Stage.broken
+    make_way(tmp_path, cell)
+    assert (tmp_path / f"{cell.name}.before-1" / "error.log").is_file() and not directory.exists()
+    directory.mkdir()
+    (directory / "environment.json").write_text(json.dumps({"versions": {"parity-rl": "0"}}))
+    make_way(tmp_path, cell)
+    assert directory.exists(), "the run itself moves an earlier run aside"
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (directory / "checkpoints" / "step_000001").mkdir(parents=True)
+    assert (look(tmp_path, cell).stage, look(tmp_path, cell).last_step) == (Stage.stopped, 2)
+    (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 2}))
+    assert look(tmp_path, cell).stage is Stage.stopped, "completed, but with fewer steps"
+    (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 3}))
+    assert look(tmp_path, cell).stage is Stage.finished
+
+
+def test_a_directory_with_runs_of_another_config_is_refused(small: Grid, tmp_path: Path) -> None:
+    assert study_problems(tmp_path, small.cells) == []
+    (tmp_path / "notes.txt").write_text("mine")
+    [problem] = study_problems(tmp_path, small.cells)
+    assert "must be absent, empty, or the directory of a study" in str(problem)
+    (tmp_path / "study.json").write_text("{}")
+    for cell in small.cells[:2]:
+        (tmp_path / cell.name).mkdir()
+        (tmp_path / cell.name / "config.yaml").write_text(config_document(cell.config))
+    assert study_problems(tmp_path, small.cells) == []
+    more = grid_of(modes=["tis", "mis"], precisions=["int8"], seeds=[0, 4, 5])
+    assert study_problems(tmp_path, more.cells) == [], "seeds may be added"
+    other = grid_of("optim.lr=1e-3", modes=["tis", "mis"], precisions=["int8"], seeds=[0, 4])
+    [problem] = study_problems(tmp_path, other.cells)
+    assert "holds 2 runs of another config, for example tis-int8-seed0 (optim.lr 0.0001 -> 0.001)" in str(problem)
+
+
+def test_one_study_at_a_time_in_a_directory(tmp_path: Path) -> None:
+    with taken(tmp_path / "study") as problem:
+        assert problem is None
+        with taken(tmp_path / "study") as second:
+            assert second is not None and f"is in use by process {os.getpid()}" in str(second)
+    with taken(tmp_path / "study") as problem:
+        assert problem is None
+
+
+def test_the_reason_of_a_failure_is_the_message_of_the_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_words(log) == ""
+    log.write_text("step 1\nparity train arithmetic_grpo: 1 problem, nothing was started\n  - run.dir must be absent\n")
+    assert last_words(log) == "run.dir must be absent"
+    log.write_text("step 1\nparity train failed: engine 0: gone\nThe full traceback is in x.\n")
+    assert last_words(log) == "engine 0: gone"
+    log.write_text("step 1\nFatal Python error: Segmentation fault\n")
+    assert last_words(log) == "Fatal Python error: Segmentation fault"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(7.2, "7 s"), (600, "10 min"), (3 * 3600 + 61, "3 h 01 min")])
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_dry_run_shows_the_grid_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["study", "arithmetic_grpo", *WORDS, "study.modes=[tis,mis]", "study.seeds=[0]", "--dry-run"]
+    assert run(words) == 0
+    shown = capsys.readouterr().out
+    assert "4 runs = 2 modes x 2 precisions x 1 seeds, 1 at a time, in outputs/studies/arithmetic_grpo/" in shown
+    for text in ("tis-bfloat16-seed0: new", "mis-int8-seed0: new", "3 each, 12 together", "objective   L = -sum m"):
+        assert text in shown, text
+    assert not list(tmp_path.iterdir())
+    assert tuple(StudyConfig().modes) == MODES
