@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import astuple
 from itertools import product
 from pathlib import Path
 
@@ -60,6 +61,10 @@ def result(
     )
 
 
+def near(found: Spread | None, *, mean: float, low: float, high: float, count: int) -> bool:
+    return found is not None and astuple(found) == pytest.approx((mean, low, high, count))
+
+
 def three(mode: str, ends: list[float], **more: object) -> list[CellResult]:
     return [result(mode, seed, [0.3, 0.5, end], **more) for seed, end in enumerate(ends)]  # type: ignore[arg-type]
 
@@ -74,7 +79,7 @@ def test_modes_are_ranked_by_their_mean_and_share_places_where_ranges_overlap() 
     assert [row.mode for row in ranking.rows] == ["mis", "tis", "ppo_is"]
     assert [row.places for row in ranking.rows] == [(1, 2), (1, 2), (3, 3)]
     assert [row.like for row in ranking.rows] == [("tis",), ("mis",), ()]
-    assert ranking.rows[0].score == pytest.approx(Spread(mean=0.95, low=0.91, high=0.99, count=3))
+    assert near(ranking.rows[0].score, mean=0.95, low=0.91, high=0.99, count=3)
     assert (ranking.pairs, ranking.parted) == (3, 2)
     # Of two equal modes with three seeds, all of one are above all of the other in 2 of the 20 orders.
     assert ranking.parted_by_chance == pytest.approx(3 * 2 / 20)
@@ -115,9 +120,9 @@ def test_collapse_failure_and_target_are_counted() -> None:
     ]
     [row] = (ranking := rank(results, StudyConfig(target=0.9))).rows
     assert (row.planned, row.finished, row.failed, row.collapsed) == (3, 2, 1, 1)
-    assert row.score == pytest.approx(Spread(mean=0.825, low=0.70, high=0.95, count=2)), "only of runs that ended"
+    assert near(row.score, mean=0.825, low=0.70, high=0.95, count=2), "only of runs that ended"
     assert (row.reached, row.steps_to_target) == (2, Spread(mean=1.5, low=1, high=2, count=2))
-    assert row.worst_k3 == pytest.approx(Spread(mean=3e-5, low=3e-5, high=3e-5, count=2))
+    assert near(row.worst_k3, mean=3e-5, low=3e-5, high=3e-5, count=2)
     [line] = [line for line in render_table(ranking) if "tis" in line]
     assert "0.825 (0.700-0.950)" in line and "1 of 2" in line and "2 of 3, 1 failed" in line and "3.0e-05" in line
     notes = study_notes(StudyConfig(target=0.9), results, ranking)
@@ -151,7 +156,7 @@ def test_a_curve_is_the_mean_and_the_range_of_the_seeds_that_have_the_step() -> 
 
 @pytest.fixture(scope="module")
 def grid() -> Grid:
-    return grid_of(modes=["tis", "mis", "recompute"], precisions=["bfloat16", "int8"], seeds=[0, 1])
+    return grid_of(modes=["tis", "mis"], precisions=["bfloat16", "int8"], seeds=[0, 1])
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +187,16 @@ def test_the_page_shows_every_run_and_curve_and_opens_offline(grid: Grid, study_
         assert cell.name in html
     assert f'<a href="{grid.cells[0].name}/report.html">' in html
     assert f'href="{grid.cells[5].name}/report.html"' not in html
-    assert "10 of 12 runs finished, 1 failed" in html
+    assert "6 of 8 runs finished, 1 failed" in html
     assert "engine &lt;0&gt;: no answer" in html and "engine <0>" not in html
     assert "parity study arithmetic_grpo x=&lt;y&gt;" in html
     for metric, precision in product(METRICS, grid.precisions):
         assert f'data-chart="{metric.id}-{precision}"' in html
     names = set(re.findall(r'data-name="([^"]+)"', html))
     assert len(names) == len(METRICS) * len(grid.precisions) * len(grid.modes)
-    assert not re.search(r"(src|href)=\"(https?:)?//", html), "nothing is fetched"
+    assert "Content-Security-Policy" in html
+    outside = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=.(https?:)?//", outside), "nothing is fetched"
 
 
 def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
@@ -199,9 +206,9 @@ def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
     assert list(cells) == [cell.name for cell in grid.cells]
     assert cells[grid.cells[0].name]["heldout_last"] == 0.7
     assert cells[grid.cells[4].name]["stage"] == "broken" and cells[grid.cells[5].name]["stage"] == "new"
-    assert len(document["ranking"]["rows"]) == 6
+    assert len(document["ranking"]["rows"]) == 4
     lines = list(csv.DictReader((study_dir / "study.csv").read_text().splitlines()))
-    assert len(lines) == 10 * 3 + 1
+    assert len(lines) == 6 * 3 + 1
     assert lines[0] == {
         "mode": "tis", "precision": "bfloat16", "seed": "0", "step": "1", "heldout": "0.5", "reward": "0.5",
         "k3": "1e-05", "entropy": "1.0", "grad_norm": "0.1", "ess": "0.99",
@@ -221,7 +228,7 @@ def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Grid, study_
 def test_the_picture_is_small_and_has_a_line_per_mode_and_panel(grid: Grid, study_dir: Path) -> None:
     svg = (study_dir / "study.svg").read_text()
     assert svg.startswith("<svg ") and len(svg) < 100_000
-    assert svg.count("<polyline") == 4 * 2 * 3
+    assert svg.count("<polyline") == 4 * 2 * 2
     assert "<script" not in svg
     assert draw_picture(grid, []).count("<polyline") == 0, "a study without numbers still has a picture"
     numbers = [float(value) for value in re.findall(r"[ ,\"](-?[\d.]+)", " ".join(re.findall(r'points="[^"]+"', svg)))]

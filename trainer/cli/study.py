@@ -58,7 +58,9 @@ def run_study(words: Sequence[str]) -> int:
     if arguments.dry_run:
         sys.stdout.write(render_grid(grid, standings, study, study_dir))
         return DONE
-    return _run(grid, study, study_dir, command=" ".join(["parity", "study", *redact_argv(words)]))
+    # Where it was run, and how often it was gone on with, is no part of what it is.
+    kept = [word for word in words if word not in RESUME_WORDS and not word.startswith(f"{SECTION}.dir=")]
+    return _run(grid, study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
 
 
 def _directory(study: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
