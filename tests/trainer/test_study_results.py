@@ -217,6 +217,7 @@ def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
     markdown = (study_dir / "study.md").read_text()
     assert "| precision | place" in markdown and "![curves](study.svg)" in markdown
     assert f"{grid.cells[4].name} FAILED after step 1 of 3" in markdown
+    assert "1 of 8 runs have not ended" in markdown
 
 
 def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Grid, study_dir: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def render_table(ranking: Ranking) -> list[str]:
 
 
 def study_notes(study: StudyConfig, results: Sequence[CellResult], ranking: Ranking) -> list[str]:
-    """What the table stands on, a sentence or two each; every run that did not end is named."""
+    """What the table stands on, a sentence or two each; every run that failed is named."""
     notes = [
         "Modes are ranked within a precision by the mean over seeds of the greedy held-out accuracy after the last "
         "step; behind a mean stand the least and the largest seed. A place is a range where modes are not told apart, "
@@ -67,15 +67,16 @@ def study_notes(study: StudyConfig, results: Sequence[CellResult], ranking: Rank
             "runs that reach it."
         )
     notes.append("A quantised engine answers the held-out prompts as it samples: with its quantised weights.")
-    notes += [f"{result.name} {_not_ended(result)}" for result in results if not result.finished]
+    notes += [f"{result.name} {_failure(result)}" for result in results if result.error]
+    open_runs = sum(not result.finished and not result.error for result in results)
+    if open_runs:
+        notes.append(f"{open_runs} of {len(results)} runs have not ended, and are not in the table.")
     return notes
 
 
-def _not_ended(result: CellResult) -> str:
+def _failure(result: CellResult) -> str:
     where = f"after step {result.last_step} of {result.num_steps}" if result.last_step else "before its first step"
-    if result.error:
-        return f"FAILED {where}: {result.error}. It is not in the table."
-    return f"has not ended ({where}). It is not in the table."
+    return f"FAILED {where}: {result.error}. It is not in the table."
 
 
 def _row(row: Standings, ranking: Ranking) -> tuple[str, ...]:
