@@ -20,7 +20,7 @@ PRECISIONS = tuple(
 )
 """What a rollout precision may be: a type of the engine, or a grid of its weights."""
 UNSPLIT = "rollout.quantized_engines=null"
-"""What makes all engines of a run alike: the key divides the quantised runs of a study, and is refused in the others."""
+"""Makes all engines of a run alike: the key divides the quantised runs of a study, and is refused in the others."""
 _NAME = re.compile(r"[\w.-]+")
 
 
