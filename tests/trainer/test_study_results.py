@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import re
@@ -9,6 +10,7 @@ from dataclasses import astuple
 from itertools import product
 from pathlib import Path
 
+import browser
 import pytest
 from test_study import grid_of
 
@@ -197,6 +199,28 @@ def test_the_page_shows_every_run_and_curve_and_opens_offline(grid: Grid, study_
     assert "Content-Security-Policy" in html
     outside = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search(r"(src|href)=.(https?:)?//", outside), "nothing is fetched"
+
+
+CHROMIUM = browser.find_chromium()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
+def test_the_page_in_a_browser_hides_a_mode_everywhere(grid: Grid, study_dir: Path, tmp_path: Path) -> None:
+    async def visit() -> None:
+        assert CHROMIUM is not None
+        async with browser.open_page(CHROMIUM, study_dir / "study.html", tmp_path / "profile") as page:
+            await page.wait_for("document.documentElement?.dataset.charts !== undefined")
+            assert await page.evaluate("Bokeh.documents[0].roots().length") == len(METRICS) * len(grid.precisions)
+            band = "Bokeh.documents[0].get_model_by_name('k3-int8/0/spread')"
+            assert await page.evaluate(f"{band}.visible && {band}.glyph.type") == "VArea"
+            await page.evaluate("document.querySelector('[data-toggle-run=\"0\"]').click()")
+            hidden = "[...document.querySelectorAll('.legend [data-run=\"0\"]')].map((b) => b.ariaPressed).join()"
+            assert set((await page.evaluate(hidden)).split(",")) == {"false"}
+            assert await page.evaluate(f"{band}.visible") is False
+            assert page.problems == []
+            assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+
+    asyncio.run(visit())
 
 
 def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
