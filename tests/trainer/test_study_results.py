@@ -99,6 +99,18 @@ def test_one_seed_tells_nothing_apart() -> None:
     assert any("One seed tells nothing apart" in note for note in study_notes(StudyConfig(), [], ranking))
 
 
+def test_modes_that_took_the_same_steps_are_named_and_count_once() -> None:
+    curves = {"tis": 0.9, "vanilla_is": 0.9, "ppo_is": 0.5}
+    results = [result(mode, seed, [0.3, 0.4 + 0.1 * seed, end]) for mode, end in curves.items() for seed in (0, 1)]
+    ranking = rank(results, StudyConfig())
+    assert ranking.same == (("int8", "tis", "vanilla_is"),)
+    assert (ranking.pairs, ranking.parted) == (1, 1)
+    assert any("int8: tis and vanilla_is were the same run" in note for note in study_notes(StudyConfig(), [], ranking))
+    # The same end alone is not the same run.
+    results[2] = result("vanilla_is", 0, [0.3, 0.41, 0.9])
+    assert rank(results, StudyConfig()).same == ()
+
+
 @pytest.mark.parametrize("counts", [(2, 2), (3, 3), (2, 4), (5, 5)])
 def test_the_chance_of_parted_ranges_is_that_of_all_orders(counts: tuple[int, int]) -> None:
     from itertools import combinations

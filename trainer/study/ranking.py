@@ -58,8 +58,10 @@ class Ranking:
     """By precision in the order of the study; within it the best mean first, modes without a score last."""
     target: float | None
     """Held-out accuracy; None if nothing was evaluated."""
+    same: tuple[tuple[str, ...], ...]
+    """Precision, then two or more modes whose runs were the same, step by step, with every seed."""
     pairs: int
-    """Pairs of modes of the same precision that have a score."""
+    """Pairs of modes of the same precision that have a score; modes that were the same count as one."""
     parted: int
     """Those whose ranges do not overlap."""
     parted_by_chance: float
@@ -71,6 +73,7 @@ def rank(results: Sequence[CellResult], study: StudyConfig) -> Ranking:
     precisions = list(dict.fromkeys(result.precision for result in results))
     target = study.target if study.target is not None else default_target(results)
     rows: list[Standings] = []
+    same: list[tuple[str, ...]] = []
     pairs = parted = 0
     chance = 0.0
     for precision in precisions:
@@ -80,13 +83,26 @@ def rank(results: Sequence[CellResult], study: StudyConfig) -> Ranking:
                 by_mode.setdefault(result.mode, []).append(result)
         scores = {mode: spread(result.score for result in found) for mode, found in by_mode.items()}
         known = {mode: score for mode, score in scores.items() if score is not None}
-        for first, second in combinations(known.values(), 2):
+        groups = same_modes({mode: found for mode, found in by_mode.items() if mode in known})
+        same += [(precision, *modes) for modes in groups if len(modes) > 1]
+        for first, second in combinations([known[modes[0]] for modes in groups], 2):
             pairs += 1
             parted += apart(first, second)
             chance += chance_apart(first.count, second.count)
         order = sorted(by_mode, key=lambda mode: -known[mode].mean if mode in known else math.inf)
         rows += [_standings(mode, by_mode[mode], known, study=study, target=target) for mode in order]
-    return Ranking(rows=tuple(rows), target=target, pairs=pairs, parted=parted, parted_by_chance=chance)
+    return Ranking(
+        rows=tuple(rows), target=target, same=tuple(same), pairs=pairs, parted=parted, parted_by_chance=chance
+    )
+
+
+def same_modes(by_mode: dict[str, list[CellResult]]) -> list[tuple[str, ...]]:
+    """Modes in groups whose finished runs had equal rewards and equal held-out accuracies at every step."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for mode, results in by_mode.items():
+        course = [(r.seed, *r.rewards, *r.scores) for r in sorted(results, key=lambda r: r.seed) if r.finished]
+        groups.setdefault(tuple(course), []).append(mode)
+    return [tuple(modes) for modes in groups.values()]
 
 
 def apart(first: Spread, second: Spread) -> bool:

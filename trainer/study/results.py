@@ -79,18 +79,27 @@ class CellResult:
         return self.stage is Stage.finished
 
     @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each step."""
+        return _values(self.rows, "reward/mean")
+
+    @property
+    def scores(self) -> list[float]:
+        """Held-out accuracies, the first of the untouched policy."""
+        return _values(self.evaluations, SCORE)
+
+    @property
     def first_score(self) -> float | None:
-        return _first(_values(self.evaluations[:1], SCORE))
+        return self.scores[0] if self.scores else None
 
     @property
     def best_score(self) -> float | None:
-        return max(_values(self.evaluations, SCORE), default=None)
+        return max(self.scores, default=None)
 
     @property
     def score(self) -> float | None:
         """Held-out accuracy after the last step; None unless the run ended."""
-        values = _values(self.evaluations, SCORE)
-        return values[-1] if values and self.finished else None
+        return self.scores[-1] if self.scores and self.finished else None
 
     @property
     def worst_k3(self) -> float | None:
@@ -116,7 +125,7 @@ class CellResult:
     @property
     def last_reward(self) -> float | None:
         """Mean over the last steps."""
-        return _mean(_values(self.rows, "reward/mean")[-_LAST_STEPS:])
+        return _mean(self.rewards[-_LAST_STEPS:])
 
     @property
     def step_seconds(self) -> float | None:
@@ -209,10 +218,6 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 def _values(rows: Iterable[Row], key: str) -> list[float]:
     return [float(row[key]) for row in rows if is_number(row, key)]
-
-
-def _first(values: Sequence[float]) -> float | None:
-    return values[0] if values else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

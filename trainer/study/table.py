@@ -47,6 +47,11 @@ def study_notes(study: StudyConfig, results: Sequence[CellResult], ranking: Rank
         "step; behind a mean stand the least and the largest seed. A place is a range where modes are not told apart, "
         "because their ranges overlap."
     ]
+    for precision, *modes in ranking.same:
+        notes.append(
+            f"{precision}: {', '.join(modes[:-1])} and {modes[-1]} were the same run, step by step, with every seed: "
+            "what sets them apart never came into play. They count as one."
+        )
     if ranking.pairs:
         by_chance = f"{ranking.parted_by_chance:.1f}".removesuffix(".0")
         notes.append(
