@@ -63,27 +63,17 @@ OF_ONE = (
 OF_SEVERAL = (Picture(name="report_runs", first="h1", last="[data-chart=k3]", dark=True),)
 
 
-async def used_s(page: browser.Page) -> float:
-    metrics = (await page.call("Performance.getMetrics"))["metrics"]
-    return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
-
-
 async def measure(path: Path, name: str, *, images: Path | None, pictures: tuple[Picture, ...]) -> Loading:
     chromium = browser.find_chromium()
     if chromium is None:
         raise SystemExit("chromium is not on the PATH")
-    clock, processor = [], []
-    with tempfile.TemporaryDirectory() as profile:
-        async with browser.open_page(chromium, path, Path(profile) / "p", width=WIDTH) as page:
+    found = []
+    for _ in range(REPEATS):
+        with tempfile.TemporaryDirectory() as scratch:
+            found.append(await browser.loading_s(chromium, path, Path(scratch), until=DRAWN))
+    with tempfile.TemporaryDirectory() as scratch:
+        async with browser.open_page(chromium, path, Path(scratch) / "profile", width=WIDTH) as page:
             await page.wait_for(DRAWN)
-            await page.call("Performance.enable", timeDomain="threadTicks")
-            for number in range(REPEATS):
-                before = await used_s(page)
-                await page.call("Page.navigate", url=f"{path.resolve().as_uri()}?{number}")
-                await page.wait_for(DRAWN)
-                processor.append(await used_s(page) - before)
-                mark = "performance.getEntriesByName('charts drawn')[0].startTime / 1000"
-                clock.append(float(await page.evaluate(mark)))
             num_charts = await page.evaluate("document.querySelectorAll('figure[data-chart]').length")
             if images is not None:
                 for picture in pictures:
@@ -94,8 +84,8 @@ async def measure(path: Path, name: str, *, images: Path | None, pictures: tuple
         name=name,
         num_bytes=path.stat().st_size,
         num_charts=num_charts,
-        clock_s=statistics.median(clock),
-        processor_s=statistics.median(processor),
+        clock_s=statistics.median(clock for clock, _ in found),
+        processor_s=statistics.median(processor for _, processor in found),
     )
 
 

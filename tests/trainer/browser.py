@@ -87,6 +87,11 @@ class Page:
         path.write_bytes(base64.b64decode(answer["data"]))
         return path
 
+    async def processor_s(self) -> float:
+        """Seconds of all tasks of the page's main thread; needs the Performance domain."""
+        metrics = (await self.call("Performance.getMetrics"))["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
+
     async def look(self, *, width: int, height: int, dark: bool = False) -> None:
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
@@ -127,3 +132,21 @@ async def open_page(chromium: str, file: Path, profile: Path, *, width: int = 12
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
+
+
+async def loading_s(chromium: str, file: Path, scratch: Path, *, until: str) -> tuple[float, float]:
+    """(seconds by the clock, processor time of the page's main thread) until the expression `until` is true.
+
+    A fresh browser, with its profile in `scratch`. The processor time is that of an idle machine, nearly: it does not
+    count what others do meanwhile.
+    """
+    blank = scratch / "blank.html"
+    blank.write_text("<!doctype html>", encoding="utf-8")
+    async with open_page(chromium, blank, scratch / "profile") as page:
+        await page.call("Performance.enable", timeDomain="threadTicks")
+        before = await page.processor_s()
+        await page.call("Page.navigate", url=file.resolve().as_uri())
+        await page.wait_for(until)
+        after = await page.processor_s()
+        clock_s = float(await page.evaluate("performance.getEntriesByName('charts drawn')[0].startTime / 1000"))
+    return clock_s, after - before if after >= before else after  # a page may get a process of its own

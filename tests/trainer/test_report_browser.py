@@ -198,25 +198,12 @@ def test_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
 
 def test_it_loads_fast(run_dir: Path, tmp_path: Path) -> None:
     """In processor time, which an idle machine takes by the clock: this one may be busy. The best of three."""
-
-    async def used(page: browser.Page) -> float:
-        metrics = (await page.call("Performance.getMetrics"))["metrics"]
-        return float(next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration"))
-
-    async def look() -> list[float]:
-        assert CHROMIUM is not None
-        found = []
-        async with browser.open_page(CHROMIUM, run_dir / "report.html", tmp_path / "profile") as page:
-            await page.wait_for(DRAWN)
-            await page.call("Performance.enable", timeDomain="threadTicks")
-            while len(found) < 3 and min(found, default=MAX_LOAD_S) >= MAX_LOAD_S:
-                before = await used(page)
-                await page.call("Page.navigate", url=f"{(run_dir / 'report.html').resolve().as_uri()}?{len(found)}")
-                await page.wait_for(DRAWN)
-                found.append(await used(page) - before)
-        return found
-
-    found = asyncio.run(look())
+    assert CHROMIUM is not None
+    found: list[float] = []
+    while len(found) < 3 and min(found, default=MAX_LOAD_S) >= MAX_LOAD_S:
+        scratch = tmp_path / str(len(found))
+        scratch.mkdir()
+        found.append(asyncio.run(browser.loading_s(CHROMIUM, run_dir / "report.html", scratch, until=DRAWN))[1])
     assert 0.1 < min(found) < MAX_LOAD_S, found
 
 
