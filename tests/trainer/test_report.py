@@ -304,6 +304,19 @@ def test_a_metric_that_follows_k3_is_found_at_its_lag() -> None:
     assert correlate(make_run(rows[:10]), "optim/grad_norm") is None
 
 
+def test_noise_has_no_lead() -> None:
+    """Changes of noise are correlated in themselves, and short runs have many lags for few pairs."""
+    noise = np.random.default_rng(3)
+    found = 0
+    for _ in range(100):
+        levels = np.exp(noise.normal(size=(2, 40)))
+        rows = [{"step": t, "mismatch/k3": a, "policy/entropy": b} for t, (a, b) in enumerate(levels.T.tolist())]
+        correlation = correlate(make_run(rows), "policy/entropy")
+        assert correlation is not None
+        found += correlation.strongest is not None
+    assert found <= 12  # 5 are expected
+
+
 def test_bins_of_a_run_add_up() -> None:
     def row(step: int, k3: float) -> dict[str, Any]:
         axis = {"edges": [1.0, 0.5, 0.0], "counts": [30.0, 10.0], "k3": [k3, 5 * k3], "abs_logdiff": [0.1, 0.2]}
