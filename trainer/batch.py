@@ -1,11 +1,13 @@
 """What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
 
-Built by `trainer/packing.py`, consumed by `trainer/worker.py`. T: packed tokens, N: sequences, R: response tokens.
+Built by `trainer/packing.py`, consumed by `trainer/worker.py`, where the policy's forward adds TokenScores.
+T: packed tokens, N: sequences, R: response tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +89,17 @@ class MicroBatch:
             old_values=None if self.old_values is None else self.old_values.to(device),
             returns=None if self.returns is None else self.returns.to(device),
         )
+
+
+class TokenScores(NamedTuple):
+    """What the policy says about a micro-batch's tokens."""
+
+    logprobs: Tensor
+    """[T] float32, log pi_theta at the sampling temperature; 0 off the response mask."""
+    entropy: Tensor
+    """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
+    floor_delta: Tensor | None
+    """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -69,7 +69,7 @@ from trainer.config_rules import (
     reference_problems,
     sharing_problems,
 )
-from trainer.recording import CheckpointConfig, EvalConfig, TrackingConfig
+from trainer.recording import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
@@ -102,6 +102,7 @@ class TrainConfig(Checked):
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

@@ -6,31 +6,18 @@ pass: `trainer/logprob_head.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rollout.hf import PreTrainedModel
-from trainer.batch import MicroBatch
+from trainer.batch import MicroBatch, TokenScores
 from trainer.logprob_head import HeadOptions, TokenGradient, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
 FLOOR_VOCAB_ROWS = 8192
 """Head rows converted to float64 at a time: bounds the memory of the measurement."""
-
-
-class TokenScores(NamedTuple):
-    """What the policy says about a micro-batch's tokens."""
-
-    logprobs: Tensor
-    """[T] float32, log pi_theta at the sampling temperature; 0 off the response mask."""
-    entropy: Tensor
-    """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
-    floor_delta: Tensor | None
-    """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
 
 
 def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:

@@ -6,6 +6,7 @@
            -sync-> every engine holds the new weights, digest by digest        trainer/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
            -save-> weights, optimizer, place in the data, what is under way    trainer/saving.py
+           -dump-> a step's batch, for `parity replay`                         trainer/replay/dumper.py
 
 Weights have a version, the completed optimizer steps, and every token that of the weights which sampled it. What runs
 beside what, `schedule=`, is decided in trainer/schedule.py; the phases are the same.
@@ -37,6 +38,7 @@ from trainer.packing import assign_advantages, pack, split_mini_batches
 from trainer.planner import BinCost
 from trainer.policy_group import PolicyGroup
 from trainer.probe import probe_logprobs
+from trainer.replay.dumper import StepDumper
 from trainer.report.page import write_report
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
@@ -64,6 +66,7 @@ class Run:
     prompts: PromptStream
     collector: Collector
     saver: Saver
+    dumper: StepDumper
     tracker: Tracker
 
 
@@ -133,6 +136,7 @@ def open_run(
         prompts=prompts,
         collector=build_collector(config, task, sampler, prompts),
         saver=saver,
+        dumper=StepDumper(run_dir, say=tracker.console.line),
         tracker=tracker,
     )
     return run, termination
@@ -155,6 +159,8 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step)
+        with timer.phase("dump"):
+            dumped = run.dumper.save(policy, report, config=config, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
             schedule.before_update(step, policy_version)
         policy_version += report.num_optimizer_steps
@@ -167,7 +173,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             saved = run.saver.collect()
         metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
         metrics |= metrics_by_kind(collected.groups, report.sample_k3) | episode_metrics(run.sampler)
-        metrics |= evaluation | saved | timer.lap() | run.cluster.metrics()
+        metrics |= evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
             metrics |= accounting.memory(policy, engines)

@@ -10,7 +10,7 @@ Used by `trainer/training_step.py`. T: packed tokens, N: sequences, S: samples o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,9 +26,8 @@ from algorithms.diagnostics import MismatchStats, StepContext, correct_and_measu
 from algorithms.loss import LossOutput, LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_loss, reference_kl_penalty
-from trainer.batch import MicroBatch, MiniBatch, StepSamples
+from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
 from trainer.config import TrainConfig
-from trainer.forward import TokenScores
 
 NUM_COUNTS = 4
 """Kept tokens, sequences with a kept token, sum of weights, number of weights."""
@@ -220,19 +219,25 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFac
     )
 
 
-def rebase_advantages(config: TrainConfig, minis: Sequence[MiniBatch], samples: StepSamples) -> None:
+def rebase_advantages(
+    config: TrainConfig,
+    minis: Sequence[MiniBatch],
+    samples: StepSamples,
+    *,
+    reduce: Callable[[Tensor], object] = dist.all_reduce,
+) -> None:
     """Replace the advantages by those that need pi_old: rewards minus the KL to the reference, and the baseline of the
     samples that the correction keeps, as far as the config asks for them.
 
     A sample is kept if one of its tokens is. Needs pi_old of every micro-batch. A collective: all ranks see the
-    same samples and compute the same advantages.
+    same samples and compute the same advantages. `reduce` adds a tensor up over ranks, in place.
     """
     # Rows: kept tokens, KL in units of reward.
     totals = torch.zeros(2, samples.rewards.shape[0], dtype=torch.float64, device=samples.rewards.device)
     for mini in minis:
         for micro in mini.micro_batches:
             totals.index_add_(1, micro.sample_numbers, _kept_and_penalty(config, micro))
-    dist.all_reduce(totals)
+    reduce(totals)
     kept = totals[0] > 0 if config.advantage.baseline_scope is BaselineScope.kept else None
     advantages = _advantages(config.advantage, replace(samples, rewards=samples.rewards - totals[1]), kept=kept)
     for mini in minis:

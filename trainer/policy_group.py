@@ -22,6 +22,7 @@ from rollout.weight_broadcast import BroadcastAddress, Receiver
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.dry_run import DryRunReport
+from trainer.replay.recorder import DumpReport
 from trainer.shards import ShardReport
 from trainer.token_deltas import merge_ranks
 from trainer.training_step import TrainReport
@@ -79,6 +80,11 @@ class PolicyGroup:
             logger.warning(text, step, skipped, norm, kept)
         token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
         return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas)
+
+    def save_dump(self, path: Path) -> list[DumpReport]:
+        """Write what every rank has just trained on to the directory `path`, after a step that `dump.every` names."""
+        refs = [worker.save_dump.remote(path) for worker in self._workers]
+        return self._gather(refs, phase="dump", deadline_s=self._step_timeout_s)
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""

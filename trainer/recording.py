@@ -1,4 +1,4 @@
-"""Configuration of what a run measures, saves and records: evaluation, checkpoints, tracking.
+"""Configuration of what a run measures, saves and records: evaluation, checkpoints, dumps, tracking.
 
 `trainer.config` puts it together with `trainer.components`. Imports no torch, no Ray and no SGLang.
 """
@@ -15,7 +15,10 @@ from rollout.task_config import is_source
 
 CHECKPOINTS = "checkpoints"
 """Directory in run.dir that `trainer/checkpoint.py` writes."""
-
+DUMPS = "dumps"
+"""Directory in run.dir that `trainer/replay/dump.py` writes."""
+DUMP_BYTES_PER_TOKEN = 41
+"""At most: of a response token with pi_old, a reference, a critic and weights of several versions."""
 
 HELDOUT = "heldout"
 """Name of the task's own evaluation set, beside those of eval.sets."""
@@ -90,6 +93,26 @@ class CheckpointConfig(Checked):
         elif self.best_metric is not None and self.every == 0:
             rule = "has no effect: nothing is saved"
             yield Problem(key="best_metric", rule=rule, value=self.best_metric, remedy="Set checkpoint.every.")
+
+
+@dataclass(kw_only=True, slots=True)
+class DumpConfig(Checked):
+    """Whole batches with what both engines said about them, in run.dir/dumps: what `parity replay` reads."""
+
+    every: int = 0
+    """Write down the batch of every this many rollout steps; 0 never does."""
+    keep: int = 4
+    """Newest dumps that stay on the disk; 21 to 41 bytes per response token each, 5 per prompt token."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether rollout step `step` (1-based) is written down."""
+        return self.every > 0 and step % self.every == 0
+
+    def problems(self) -> Iterator[Problem]:
+        if self.every < 0:
+            yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never writes one.")
+        if self.keep < 1:
+            yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="dump.every=0 writes none.")
 
 
 class WandbMode(Enum):

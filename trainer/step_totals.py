@@ -1,20 +1,27 @@
-"""Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end."""
+"""Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end.
+
+Used by `trainer/worker.py` while it trains, and by `trainer/replay/score.py` on a step that was written down: the same
+sums in the same order.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms.correction import valid_tokens
+from algorithms.correction import Correction, valid_tokens
 from algorithms.diagnostics import LossStats, MismatchStats
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
 from algorithms.masked import segment_mean
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none
-from trainer.batch import MicroBatch
-from trainer.micro_loss import StepFactor
+from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.config import TrainConfig
+from trainer.micro_loss import MicroLoss, StepFactor, micro_loss, mismatch_context
 from trainer.token_deltas import SampleKey, ScoredTokens, TokenDeltas
 
 
@@ -34,6 +41,32 @@ class StepTotals:
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
         self._tokens = ScoredTokens()
+
+    def add(
+        self,
+        config: TrainConfig,
+        micro: MicroBatch,
+        scores: TokenScores,
+        *,
+        mini: MiniBatch,
+        index: int,
+        samples: StepSamples,
+        known: Correction | None,
+    ) -> MicroLoss:
+        """The loss of a micro-batch of `mini`, which is optimizer step `index` of the rollout step, counted here.
+
+        `known` is its `stored_correction`.
+        """
+        # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
+        old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        # Later mini-batches without a pi_old show drift and mismatch together and are left out.
+        measured = micro.old_logprobs is not None or index == 0
+        context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
+        part = micro_loss(config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context)
+        self.add_loss(part.stats)
+        if part.mismatch is not None:
+            self.add_mismatch(micro, part.mismatch, old_logprobs)
+        return part
 
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
@@ -100,30 +133,50 @@ class StepTotals:
 
     def metrics(self) -> dict[str, float | None]:
         """Reduce over ranks (a collective) and turn sums into metrics."""
-        if self._loss is None or self._mismatch is None:
-            raise RuntimeError("no micro-batch was trained on")
-        for stats in (self._loss, self._mismatch):
-            dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
-            dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
-        dist.all_reduce(self._floor, op=dist.ReduceOp.SUM)
+        for sums in self._sums():
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+        for maxes in self._maxes():
+            dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
+        return self.metrics_here()
+
+    def take(self, other: StepTotals) -> None:
+        """Add what another rank counted in the same step: what `metrics` does where every rank is a process."""
+        for mine, theirs in zip(self._sums(), other._sums(), strict=True):
+            mine += theirs
+        for mine, theirs in zip(self._maxes(), other._maxes(), strict=True):
+            torch.maximum(mine, theirs, out=mine)
+
+    def metrics_here(self) -> dict[str, float | None]:
+        """What was counted here as metrics, without asking other ranks. Reads the device."""
+        loss, mismatch = self._counted()
         floor_sum, floor_count = self._floor.tolist()
         num_steps = len(self._factors)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         num_tokens = sum(factor.num_tokens for factor in self._factors)
         return {
-            **self._mismatch.metrics(),
+            **mismatch.metrics(),
             # Over all optimizer steps: in bypass the statistics above see the first one only.
             "mismatch/kept_frac": sum(factor.kept_tokens for factor in self._factors) / num_tokens,
-            **self._reference_metrics(),
+            **({} if self._reference is None else self._reference.metrics()),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
-            **self._loss.metrics(optimizer_steps=num_steps),
+            **loss.metrics(optimizer_steps=num_steps),
             "optim/grad_norm": mean_or_none(sum(self._grad_norms), len(self._grad_norms)),
         }
 
-    def _reference_metrics(self) -> dict[str, float | None]:
-        if self._reference is None:
-            return {}
-        dist.all_reduce(self._reference.sums, op=dist.ReduceOp.SUM)
-        return self._reference.metrics()
+    def _counted(self) -> tuple[LossStats, MismatchStats]:
+        if self._loss is None or self._mismatch is None:
+            raise RuntimeError("no micro-batch was trained on")
+        return self._loss, self._mismatch
+
+    def _sums(self) -> Iterator[Tensor]:
+        """What adds up over ranks, in an order that all of them have."""
+        loss, mismatch = self._counted()
+        yield from (loss.sums, mismatch.sums, self._floor)
+        if self._reference is not None:
+            yield self._reference.sums
+
+    def _maxes(self) -> Iterator[Tensor]:
+        loss, mismatch = self._counted()
+        yield from (loss.maxes, mismatch.maxes)

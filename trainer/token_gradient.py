@@ -13,9 +13,8 @@ from torch import Tensor
 
 from algorithms.config.combine import is_token_local
 from algorithms.correction import Correction
-from trainer.batch import MicroBatch, MiniBatch
+from trainer.batch import MicroBatch, MiniBatch, TokenScores
 from trainer.config import TrainConfig
-from trainer.forward import TokenScores
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import loss_coefficients, micro_correction, weighted_loss
 

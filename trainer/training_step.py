@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,21 +18,15 @@ import torch.distributed as dist
 from algorithms.histograms import HistogramArrays
 from rollout.process_memory import give_back_free_memory
 from rollout.weights import DTYPES
-from trainer.batch import MicroBatch, MiniBatch, StepSamples
+from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
 from trainer.config import TrainConfig
 from trainer.critic import Critic
 from trainer.device_memory import read_peak, start_peak
-from trainer.forward import ScoringModel, TokenScores
+from trainer.forward import ScoringModel
 from trainer.logprob_head import TokenGradient
-from trainer.micro_loss import (
-    NUM_COUNTS,
-    micro_loss,
-    mismatch_context,
-    rebase_advantages,
-    step_factor,
-    stored_correction,
-)
+from trainer.micro_loss import NUM_COUNTS, rebase_advantages, step_factor, stored_correction
 from trainer.optim import learning_rate
+from trainer.replay.recorder import DumpReport, StepRecorder
 from trainer.step_totals import StepTotals
 from trainer.token_deltas import TokenDeltas
 from trainer.token_gradient import token_gradient
@@ -72,6 +67,8 @@ class TrainingStep:
         self._reference = reference
         self._critic = critic
         self._device = device
+        self._recorder: StepRecorder | None = None
+        """What is to be written down of the step that was trained last, if it is due."""
 
     def run(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
         """Rollout step `step`: every mini-batch is one optimizer step. All ranks must call it together.
@@ -96,6 +93,8 @@ class TrainingStep:
             critic_metrics = self._critic.train(minis, samples, step=step)
         elif self._config.needs_prepass:
             rebase_advantages(self._config, minis, samples)
+        due = self._config.dump.is_due(step)
+        self._recorder = StepRecorder(minis, samples, rank=dist.get_rank()) if due else None
         totals = StepTotals(self._device)
         learns = self._config.policy_learns(step)
         taken = sum(
@@ -120,6 +119,13 @@ class TrainingStep:
             histograms=totals.histograms(),
             token_deltas=totals.token_deltas(sample_k3, count=self._config.tracking.token_samples_per_step),
         )
+
+    def write_down(self, directory: Path) -> DumpReport:
+        """Write what this rank has just trained on to `directory`, for `parity replay`; the step must be due."""
+        if self._recorder is None:
+            raise RuntimeError("the step that was trained last is not one that is written down")
+        recorder, self._recorder = self._recorder, None
+        return recorder.write(directory)
 
     def score(
         self, micro: MicroBatch, *, measure_floor: bool = False, gradient_of: TokenGradient | None = None
@@ -162,20 +168,12 @@ class TrainingStep:
             gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor, known=known)
             with torch.set_grad_enabled(learns):
                 scores = self.score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
-            # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
-            old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-            # Later mini-batches without a pi_old show drift and mismatch together and are left out.
-            measured = micro.old_logprobs is not None or index == 0
-            context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
-            part = micro_loss(
-                self._config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context
-            )
+            if self._recorder is not None:
+                self._recorder.add(micro, scores, index=index, position=position)
+            part = totals.add(self._config, micro, scores, mini=mini, index=index, samples=samples, known=known)
             if learns:
                 self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             counts += part.counts
-            totals.add_loss(part.stats)
-            if part.mismatch is not None:
-                totals.add_mismatch(micro, part.mismatch, old_logprobs)
             totals.add_floor(scores.floor_delta)
         dist.all_reduce(counts)
         factor = step_factor(self._config, counts, mini)

@@ -1,9 +1,9 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/policy_group.py`.
 
-Verbs: setup, dry_run, train, logprobs, publish_weights, copy_weights, open_broadcast, send_weights, save_checkpoint,
-saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called together where a verb
-contains their collectives: all but copy_weights, open_broadcast, send_weights, ceilings, memory and stop. What `train`
-does stands in `trainer/training_step.py`.
+Verbs: setup, dry_run, train, save_dump, logprobs, publish_weights, copy_weights, open_broadcast, send_weights,
+save_checkpoint, saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called
+together where a verb contains their collectives: all but save_dump, copy_weights, open_broadcast, send_weights,
+ceilings, memory and stop. What `train` does stands in `trainer/training_step.py`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from trainer.forward import ScoringModel
 from trainer.host_copy import HostCopy
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.model_load import empty_causal_lm, load_rows
+from trainer.replay.recorder import DumpReport
 from trainer.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.trainable import Trainable
 from trainer.training_step import TrainingStep, TrainReport
@@ -149,6 +150,10 @@ class PolicyWorker:
         `samples` are those of the whole step, all ranks.
         """
         return self._training.run(mini_batches, samples, step)
+
+    def save_dump(self, path: Path) -> DumpReport:
+        """Write what this rank has just trained on to the directory `path`, after a `train` that `dump.every` names."""
+        return self._training.write_down(path)
 
     def dry_run(self, lengths: list[int]) -> DryRunReport:
         """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.

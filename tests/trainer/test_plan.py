@@ -32,7 +32,7 @@ from trainer.components import (
 )
 from trainer.config import TrainConfig
 from trainer.model_shape import UnknownShapeError
-from trainer.recording import CheckpointConfig, EvalConfig
+from trainer.recording import CheckpointConfig, DumpConfig, EvalConfig
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -248,6 +248,9 @@ def test_evaluation_and_files() -> None:
     assert "none: a run that dies is lost (checkpoint.every saves)" in text
     saving = plan(replace(config, checkpoint=CheckpointConfig(every=4)))
     assert "every 4 steps and after the last, the newest 2 stay" in saving
+    assert "parity replay" not in text
+    dumping = plan(replace(config, dump=DumpConfig(every=3)))
+    assert "every 3 steps for parity replay, the newest 4 stay; at most about" in dumping
 
 
 def test_sizes_read_well() -> None:

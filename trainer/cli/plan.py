@@ -21,6 +21,7 @@ from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
 from trainer.memory_plan import gpu_bytes, memory_plan, size
 from trainer.model_shape import UnknownShapeError
+from trainer.recording import DUMP_BYTES_PER_TOKEN
 
 LABEL_WIDTH = 11
 
@@ -90,6 +91,8 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
         yield "placement", line
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
+    if config.dump.every:
+        yield "dumps", _dumps(config)
     yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, histograms.jsonl, report, logs, config.yaml"
     yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
 
@@ -130,6 +133,15 @@ def _checkpoints(config: TrainConfig) -> str:
     best = f" and the best by {config.checkpoint.best_metric}" if config.checkpoint.best_metric else ""
     how = "written in the background" if config.checkpoint.asynchronous else "the step waits for the disk"
     return f"every {_plural(every, 'step')} and after the last, the newest {config.checkpoint.keep}{best} stay; {how}"
+
+
+def _dumps(config: TrainConfig) -> str:
+    """How often a batch is written down, and what that takes of the disk at most."""
+    at_most = size(batch_shape(config).tokens_per_step * DUMP_BYTES_PER_TOKEN)
+    return (
+        f"every {_plural(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "
+        f"at most about {at_most} each"
+    )
 
 
 def _model(config: TrainConfig) -> str:

@@ -1,0 +1,1 @@
+"""Steps that are written down while a run trains, and scored again afterwards under every correction."""
