@@ -49,16 +49,24 @@ def write_model(
     The weights are cast to `dtype`; None is the type of the model that the run started from.
     """
     start = resolve_model(config, progress=lambda step, num_steps, loss: None)
-    model = ScoringModel(load_causal_lm(start), chunk_tokens=config.policy.logprob_chunk_tokens)
-    state = get_model_state_dict(model)
-    dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
-    set_model_state_dict(model, state)
+    model = load_policy(config, start, checkpoint)
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     target = _dtype_of(start) if dtype is None else dtype
     model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)
     AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
     unfinished.rename(directory)
+
+
+def load_policy(config: TrainConfig, start: Path, checkpoint: Checkpoint | None) -> ScoringModel:
+    """The policy of `checkpoint`, or the model in the directory `start` without one: whole, on the host, in float32."""
+    policy = config.policy
+    model = ScoringModel(load_causal_lm(start), chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+    if checkpoint is not None:
+        state = get_model_state_dict(model)
+        dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
+        set_model_state_dict(model, state)
+    return model
 
 
 def _best_checkpoint(config: TrainConfig, run_dir: Path) -> Checkpoint:

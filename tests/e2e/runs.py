@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.cli.commands import run
 from trainer.cli.compose import resolve
 from trainer.config import TrainConfig
 
@@ -28,6 +29,13 @@ def compose(recipe: str, *words: str) -> TrainConfig:
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def replayed(run_dir: Path, step: int) -> dict[str, Any]:
+    """What `parity replay` writes of a step that was dumped, under the run's own correction."""
+    assert run(["replay", str(run_dir), f"step={step}", "modes=run"]) == 0
+    record: dict[str, Any] = json.loads((run_dir / "replay" / f"step_{step:06d}" / "replay.json").read_text("utf-8"))
+    return record
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:

@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from runs import QUICK, column, compose, metrics_of
+from runs import QUICK, column, compose, metrics_of, replayed
 
 from algorithms.kl import k3
 from rollout.actor_calls import WorkerError
@@ -27,9 +28,18 @@ from trainer.weights_source import WeightsSource, find_source
 
 pytestmark = pytest.mark.slow
 
+REPLAYED = (
+    "k3",
+    "kept_frac",
+    "ess/raw_token",
+    "ess/raw_seq",
+    "ess/applied_token",
+    "ess/applied_seq",
+)
+"""What `parity replay` must give back exactly; it compares everything else too."""
 MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 SMALL = ("batch.prompts_per_step=8", "batch.group_size=4")
-ONE_RANK = "policy.num_workers=1"
+ONE_RANK, TWO_RANKS = "policy.num_workers=1", "policy.num_workers=2"
 """Where two ranks would show nothing that others do not: starting one takes longer than such a run."""
 
 PROMISED = (
@@ -71,6 +81,8 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tm
         f"policy.num_workers={num_ranks}",
         "rollout=torch",
         "run.num_steps=5",
+        "dump.every=2",
+        "dump.keep=1",
         f"run.dir={tmp_path / 'run'}",
     )
     result = train(config)
@@ -97,10 +109,26 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tm
         texts = [text for text in row["tokens"]["texts"] if not text.startswith("<")]  # <eos> and the like
         assert "".join(texts) == row["response"]
 
+    assert [row["step"] for row in rows if "perf/dump_mib" in row] == [2, 4]
+    assert_reproduced(result.run_dir, rows, num_ranks=num_ranks, optimizer_steps=1)
+
+
+def assert_reproduced(run_dir: Path, rows: list[dict[str, Any]], *, num_ranks: int, optimizer_steps: int) -> None:
+    """The last step that was dumped is what was logged of it, to the last bit: rank by rank, step by step."""
+    [dump] = (run_dir / "dumps").iterdir()
+    step = int(dump.name.removeprefix("step_"))
+    record = replayed(run_dir, step)
+    assert (record["num_ranks"], record["optimizer_steps"]) == (num_ranks, optimizer_steps)
+    assert record["reproduction"]["different"] == {} and record["reproduction"]["compared"] >= 60
+    [row] = [row for row in rows if row["step"] == step]
+    [own] = record["modes"]
+    for name in REPLAYED:
+        assert own["metrics"][f"mismatch/{name}"] == row[f"mismatch/{name}"], name
+
 
 ENDS_OF_THE_SPEC = (
     ("correction=miles_default", "advantage.estimator=gae", "batch.group_size=1", "critic.optim.lr=1e-3"),
-    ("correction=decoupled_k3_rs_seq_tis", "loss=gspo", "advantage.estimator=reinforce_pp"),
+    ("correction=decoupled_k3_rs_seq_tis", "loss=gspo", "advantage.estimator=reinforce_pp", TWO_RANKS),
     ("correction=bypass_ppo_clip_geo_rs",),
     ("correction=bypass_pg_token_icepop", "advantage.estimator=reinforce", "batch.group_size=1"),
     ("correction=mis", "loss=sapo", "advantage.baseline_scope=kept"),
@@ -111,9 +139,11 @@ them through a rank."""
 
 @pytest.mark.parametrize("words", ENDS_OF_THE_SPEC, ids=" ".join)
 def test_presets_surrogates_and_estimators_run(words: tuple[str, ...], tmp_path: Path, local_ray: None) -> None:
-    quick = ("rollout=torch", "run.num_steps=2", "batch.mini_batch_prompts=4", ONE_RANK)
-    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *quick, *words, f"run.dir={tmp_path / 'run'}"))
+    quick = ("rollout=torch", "run.num_steps=2", "batch.mini_batch_prompts=4", "dump.every=2", ONE_RANK)
+    config = compose("arithmetic_grpo", *QUICK, *SMALL, *quick, *words, f"run.dir={tmp_path / 'run'}")
+    result = train(config)
     rows = metrics_of(result.run_dir)
+    assert_reproduced(result.run_dir, rows, num_ranks=config.policy.num_workers, optimizer_steps=2)
     assert all(value > 0 for value in column(rows, "mismatch/k3"))
     assert all(value > 0 for value in column(rows, "mismatch/kept_frac"))
     assert column(rows, "rollout/policy_version") == [0, 2]

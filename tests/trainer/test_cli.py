@@ -222,6 +222,7 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
         "train",
         "study",
         "eval",
+        "replay",
         "simulate",
         "report",
         "recipes",

@@ -36,6 +36,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
   parity study <recipe> [study.key=value] ...  one run per correction, rollout precision and seed, on one page
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
+  parity replay <run.dir> step=N               a step that was written down, under every correction
   parity simulate <recipe> [simulate.key=value]
                                                step time, busy slots and staleness with 1 to 4,096 engines
   parity report <run.dir> [<run.dir> ...]      the page of a run, or one that compares several
@@ -94,6 +95,17 @@ USAGES = {
         "  Each run is a `parity train` of its own, in outputs/studies/<recipe>/<time>/<mode>-<precision>-seed<k>;\n"
         "  what is finished is not repeated. After each one study.html, study.svg, study.md, study.csv and study.json\n"
         "  compare what there is; see docs/study.md.\n"
+    ),
+    "replay": (
+        "parity replay <run.dir> step=N [modes=NAME,...] [checkpoint=...] [draws=N] [out=DIR]\n\n"
+        "  step=N               a step that the run wrote down (dump.every=<steps>)\n"
+        "  modes=tis,mis        modes and presets to score it under; without it all of them\n"
+        "  checkpoint=nearest   also the true gradients, with the weights of the run nearest to the step, of a\n"
+        "                       directory as of parity eval, or none: the base model\n"
+        "  draws=200            how often the groups are drawn again for the spread of the gradients\n"
+        "  out=DIR              where replay.json and replay.html go; without it <run.dir>/replay/step_<N>\n\n"
+        "  One process on the CPU: no Ray, no engine. The row of the run's own correction is what it logged, to the\n"
+        "  last bit. See docs/replay.md.\n"
     ),
     "simulate": (
         "parity simulate <recipe> [simulate.key=value ...] [--config-dir DIR] [group=option ...] [key=value ...]\n\n"
@@ -167,6 +179,10 @@ def _dispatch(words: list[str]) -> int:
         from trainer.cli.evaluate import run_eval
 
         return run_eval(rest)
+    if command == "replay":
+        from trainer.cli.replay import run_replay
+
+        return run_replay(rest)
     if command == "simulate":
         from trainer.cli.simulate import run_simulate
 

@@ -19,6 +19,7 @@ from trainer.cli.keys import field_names
 from trainer.cli.launch import hydra_main
 from trainer.cli.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
 from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
+from trainer.cli.replay import replay_completions
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
@@ -60,6 +61,8 @@ def _query(query: str, line: str) -> None:
     last = typed[-1] if typed else ""
     if len(typed) <= 1:
         _offer(COMMANDS, last)
+    elif typed[0] == "replay" and len(typed) > 2:
+        _offer(replay_completions(typed), last)
     elif typed[0] not in COMPOSING:
         return
     elif len(typed) == 2:

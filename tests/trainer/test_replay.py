@@ -1,0 +1,402 @@
+"""Steps that are written down and scored again: equal to the run to the last bit, and under every correction."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from policy_cases import lone_worker, make_config, make_samples, save_policy
+
+from algorithms.config import (
+    AdvantageConfig,
+    BaselineScope,
+    BypassConfig,
+    CorrectionConfig,
+    Estimator,
+    MISConfig,
+    RejectConfig,
+    RejectedDenominator,
+    SelfNormalize,
+    TISConfig,
+)
+from rollout.types import Sample
+from trainer.cli.commands import run
+from trainer.cli.replay import replay_completions
+from trainer.config import TrainConfig
+from trainer.export import load_policy
+from trainer.packing import pack
+from trainer.policy_group import PolicyGroup
+from trainer.recording import DumpConfig
+from trainer.replay import gradients as gradients_module
+from trainer.replay.dump import MANIFEST, dumped_steps, open_dump
+from trainer.replay.dumper import StepDumper
+from trainer.replay.gradients import gradient_report
+from trainer.replay.modes import MODES, RUN, all_names
+from trainer.replay.recorder import DumpReport
+from trainer.replay.results import Replay, replay_step
+from trainer.replay.weights import LoadedPolicy
+from trainer.training_step import TrainReport
+from trainer.worker import PolicyWorker
+
+STEP = 3
+MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)
+"""Rejects tokens of the tiny policy, so that denominators count."""
+NORMALISED = TISConfig(cap=1.1, self_normalize=SelfNormalize.mean_one)
+
+
+@dataclass
+class LoneGroup:
+    """A real rank behind the method of PolicyGroup that a StepDumper uses."""
+
+    worker: PolicyWorker
+
+    def save_dump(self, path: Path) -> list[DumpReport]:
+        return [self.worker.save_dump(path)]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("model"))
+
+
+def config_of(
+    model_path: Path,
+    *,
+    correction: CorrectionConfig | None = None,
+    mini_batch_prompts: int | None = None,
+    advantage: AdvantageConfig | None = None,
+    keep: int = 9,
+) -> TrainConfig:
+    made = make_config(
+        model_path,
+        num_workers=1,
+        correction=correction,
+        mini_batch_prompts=mini_batch_prompts,
+        advantage=advantage,
+    )
+    return replace(made, dump=DumpConfig(every=1, keep=keep))
+
+
+def close_samples() -> list[Sample]:
+    """Samples whose log-probs are near those of a policy that knows nothing: some weights above 1, some below."""
+    samples = make_samples()
+    for number, sample in enumerate(samples):
+        sample.reward = float(5 * number % 3)
+        sample.advantage = 0.25 * (number % 4 + 1) * (-1) ** (number // 2)
+        sample.rollout_logprobs = [
+            -4.16 + 0.4 * ((7 * number + 3 * place) % 5 - 2) / 2 if sampled else 0.0
+            for place, sampled in enumerate(sample.response_mask)
+        ]
+    return samples
+
+
+def trained(
+    config: TrainConfig, model_path: Path, run_dir: Path, *, step: int = STEP, say: list[str] | None = None
+) -> TrainReport:
+    """Train one rollout step of a rank, write it down, and log it as a run does."""
+    group_size = config.batch.group_size
+    samples = close_samples()
+    parts = config.batch.optimizer_steps_per_rollout
+    size = len(samples) // parts
+    assert size % group_size == 0
+    batch = pack(
+        [samples[k * size : (k + 1) * size] for k in range(parts)], num_ranks=1, max_tokens=40, policy_version=7
+    )
+    assert len(batch.ranks[0][0].micro_batches) > 1, "the order of micro-batches would not matter"
+    with lone_worker(config, model_path) as worker:
+        report = worker.train(batch.ranks[0], batch.samples, step)
+        dumper = StepDumper(run_dir, say=([] if say is None else say).append)
+        cost = dumper.save(cast(PolicyGroup, LoneGroup(worker)), report, config=config, step=step, policy_version=7)
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, **report.metrics, **cost}) + "\n")
+    return report
+
+
+def replayed(config: TrainConfig, run_dir: Path, names: Sequence[str] = ()) -> Replay:
+    return replay_step(open_dump(run_dir, STEP), config, names or all_names(), run_dir=run_dir)
+
+
+@pytest.fixture(scope="module")
+def one_step(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with one optimizer step per rollout, under tis."""
+    run_dir = tmp_path_factory.mktemp("one_step")
+    trained(config_of(model_path), model_path, run_dir)
+    return run_dir
+
+
+CASES: dict[str, tuple[CorrectionConfig, int | None, AdvantageConfig]] = {
+    "tis": (TISConfig(cap=1.1), None, AdvantageConfig()),
+    "two steps": (MASKING, 2, AdvantageConfig()),
+    "two steps, self-normalised": (NORMALISED, 2, AdvantageConfig()),
+    "bypass, two steps": (BypassConfig(), 2, AdvantageConfig()),
+    "baseline of what is kept": (
+        MASKING,
+        2,
+        AdvantageConfig(estimator=Estimator.dr_grpo, baseline_scope=BaselineScope.kept),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_row_of_the_run_is_what_was_logged_to_the_last_bit(case: str, model_path: Path, tmp_path: Path) -> None:
+    correction, mini_batch_prompts, advantage = CASES[case]
+    config = config_of(model_path, correction=correction, mini_batch_prompts=mini_batch_prompts, advantage=advantage)
+    report = trained(config, model_path, tmp_path)
+    names = [RUN, *MODES, "miles_default", "bypass_pg_is"]
+    replay = replayed(config, tmp_path, names)
+    assert replay.reproduction.different == {}
+    assert replay.reproduction.compared >= 60
+    own = replay.scores[0].metrics
+    for key in (
+        "k3",
+        "ess/raw_token",
+        "ess/applied_token",
+        "ess/raw_seq",
+        "ess/applied_seq",
+        "kept_frac",
+        "eff_lr_neg",
+    ):
+        key = f"mismatch/{key}"
+        assert own[key] == report.metrics[key] and own[key] is not None, key
+    if correction == MASKING:
+        assert 0 < (own["mismatch/kept_frac"] or 0) < 1
+    refused = {mode.name: mode.refusal for mode in replay.refused}
+    assert set(refused) | {score.name for score in replay.scores} == set(names)
+    if case == "bypass, two steps":
+        assert "pi_old of every token" in refused["tis"] and "bypass_reinforce" not in refused
+    elif case == "baseline of what is kept":
+        assert "rejects nothing" in refused["tis"] and "mis" not in refused
+        assert "never computes" in refused["bypass"]
+    else:
+        assert not refused
+
+
+@pytest.mark.parametrize("name", ["recompute", "ppo_is", "mis", "bypass_reinforce", "decoupled_k3_rs_seq_tis"])
+def test_another_correction_scores_what_training_with_it_measures(
+    name: str, model_path: Path, one_step: Path, tmp_path: Path
+) -> None:
+    """Also the gradient: its length is the gradient norm of that training."""
+    config = config_of(model_path)
+    replay = replayed(config, one_step, [name])
+    score = next(score for score in replay.scores if score.name == name)
+    mode = next(mode for mode in replay.scored if mode.name == name)
+    assert mode.config is not None
+    other = replace(config, correction=mode.config.correction)
+    report = trained(other, model_path, tmp_path)
+    logged = {key: report.metrics[key] for key in score.metrics if key in report.metrics}
+    assert {key: score.metrics[key] for key in logged} == logged
+    model = load_policy(config, model_path, None)
+    found = gradient_report([mode], replay.step, LoadedPolicy(model, "the model"), draws=2, say=lambda line: None)
+    assert found.norms[0] == pytest.approx(report.metrics["optim/grad_norm"], rel=1e-4)
+    assert found.logprob_gap[1] < 1e-5
+
+
+@pytest.mark.parametrize("mini_batch_prompts", [None, 2])
+def test_gradients_of_draws_are_those_of_batches_of_these_groups(
+    mini_batch_prompts: int | None, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draw that takes a group twice is a batch in which it stands twice, with its own denominators."""
+    config = config_of(model_path, correction=MASKING, mini_batch_prompts=mini_batch_prompts)
+    trained(config, model_path, tmp_path)
+    replay = replayed(config, tmp_path, ["recompute", "mis", "bypass"])
+    policy = LoadedPolicy(load_policy(config, model_path, None), "the model")
+    modes = replay.scored
+    exact = gradient_report(modes, replay.step, policy, draws=40, say=lambda line: None)
+    assert exact.is_exact and exact.num_groups == 4
+    assert exact.cosines[0][0] == 1 and exact.cosine_spread[0] == pytest.approx(0, abs=1e-9)
+    assert exact.names == [RUN, "recompute", "mis", "bypass"]
+    assert all(variance is not None and 0 < variance < 10 for variance in exact.relative_variance)
+    assert exact.cosines[0][1] is not None and exact.cosines[0][1] < 0.9999, "masking must show"
+
+    # The same with gradients folded to fewer numbers: inner products stay, but for an error of 1 / sqrt(2048).
+    monkeypatch.setattr(gradients_module, "MAX_NUMBERS", 2048)
+    folded = gradient_report(modes, replay.step, policy, draws=40, say=lambda line: None)
+    assert not folded.is_exact
+    assert folded.norms == pytest.approx(exact.norms, rel=0.1)
+    for mine, theirs in zip(folded.cosines[0], exact.cosines[0], strict=True):
+        assert mine == pytest.approx(theirs, abs=0.1)
+
+
+def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, one_step: Path, tmp_path: Path) -> None:
+    config = config_of(model_path)
+    trained(config, model_path, tmp_path)
+    rows = tmp_path / "metrics.jsonl"
+    row = json.loads(rows.read_text("utf-8"))
+    row["mismatch/k3"] *= 1 + 1e-15
+    rows.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    replay = replayed(config, tmp_path, ["tis"])
+    assert list(replay.reproduction.different) == ["mismatch/k3"]
+    assert "1 of" in replay.reproduction.line() and "mismatch/k3 most" in replay.reproduction.line()
+    rows.unlink()
+    assert "nothing to compare with" in replayed(config, tmp_path, ["tis"]).reproduction.line()
+    file = tmp_path / "dumps" / "step_000003" / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert run(["replay", str(tmp_path), f"step={STEP}"]) == 2
+
+
+# ---------------------------------------------------------------- the files
+
+
+@contextmanager
+def full_disk(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow beyond `num_bytes`: the kernel refuses the write, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: Path, tmp_path: Path) -> None:
+    config, lines = config_of(model_path, keep=2), list[str]()
+    batch = pack([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    with lone_worker(config, model_path) as worker:
+        dumper = StepDumper(tmp_path, say=lines.append)
+
+        def save(step: int) -> dict[str, float | None]:
+            report = worker.train(batch.ranks[0], batch.samples, step)
+            group = cast(PolicyGroup, LoneGroup(worker))
+            return dumper.save(group, report, config=config, step=step, policy_version=step - 1)
+
+        for step in (1, 2, 3):
+            metrics = save(step)
+            assert set(metrics) == {"perf/dump_mib", "perf/dump_write_s"}
+            assert all(value is not None and value > 0 for value in metrics.values())
+        assert dumped_steps(tmp_path) == [2, 3]
+        with full_disk(2**10):
+            assert save(4) == {"perf/dump_failures": 1.0}
+        assert dumped_steps(tmp_path) == [2, 3]
+        assert "the dump of step 4 was not written: rank 0" in lines[0]
+        # A run that goes on from step 1 does step 2 again: what came after belongs to the run that was.
+        assert open_dump(tmp_path, 2).manifest.policy_version == 1
+        save(2)
+        assert dumped_steps(tmp_path) == [2]
+        assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
+        not_due = replace(config, dump=DumpConfig(every=5))
+        nobody, nothing = cast(PolicyGroup, None), cast(TrainReport, None)
+        assert dumper.save(nobody, nothing, config=not_due, step=4, policy_version=0) == {}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_writes_a_table_and_its_files(one_step: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", str(one_step), f"step={STEP}"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "to the last bit (metrics.jsonl)" in shown
+        and "16 responses in 4 groups" in shown
+        and "1 optimizer step, 1 rank" in shown
+    )
+    rows = {line.split()[0]: line.split() for line in shown.splitlines() if line and line.split()[0] in all_names()}
+    assert list(rows) == all_names()
+    # A preset that is a mode has its numbers.
+    assert rows["decoupled_token_is"][1:] == rows["tis"][1:] and rows["recompute"][1:] != rows["tis"][1:]
+    assert rows[RUN][-2:] == ["1.0000", "1.0000"]
+    result, page = (Path(line) for line in shown.splitlines()[-2:])
+    record = json.loads(result.read_text("utf-8"))
+    assert record["reproduction"]["different"] == {} and record["gradients"] is None
+    assert [mode["name"] for mode in record["modes"]] == all_names()
+    html = page.read_text("utf-8")
+    assert html.startswith("<!doctype html") and "decoupled_geo_rs_seq_tis" in html and "<script" not in html
+
+
+def test_the_command_with_a_model_adds_the_true_gradients(
+    one_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["replay", str(one_step), f"step={STEP}", "modes=run,mis,bypass", "checkpoint=nearest", "draws=20"]
+    assert run([*words, f"out={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "Gradients of the parameters at the model that the run started from" in shown
+    found = json.loads((tmp_path / "replay.json").read_text("utf-8"))["gradients"]
+    assert found["names"] == [RUN, "mis", "bypass"] and found["num_draws"] == 20
+    assert "True gradients" in (tmp_path / "replay.html").read_text("utf-8")
+
+
+def test_without_a_model_neither_transformers_nor_ray_is_loaded(one_step: Path, tmp_path: Path) -> None:
+    words = ["replay", str(one_step), f"step={STEP}", f"out={tmp_path}"]
+    program = (
+        "import sys; from trainer.cli.commands import run; "
+        f"code = run({words!r}); sys.stdout.write(' '.join(sys.modules)); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "torch" in loaded
+    assert not loaded & {"transformers", "ray", "sglang"}
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        ([], ["run.dir must be the directory of one run", "step must be given"]),
+        (["RUN"], ["step must be given, got None. Steps with a dump: 3."]),
+        (["RUN", "step=4"], ["has no dump of step 4. Steps with a dump: 3."]),
+        (["RUN", "step=x"], ["step must be a whole number >= 1, got 'x'"]),
+        (["RUN", "step=3", "modes=tiss"], ["Did you mean tis?"]),
+        (["RUN", "step=3", "mode=tis"], ["mode is not a word of parity replay", "Did you mean modes?"]),
+        (["RUN", "step=3", "checkpoint=/nowhere", "draws=1"], ["checkpoint must be a run", "draws must be a whole"]),
+        (["EMPTY"], ["a run writes them with dump.every=<steps>"]),
+        (["EMPTY", "step=1"], ["A run writes them with dump.every=<steps>"]),
+    ],
+)
+def test_what_cannot_be_replayed_is_said_at_once(
+    words: list[str], messages: list[str], one_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"RUN": str(one_step), "EMPTY": str(tmp_path)}
+    assert run(["replay", *(places.get(word, word) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert "nothing was started" in error
+    for message in messages:
+        assert message in error
+
+
+def test_another_format_names_the_version_that_wrote_it(
+    model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_of(model_path), model_path, tmp_path)
+    manifest = tmp_path / "dumps" / "step_000003" / MANIFEST
+    stored = json.loads(manifest.read_text("utf-8")) | {"format": 9, "versions": {"parity-rl": "9.9"}}
+    manifest.write_text(json.dumps(stored), encoding="utf-8")
+    assert run(["replay", str(tmp_path), "step=3"]) == 2
+    assert "has format 9, this version of Parity reads format 1" in capsys.readouterr().err
+    manifest.write_text("{", encoding="utf-8")
+    assert run(["replay", str(tmp_path), "step=3"]) == 2
+    assert "manifest.json cannot be read" in capsys.readouterr().err
+
+
+def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
+    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "checkpoint=", "draws=", "out="]
+    assert replay_completions(["replay", str(one_step), "step="]) == ["step=3"]
+    assert "modes=tis,mis" in replay_completions(["replay", str(one_step), "modes=tis,m"])
+
+
+def test_what_is_written_down_is_what_was_trained_on(model_path: Path, one_step: Path) -> None:
+    replay = replayed(config_of(model_path), one_step, ["tis"])
+    samples = {(sample.prompt_id, sample.sample_index): sample for sample in close_samples()}
+    seen = []
+    for recorded in replay.step.ranks[0]:
+        for micro in recorded.mini.micro_batches:
+            for place, key in enumerate(micro.sample_keys):
+                tokens = slice(int(micro.cu_seqlens[place]), int(micro.cu_seqlens[place + 1]))
+                sample = samples[key]
+                assert micro.token_ids[tokens].tolist() == list(sample.token_ids)
+                assert micro.response_mask[tokens].tolist() == list(sample.response_mask)
+                assert torch.equal(micro.rollout_logprobs[tokens], torch.tensor(sample.rollout_logprobs))
+                assert micro.position_ids[tokens].tolist() == list(range(len(sample.token_ids)))
+                assert float(replay.step.samples.rewards[micro.sample_numbers[place]]) == sample.reward
+                seen.append(key)
+    assert sorted(seen) == sorted(samples)
+    assert replay.dump.manifest.policy_version == 7

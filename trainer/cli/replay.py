@@ -1,0 +1,220 @@
+"""`parity replay <run.dir> step=N [key=value ...]`: a step that was written down, under every correction, as a table.
+
+Everything is checked, and reported together, before torch is loaded; transformers are loaded for `checkpoint=` only.
+Called by `commands.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from algorithms.config import Problem
+from trainer.cli.compose import resolve
+from trainer.cli.keys import nearest
+from trainer.cli.outcome import DONE, REFUSED, report
+from trainer.config import TrainConfig
+from trainer.replay.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump
+from trainer.replay.modes import MODES, RUN, all_names, name_problems
+from trainer.weights_source import BASE, WeightsSource, find_source
+
+if TYPE_CHECKING:
+    from trainer.replay.gradients import GradientReport
+    from trainer.replay.results import Replay
+
+NAME = "parity replay"
+OUTPUT = "replay"
+"""Directory in run.dir for the results, unless out= names another."""
+NEAREST = "nearest"
+DEFAULT_DRAWS = 200
+KEYS = ("step", "modes", "checkpoint", "draws", "out")
+TABLE_WIDTH = 220
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayArguments:
+    """What `parity replay` was asked."""
+
+    run_dir: Path
+    step: int
+    modes: tuple[str, ...]
+    """Names; all of them if none were given."""
+    gradient_modes: tuple[str, ...]
+    """Those whose gradients are taken with a model: all that were named, without names the modes without presets."""
+    with_model: bool
+    source: WeightsSource | None
+    """Where the model comes from; None for the checkpoint of the run that is nearest to the step."""
+    draws: int
+    out: Path
+
+
+def run_replay(words: Sequence[str]) -> int:
+    """Replay as `words` say; returns the exit code."""
+    arguments, problems = parse_replay(words)
+    if arguments is None:
+        return report(problems, command=NAME)
+    command = f"{NAME} {arguments.run_dir}"
+    try:
+        dump = open_dump(arguments.run_dir, arguments.step)
+    except DumpError as error:
+        sys.stderr.write(f"{command}: nothing was started: {error}\n")
+        return REFUSED
+    resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
+    config = resolution.runs[0].config if resolution.runs else None
+    if config is None:
+        return report(list(resolution.problems), command=command)
+    return _replay(arguments, dump, config)
+
+
+def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Problem]]:
+    """The words after `parity replay`; None with at least one problem."""
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    places = [word for word in words if "=" not in word]
+    problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
+    run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
+    if run_dir is None or not run_dir.is_dir():
+        value = " ".join(places) or None
+        problems.append(Problem(key="run.dir", rule="must be the directory of one run", value=value))
+        run_dir = None
+    step = _step(given.get("step"), run_dir, problems)
+    names = [name for name in given.get("modes", "").split(",") if name]
+    problems += name_problems(names)
+    draws = _count("draws", given.get("draws", str(DEFAULT_DRAWS)), least=2, problems=problems)
+    source = None
+    if "checkpoint" in given and given["checkpoint"] != NEAREST:
+        found = find_source(given["checkpoint"], best=False)
+        if isinstance(found, Problem):
+            problems.append(found)
+        else:
+            source = found
+    if problems or run_dir is None or step is None or draws is None:
+        return None, problems
+    arguments = ReplayArguments(
+        run_dir=run_dir,
+        step=step,
+        modes=tuple(names or all_names()),
+        gradient_modes=tuple(names or (RUN, *MODES)),
+        with_model="checkpoint" in given,
+        source=source,
+        draws=draws,
+        out=Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{step:06d}",
+    )
+    return arguments, []
+
+
+def replay_completions(typed: Sequence[str]) -> list[str]:
+    """What may follow `parity replay <run.dir>`, `typed` being all words but the command."""
+    last = typed[-1]
+    if last.startswith("step="):
+        return [f"step={step}" for step in dumped_steps(Path(typed[1]).expanduser())]
+    if last.startswith("modes="):
+        before, comma, _ = last.rpartition(",")
+        return [f"{before}{comma}{name}" if comma else f"modes={name}" for name in all_names()]
+    if last.startswith("checkpoint="):
+        return [f"checkpoint={word}" for word in (NEAREST, BASE)]
+    return [f"{key}=" for key in KEYS]
+
+
+def _unknown(key: str, value: str) -> Problem:
+    close = nearest(key, KEYS)
+    hint = f"Did you mean {close}? " if close else ""
+    keys = ", ".join(f"{name}=" for name in KEYS)
+    return Problem(key=key, rule=f"is not a word of {NAME}", value=value, remedy=f"{hint}It takes {keys}.")
+
+
+def _step(given: str | None, run_dir: Path | None, problems: list[Problem]) -> int | None:
+    if given is not None:
+        return _count("step", given, least=1, problems=problems)
+    steps = dumped_steps(run_dir) if run_dir is not None else []
+    remedy = f"Steps with a dump: {', '.join(str(step) for step in steps)}." if steps else ""
+    if run_dir is not None and not steps:
+        remedy = f"{run_dir} has no dump; a run writes them with dump.every=<steps>."
+    problems.append(Problem(key="step", rule="must be given", value=None, remedy=remedy))
+    return None
+
+
+def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int | None:
+    if given.isdecimal() and int(given) >= least:
+        return int(given)
+    problems.append(Problem(key=key, rule=f"must be a whole number >= {least}", value=given))
+    return None
+
+
+def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
+    # Here and not above: these lines import torch.
+    from trainer.cli.launch import failed
+    from trainer.replay.page import write_page
+    from trainer.replay.results import record, replay_step, write_record
+
+    try:
+        replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
+        _write(render_replay(replay))
+        gradients = _gradients(arguments, replay) if arguments.with_model else None
+        if gradients is not None:
+            _write(render_gradients(gradients))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result = write_record(record(replay, gradients), arguments.out)
+        page = write_page(replay, gradients, arguments.out)
+    except Exception as error:
+        return failed(error, arguments.out, command=NAME)
+    _write(f"{result}\n{page}\n")
+    return DONE
+
+
+def _gradients(arguments: ReplayArguments, replay: Replay) -> GradientReport:
+    # These import transformers.
+    from trainer.replay.gradients import gradient_report
+    from trainer.replay.weights import load_weights
+
+    policy = load_weights(replay.config, arguments.source, run_dir=arguments.run_dir, step=arguments.step)
+    modes = [mode for mode in replay.scored if mode.name in {RUN, *arguments.gradient_modes}]
+    return gradient_report(modes, replay.step, policy, draws=arguments.draws, say=_progress)
+
+
+def render_replay(replay: Replay) -> str:
+    """Facts, a row per mode, and what was refused."""
+    from trainer.replay.page import mode_rows
+
+    lines = [*replay.facts(), "", _text_table(mode_rows(replay))]
+    lines += [f"{mode.name} is refused: {mode.refusal}" for mode in replay.refused]
+    return "\n".join(lines) + "\n"
+
+
+def render_gradients(gradients: GradientReport) -> str:
+    """A row per mode, and what it stands on."""
+    from trainer.replay.page import gradient_notes, gradient_rows
+
+    return f"\n{_text_table(gradient_rows(gradients))}\n{gradient_notes(gradients)}\n"
+
+
+def _text_table(rows: Sequence[Sequence[str]]) -> str:
+    titles, *body = rows
+    table = Table(titles[0], box=None, pad_edge=False, header_style="bold")
+    for title in titles[1:]:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in body:
+        table.add_row(*row)
+    text = StringIO()
+    Console(file=text, width=TABLE_WIDTH).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _progress(line: str) -> None:
+    """A line that the next one replaces, on a terminal only."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{line}\x1b[K")
+        sys.stderr.flush()
+
+
+def _write(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    sys.stdout.write(text)
+    sys.stdout.flush()

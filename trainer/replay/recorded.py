@@ -1,0 +1,118 @@
+"""A dump -> the step as the ranks trained on it: micro-batches in their order, and what the policy said about them.
+
+T: packed tokens, R: response tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.replay.dump import Dump, RankFile
+from trainer.replay.recorder import OF_BATCH, OF_SCORES, SAMPLES
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordedMini:
+    """One optimizer step of one rank."""
+
+    mini: MiniBatch
+    scores: list[TokenScores] = field(default_factory=list)
+    """Of each micro-batch when it was trained on; the rounding of the head is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedStep:
+    """A rollout step of all ranks."""
+
+    ranks: list[list[RecordedMini]]
+    """[num_ranks][optimizer steps]."""
+    samples: StepSamples
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        return len(self.ranks[0])
+
+    @property
+    def has_old_logprobs(self) -> bool:
+        """Whether pi_old of every token was scored in a forward of its own."""
+        minis = [recorded.mini for rank in self.ranks for recorded in rank]
+        return all(micro.old_logprobs is not None for mini in minis for micro in mini.micro_batches)
+
+
+def read_step(dump: Dump) -> RecordedStep:
+    """The step that was written down, on the host."""
+    ranks = [_read_rank(dump.path / rank.file, rank) for rank in dump.manifest.ranks]
+    with safe_open(dump.path / dump.manifest.ranks[0].file, framework="pt") as file:
+        samples = StepSamples(**{name: file.get_tensor(f"samples/{name}") for name in SAMPLES})
+    return RecordedStep(ranks=ranks, samples=samples)
+
+
+def _read_rank(path: Path, rank: RankFile) -> list[RecordedMini]:
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 - it is no mapping
+            place, _, name = key.rpartition("/")
+            parts[place][name] = file.get_tensor(key)
+    recorded = []
+    for index, step in enumerate(rank.optimizer_steps):
+        read = [_read_micro(parts[f"{index}/{position}"]) for position in range(step.num_micro_batches)]
+        mini = MiniBatch(
+            micro_batches=[micro for micro, _ in read],
+            num_response_tokens=step.num_response_tokens,
+            num_sequences=step.num_sequences,
+        )
+        recorded.append(RecordedMini(mini=mini, scores=[scores for _, scores in read]))
+    return recorded
+
+
+def _read_micro(tensors: Mapping[str, Tensor]) -> tuple[MicroBatch, TokenScores]:
+    mask, cu_seqlens = tensors["response_mask"], tensors["cu_seqlens"]
+    index = mask.nonzero().flatten()
+    wide: dict[str, Tensor] = {}
+    for name in (*OF_BATCH, *OF_SCORES):
+        if name in tensors:
+            values = tensors[name].to(torch.int64) if name == "token_lags" else tensors[name]
+            wide[name] = torch.zeros(mask.shape, dtype=values.dtype).index_put((index,), values)
+    scores = TokenScores(logprobs=wide.pop("logprobs"), entropy=wide.pop("entropy"), floor_delta=None)
+    keys = tensors["sample_keys"].tolist()
+    micro = make_micro(
+        tensors["token_ids"].to(torch.int64),
+        cu_seqlens,
+        mask,
+        sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],
+        sample_numbers=tensors["sample_numbers"],
+        per_token=wide,
+    )
+    return micro, scores
+
+
+def make_micro(
+    token_ids: Tensor,
+    cu_seqlens: Tensor,
+    response_mask: Tensor,
+    *,
+    sample_keys: Sequence[tuple[int, int]],
+    sample_numbers: Tensor,
+    per_token: Mapping[str, Tensor],
+) -> MicroBatch:
+    """A micro-batch from what is stored of it; `per_token` holds the tensors of `OF_BATCH` that there are."""
+    lengths = cu_seqlens.diff().tolist()
+    return MicroBatch(
+        token_ids=token_ids,
+        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(lengths),
+        response_index=response_mask.nonzero().flatten(),
+        response_mask=response_mask,
+        sample_keys=list(sample_keys),
+        sample_numbers=sample_numbers,
+        **per_token,
+    )

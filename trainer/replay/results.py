@@ -1,0 +1,212 @@
+"""`parity replay`: a dump, scored under every mode that was asked for, and what is told about it.
+
+`replay_step` does everything but the gradients of a model; `record` gives JSON values. Starts no Ray and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from algorithms.objective import objective, reference_term
+from trainer.config import TrainConfig
+from trainer.replay.compare import Matrix, correlations, cosines
+from trainer.replay.dump import Dump
+from trainer.replay.modes import RUN, Mode, chosen_modes
+from trainer.replay.recorded import RecordedStep, read_step
+from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
+from trainer.tracking.run_dir import write_whole
+
+if TYPE_CHECKING:
+    from trainer.replay.gradients import GradientReport
+
+RESULT_FILE = "replay.json"
+FORMAT = 1
+COLUMNS: Mapping[str, str] = {
+    "loss": "loss/policy",
+    "weight": "mismatch/is/applied_mean",
+    "max": MAX_WEIGHT,
+    "ESS raw": "mismatch/ess/raw_token",
+    "ESS applied": "mismatch/ess/applied_token",
+    "seq raw": "mismatch/ess/raw_seq",
+    "seq applied": "mismatch/ess/applied_seq",
+    "kept": "mismatch/kept_frac",
+    "clip mass": "mismatch/is/clip_mass",
+    "lr A>0": "mismatch/eff_lr_pos",
+    "lr A<0": "mismatch/eff_lr_neg",
+    "K3": "mismatch/k3",
+}
+"""Title of a column -> metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reproduction:
+    """The row of the run's own correction against what the run logged."""
+
+    against: str
+    """Where the logged values come from."""
+    compared: int
+    """Metrics that both have."""
+    different: dict[str, tuple[float | None, float | None]]
+    """Metric -> logged, replayed; of those that are not equal to the last bit."""
+
+    def line(self) -> str:
+        """For people."""
+        if not self.compared:
+            return f"nothing to compare with: {self.against} has no row of this step"
+        if not self.different:
+            return f"reproduces {self.compared} of {self.compared} logged metrics to the last bit ({self.against})"
+        worst = max(self.different, key=lambda key: _relative(*self.different[key]))
+        return (
+            f"{len(self.different)} of {self.compared} logged metrics differ ({self.against}), {worst} most, by "
+            f"{_relative(*self.different[worst]):.1e} of itself: another device, or more than two ranks, add in "
+            "another order"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Replay:
+    """A step under every mode."""
+
+    dump: Dump
+    config: TrainConfig
+    step: RecordedStep
+    modes: list[Mode]
+    scores: list[ModeScore]
+    """Of the modes that are not refused, the run's own first."""
+    cosine: Matrix
+    """Of the coefficients of every pair of scores."""
+    correlation: Matrix
+    reproduction: Reproduction
+
+    @property
+    def refused(self) -> list[Mode]:
+        return [mode for mode in self.modes if mode.config is None]
+
+    @property
+    def scored(self) -> list[Mode]:
+        """The modes of `scores`."""
+        return [mode for mode in self.modes if mode.config is not None]
+
+    def facts(self) -> list[str]:
+        """What was replayed, a line each."""
+        manifest, samples = self.dump.manifest, self.step.samples
+        responses, groups = samples.rewards.numel(), samples.group_ids.unique().numel()
+        return [
+            f"step {manifest.step}, correction={manifest.correction}, weights of version {manifest.policy_version}: "
+            f"{responses:,} responses in {groups:,} groups, {int(samples.num_tokens.sum()):,} response tokens, "
+            f"{_plural(self.step.num_optimizer_steps, 'optimizer step')}, {_plural(len(manifest.ranks), 'rank')}",
+            self.reproduction.line(),
+        ]
+
+
+def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> Replay:
+    """Score `dump` under the modes `names` and the run's own, with as many threads as the ranks had."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(dump.manifest.ranks[0].num_threads)
+    try:
+        step = read_step(dump)
+        modes = chosen_modes(
+            config, names, optimizer_steps=step.num_optimizer_steps, has_old_logprobs=step.has_old_logprobs
+        )
+        scores = scored_modes(modes, step)
+    finally:
+        torch.set_num_threads(before)
+    vectors = [score.coefficients for score in scores]
+    return Replay(
+        dump=dump,
+        config=config,
+        step=step,
+        modes=modes,
+        scores=scores,
+        cosine=cosines(vectors),
+        correlation=correlations(vectors),
+        reproduction=_reproduction(scores[0], run_dir, dump.manifest.step),
+    )
+
+
+def record(replay: Replay, gradients: GradientReport | None) -> dict[str, object]:
+    """Everything as JSON values."""
+    manifest = replay.dump.manifest
+    configs = {mode.name: mode.config for mode in replay.scored if mode.config is not None}
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "policy_version": manifest.policy_version,
+        "correction": manifest.correction,
+        "dump": str(replay.dump.path),
+        "num_ranks": len(manifest.ranks),
+        "optimizer_steps": replay.step.num_optimizer_steps,
+        "num_responses": replay.step.samples.rewards.numel(),
+        "num_response_tokens": int(replay.step.samples.num_tokens.sum()),
+        "reproduction": asdict(replay.reproduction),
+        "modes": [
+            {
+                "name": score.name,
+                "objective": objective_of(configs[score.name]),
+                "metrics": {key: _finite(value) for key, value in score.metrics.items()},
+                "gradient_factors": [factor.gradient for factor in score.factors],
+            }
+            for score in replay.scores
+        ],
+        "refused": [{"name": mode.name, "reason": mode.refusal} for mode in replay.refused],
+        "coefficient_cosine": replay.cosine,
+        "coefficient_correlation": replay.correlation,
+        "gradients": None if gradients is None else asdict(gradients),
+    }
+
+
+def write_record(found: Mapping[str, object], directory: Path) -> Path:
+    """Write replay.json as a whole; returns its path."""
+    path = directory / RESULT_FILE
+    write_whole(path, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def objective_of(config: TrainConfig) -> str:
+    """What is minimised, one line."""
+    return objective(config.correction, config.loss) + reference_term(config.reference)
+
+
+def _reproduction(own: ModeScore, run_dir: Path, step: int) -> Reproduction:
+    path = run_dir / "metrics.jsonl"
+    logged = _logged_row(path, step)
+    mine = {key: _finite(value) for key, value in own.metrics.items() if key in logged}
+    different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
+    assert own.name == RUN
+    return Reproduction(against=path.name, compared=len(mine), different=different)
+
+
+def _logged_row(path: Path, step: int) -> dict[str, float | None]:
+    """The row of a step; empty if there is none."""
+    if not path.is_file():
+        return {}
+    found: dict[str, float | None] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break  # the last line of a run that was killed
+        if row["step"] == step:
+            found = row
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _relative(logged: float | None, replayed: float | None) -> float:
+    if logged is None or replayed is None:
+        return math.inf
+    return abs(replayed - logged) / max(abs(logged), abs(replayed))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
