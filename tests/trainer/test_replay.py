@@ -29,19 +29,21 @@ from algorithms.config import (
     TISConfig,
 )
 from rollout.types import Sample
+from trainer.batch import MiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
 from trainer.config import TrainConfig
 from trainer.export import load_policy
-from trainer.packing import pack
+from trainer.packing import micro_batch, pack, step_samples
 from trainer.policy_group import PolicyGroup
 from trainer.recording import DumpConfig
 from trainer.replay import gradients as gradients_module
-from trainer.replay.dump import MANIFEST, dumped_steps, open_dump
+from trainer.replay.dump import MANIFEST, Manifest, begin_dump, commit_dump, dumped_steps, open_dump
 from trainer.replay.dumper import StepDumper
 from trainer.replay.gradients import gradient_report
 from trainer.replay.modes import MODES, RUN, all_names
-from trainer.replay.recorder import DumpReport
+from trainer.replay.recorded import read_step
+from trainer.replay.recorder import DumpReport, StepRecorder
 from trainer.replay.results import Replay, replay_step
 from trainer.replay.weights import LoadedPolicy
 from trainer.training_step import TrainReport
@@ -381,6 +383,25 @@ def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
     assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "checkpoint=", "draws=", "out="]
     assert replay_completions(["replay", str(one_step), "step="]) == ["step=3"]
     assert "modes=tis,mis" in replay_completions(["replay", str(one_step), "modes=tis,m"])
+
+
+def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:
+    """It trains on one token that is no sample; it must come back as such."""
+    empty = micro_batch([])
+    mini = MiniBatch(micro_batches=[empty], num_response_tokens=4, num_sequences=1)
+    samples = step_samples(close_samples()[:1], policy_version=0)
+    recorder = StepRecorder([mini], samples, rank=0)
+    zero = torch.zeros(1)
+    recorder.add(empty, TokenScores(logprobs=zero, entropy=zero, floor_delta=None), index=0, position=0)
+    path = begin_dump(tmp_path, 1)
+    written = recorder.write(path).rank_file
+    assert written is not None
+    manifest = Manifest(step=1, policy_version=0, correction="tis", ranks=(written,), metrics={}, versions={})
+    commit_dump(path, manifest, config_text="", keep=1)
+    [[recorded]] = read_step(open_dump(tmp_path, 1)).ranks
+    [micro] = recorded.mini.micro_batches
+    assert micro.sample_keys == [] and micro.token_ids.tolist() == [0] and not micro.response_mask.any()
+    assert recorded.mini.num_response_tokens == 4
 
 
 def test_what_is_written_down_is_what_was_trained_on(model_path: Path, one_step: Path) -> None:

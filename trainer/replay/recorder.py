@@ -85,7 +85,7 @@ class StepRecorder:
             "token_ids": micro.token_ids.to(torch.int32),
             "cu_seqlens": micro.cu_seqlens,
             "response_mask": micro.response_mask,
-            "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(-1, 2),
+            "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(len(micro.sample_keys), 2),
             "sample_numbers": micro.sample_numbers,
         }
         # A tensor that shares its memory with another one is refused by safetensors, so each is a copy.
