@@ -42,7 +42,7 @@ class Metric:
 
 
 METRICS = (
-    Metric(key=SCORE, id="heldout", title="Held-out accuracy, greedy", form="percent", from_zero=True, evaluated=True),
+    Metric(key=SCORE, id="heldout", title="Held-out accuracy, greedy", form="percent", evaluated=True),
     Metric(key="reward/mean", id="reward", title="Reward of the training samples", from_zero=True),
     Metric(key="mismatch/k3", id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True),
     Metric(key="policy/entropy", id="entropy", title="Policy entropy", unit="nats per token", from_zero=True),
