@@ -291,6 +291,26 @@ def test_a_run_that_does_not_end_when_asked_is_killed(
     assert time.monotonic() - begun < 20
 
 
+def test_a_page_that_cannot_be_written_costs_no_run(
+    tmp_path: Path,
+    behave: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    behave({})
+    (tmp_path / "both" / "study.html").mkdir(parents=True)  # nothing can be written in its place
+    (tmp_path / "both" / "study.json").write_text(json.dumps({"cells": [], "other_cells": []}))
+    words = ["study.modes=[tis]", "study.precisions=[int8]", "study.seeds=[0]", "study.dir=both"]
+    assert run(["study", "arithmetic_grpo", *WORDS, *words]) == 1
+    said = capsys.readouterr()
+    assert "tis-int8-seed0 done in" in said.err and "both/study.html could not be written (IsADirectory" in said.err
+    assert "| tis " in said.out, "the table is printed all the same"
+    (tmp_path / "both" / "study.html").rmdir()
+    assert run(["study", "arithmetic_grpo", *WORDS, *words]) == 0
+    assert (tmp_path / "both" / "study.html").is_file()
+
+
 def test_what_a_cell_left_is_read_from_its_files(small: Grid, tmp_path: Path) -> None:
     cell = small.cells[0]
     directory = tmp_path / cell.name

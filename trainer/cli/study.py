@@ -83,7 +83,7 @@ def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> in
             from trainer.study.output import StudyWriter
 
             writer = StudyWriter(grid, study, study_dir, command=command)
-            writer.write(records)
+            writer.try_write(records)
             request = run_cells(
                 grid,
                 standings,
@@ -91,9 +91,11 @@ def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> in
                 study=study,
                 study_dir=study_dir,
                 console=console,
-                ended=lambda: writer.write(records),
+                ended=lambda: writer.try_write(records),
             )
         sys.stdout.write(f"{writer.table(records)}\n{writer.page}\n")
+    if writer.error:
+        sys.stderr.write(f"{NAME}: {writer.page} could not be written ({writer.error})\n")
     if request is not None:
         sys.stderr.write(f"{NAME}: asked to end ({request.name}); go on with study.dir={study_dir}\n")
         return 128 + request
@@ -104,7 +106,7 @@ def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> in
         sys.stderr.write(
             f"{NAME}: {len(left)} of {len(grid.cells)} runs failed; try them again: study.dir={study_dir}\n"
         )
-    return FAILED if left else DONE
+    return FAILED if left or writer.error else DONE
 
 
 def summary(

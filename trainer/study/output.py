@@ -38,11 +38,21 @@ class StudyWriter:
         self._dir = study_dir
         self._command = command
         self._known: dict[str, CellResult] = {}
+        self.error = ""
+        """Why the last write failed; empty if it did not."""
 
     @property
     def page(self) -> Path:
         """The page that compares the runs."""
         return self._dir / PAGE_FILE
+
+    def try_write(self, records: Mapping[str, CellRecord]) -> None:
+        """`write`, whose failure must not end the runs: it is kept in `error`."""
+        self.error = ""
+        try:
+            self.write(records)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
 
     def write(self, records: Mapping[str, CellRecord]) -> None:
         """Bring every file up to date with what the runs have left."""
