@@ -193,7 +193,11 @@ def declared() -> dict[str, list[Requirement]]:
     """Requirements of pyproject.toml, by the list that pins them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    named = {"cpu.txt": project["dependencies"], "sglang-cpu.txt": extras["sglang"], "dev.txt": extras["dev"]}
+    named = {
+        "cpu.txt": project["dependencies"],
+        "sglang-cpu.txt": extras["sglang"],
+        "dev.txt": extras["dev"] + extras["tensorboard"],
+    }
     return {name: [Requirement(line) for line in lines] for name, lines in named.items()}
 
 

@@ -104,17 +104,19 @@ class MemoryWatch:
         self._alarms: dict[str, SlopeAlarm] = {}
 
     def metrics(self, uses: Mapping[str, MemoryUse]) -> dict[str, float | None]:
-        """`uses` by actor ("policy 0", "engine 1", "driver"); GiB by actor, and the largest slope in MiB per step."""
-        slopes = []
+        """`uses` by actor ("policy 0", "engine 1", "driver"); GiB by actor, largest slope in MiB per step, warnings."""
+        slopes, alarms = [], 0
         for name, use in uses.items():
             alarm = self._alarms.setdefault(name, SlopeAlarm(name))
             warning = alarm.add(use)
             if warning is not None:
                 logger.warning("%s", warning)
+                alarms += 1
             if alarm.slope is not None:
                 slopes.append(alarm.slope)
         found: dict[str, float | None] = {
             f"perf/memory_gib/{name.replace(' ', '_')}": use.private / GIB for name, use in uses.items()
         }
         found["perf/memory_slope_mib"] = max(slopes) / MIB if slopes else None
+        found["perf/memory_alarms"] = float(alarms)
         return found

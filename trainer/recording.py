@@ -143,6 +143,10 @@ class TrackingConfig(Checked):
     token_samples_per_step: int = 4
     """Of them, samples with the Delta of each token: half the worst by K3. At most 8 KB each, the 256 tokens around the
     worst one."""
+    wandb_samples: bool = True
+    """Whether these samples also go to W&B, as a table that grows."""
+    tensorboard: bool = False
+    """Also write the numbers to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""
 
     def problems(self) -> Iterator[Problem]:
         if self.samples_per_step < 0:

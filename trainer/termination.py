@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C as requests: the running step is finished and saved, then the run ends. Used by `trainer/loop.py`.
 
-The exit codes are what a shell reports for a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C.
+The exit codes are what a shell reports for a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C; that of
+the guard is 3.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT)
+STOPPED_BY_GUARD = 3
+"""Exit code of a run that the guard ended."""
 _STDERR = 2
 
 
@@ -24,6 +27,15 @@ class RunTerminated(Exception):
         """`step` is the last one that was completed."""
         super().__init__(f"asked to end ({request.name}), after step {step}")
         self.exit_code = 128 + request
+
+
+class StoppedByGuard(RunTerminated):
+    """The guard ended the run (guard.highest=stop)."""
+
+    def __init__(self, *, step: int) -> None:
+        """`step` is the last one that was completed; it was saved."""
+        Exception.__init__(self, f"stopped by the guard after step {step} (events.jsonl says why)")
+        self.exit_code = STOPPED_BY_GUARD
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,15 +22,18 @@ import torch
 import wandb_file
 
 import trainer.tracking.wandb_sink as wandb_sink
-from algorithms.histograms import mismatch_histograms
+from algorithms.histograms import HistogramArrays, mismatch_histograms
 from rollout.config import SGLangConfig
+from rollout.data import StreamState
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.cli.compose import resolve
+from trainer.checkpoint import RunState
+from trainer.cli.compose import resolve, start_problems
 from trainer.components import ArithmeticModelConfig, RunConfig
 from trainer.config import MISConfig, SamplingConfig, TrainConfig
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.console import Console
+from trainer.tracking.events import Event, Severity
 from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
@@ -97,21 +101,25 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert environment["versions"]["torch"] and environment["python"].startswith("3.")
     assert "step 1/4 | reward 0.50" in stream.getvalue()
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "config.yaml", "environment.json", "histograms.jsonl", "metrics.jsonl", "samples.jsonl", "status.json",
+        "config.yaml", "environment.json", "events.jsonl", "histograms.jsonl", "metrics.jsonl", "samples.jsonl",
+        "status.json",
     ]  # fmt: skip
 
 
-def test_histograms_are_one_line_per_step(tmp_path: Path) -> None:
+def some_histograms() -> HistogramArrays:
     old, rollout = torch.log(torch.tensor([0.5, 0.9, 0.3])), torch.log(torch.tensor([0.4, 0.9, 0.3]))
-    histograms = mismatch_histograms(
+    return mismatch_histograms(
         old_logprobs=old,
         rollout_logprobs=rollout,
         response_mask=torch.ones(3, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
     ).arrays()
+
+
+def test_histograms_are_one_line_per_step(tmp_path: Path) -> None:
     tracker, _ = make_tracker(make_config(), tmp_path / "run")
     with tracker:
-        tracker.log_histograms(3, histograms)
+        tracker.log_histograms(3, some_histograms())
     [line] = read_lines(tmp_path / "run" / "histograms.jsonl")
     assert line["step"] == 3
     assert sum(count for _, _, count in line["joint"]) == 3
@@ -287,6 +295,128 @@ def test_wandb_offline_has_every_row(tmp_path: Path) -> None:
     assert "wandb: " not in (tmp_path / "run" / "wandb.log").read_text()
     offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert f"W&B: offline; upload later with: wandb sync {offline}" in stream.getvalue()
+
+
+def test_wandb_has_axes_summaries_tables_histograms_and_alerts(tmp_path: Path) -> None:
+    tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
+    with tracker:
+        for step, reward in ((1, 0.25), (2, 0.75), (3, 0.5)):
+            numbers = {
+                "reward/mean": reward,
+                "eval/accuracy": reward,
+                "perf/mfu": reward,
+                "mismatch/ess/raw_token": reward,
+            }
+            restarts = {"rollout/engine_restarts": 2.0 * (step == 2)}
+            tracker.log(step, numbers | restarts, [row(1, step, k3=None), row(2, step, k3=1e-5)])
+            tracker.log_histograms(step, some_histograms())
+        events = [
+            Event(step=3, kind="guard", severity=Severity.info, text="back to watching"),
+            Event(step=3, kind="guard", severity=Severity.error, text="stop <é>"),
+        ]
+        tracker.log_events(events)
+    assert tracker.errors == 0
+    run_dir = tmp_path / "run"
+
+    kept = wandb_file.summary(run_dir)
+    assert (kept["reward/mean"], kept["eval/accuracy"]) == ({"max": 0.75, "last": 0.5},) * 2
+    assert kept["perf/mfu"] == {"mean": 0.5, "last": 0.5}
+    assert kept["mismatch/ess/raw_token"] == {"min": 0.25, "last": 0.5}
+    axes = {
+        record.metric.glob_name or record.metric.name: record.metric.step_metric
+        for record in wandb_file.records(run_dir)
+        if record.WhichOneof("record_type") == "metric"
+    }
+    assert axes["*"] == axes["eval/accuracy"] == "global_step"
+
+    rows = read_lines(run_dir / "samples.jsonl")
+    assert wandb_file.table_rows(run_dir) == [list(sample.values()) for sample in rows] and len(rows) == 6
+    increments = list(run_dir.glob("wandb/*run-*/files/media/table/*.json"))
+    assert len(increments) == 3, "each holds what is new"
+    places = [line for line in wandb_file.history(run_dir) if "samples/increment_num" in line]
+    assert [(line["global_step"], line["samples/log_mode"]) for line in places] == [
+        (step, "INCREMENTAL") for step in (1, 2, 3)
+    ]
+
+    drawn = [line for line in wandb_file.history(run_dir) if "mismatch/log2_probability/values" in line]
+    assert [line["global_step"] for line in drawn] == [1, 2, 3]
+    expected = some_histograms().by_probability
+    mass = [count * (mean or 0) for count, mean in zip(expected.counts, expected.abs_logdiff, strict=True)]
+    assert drawn[0]["mismatch/log2_probability/values"] == pytest.approx(mass[::-1])
+    assert drawn[0]["mismatch/log2_probability/bins"] == list(range(-20, 1))
+
+    assert wandb_file.alerts(run_dir) == [
+        ("Parity: engine", "engines lost and started again: 2; the log says why", "WARN"),
+        ("Parity: guard", "stop <é>", "ERROR"),
+    ]
+    told = [(line["step"], line["kind"], line["severity"]) for line in read_lines(run_dir / "events.jsonl")]
+    assert told == [(2, "engine", "warn"), (3, "guard", "info"), (3, "guard", "error")]
+    assert "stop <é>" in stream.getvalue() and "back to watching" in stream.getvalue()
+
+
+def test_samples_stay_here_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(WandbMode.offline)
+    config.tracking.wandb_samples = False
+    sent: list[object] = []
+    monkeypatch.setattr(WandbSink, "_launch", lambda *_: None)
+    monkeypatch.setattr(WandbSink, "_queue", lambda self, message: sent.append(message))
+    tracker, _ = make_tracker(config, tmp_path / "run")
+    with tracker:
+        tracker.log(1, {"reward/mean": 0.5}, [row(1, 0)])
+    assert sent == [{"step": 1, "numbers": {"reward/mean": 0.5}}]
+    assert len(read_lines(tmp_path / "run" / "samples.jsonl")) == 1
+
+
+def tensorboard_points(directory: Path) -> list[tuple[str, int, float]]:
+    """(name, step, value) of every number, read as TensorBoard reads them: checksums, and what a restart takes back."""
+    from tensorboardX.proto.event_pb2 import Event as BoardEvent
+    from tensorboardX.proto.event_pb2 import SessionLog
+    from tensorboardX.record_writer import masked_crc32c
+
+    points: list[tuple[str, int, float]] = []
+    for path in sorted(directory.glob("events.out.tfevents.*"), key=lambda found: found.stat().st_mtime):
+        data, position = path.read_bytes(), 0
+        while position < len(data):
+            (length,) = struct.unpack_from("<Q", data, position)
+            content = data[position + 12 : position + 12 + length]
+            assert struct.unpack_from("<I", data, position + 12 + length) == (masked_crc32c(content),)
+            position += 16 + length
+            event = BoardEvent.FromString(content)
+            if event.session_log.status == SessionLog.START:
+                points = [point for point in points if point[1] < event.step]
+            scalars = [value for value in event.summary.value if value.HasField("simple_value")]
+            points += [(value.tag, event.step, value.simple_value) for value in scalars]
+    return points
+
+
+def test_tensorboard_has_every_number_and_forgets_what_a_resumed_run_takes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX", reason="the extra parity-rl[tensorboard] is not installed")
+    config = make_config()
+    config.tracking.tensorboard = True
+    tracker, _ = make_tracker(config, tmp_path / "run")
+    with tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step / 4, "mismatch/k3": float("nan"), "policy/entropy": None})
+    written = tensorboard_points(tmp_path / "run" / "tensorboard")
+    assert written == [("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.75)]
+    state = RunState(step=2, policy_version=2, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    resumed = Tracker(config, run_dir=tmp_path / "run", resumed=state, console=Console(4, stream=io.StringIO()))
+    with resumed:
+        resumed.log(3, {"reward/mean": 0.125})
+    assert tensorboard_points(tmp_path / "run" / "tensorboard") == [
+        ("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.125),
+    ]  # fmt: skip
+    assert (tracker.errors, resumed.errors) == (0, 0)
+
+
+def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
+    words = ["rollout=torch", "tracking.tensorboard=true"]
+    resolution = resolve(recipe, words, own_dir=None, multirun=False)
+    monkeypatch.setattr("trainer.tracking.tensorboard_sink.PACKAGE", "no_such_package")
+    [problem] = start_problems(resolution)
+    assert problem.key == "tracking.tensorboard" and 'pip install "parity-rl[tensorboard]"' in str(problem)
+    assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))
 
 
 def test_an_unreachable_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,3 +52,29 @@ def history(run_dir: Path) -> list[dict[str, float]]:
 def exit_code(run_dir: Path) -> int | None:
     codes = [r.exit.exit_code for r in records(run_dir) if r.WhichOneof("record_type") == "exit"]
     return codes[-1] if codes else None
+
+
+def summary(run_dir: Path) -> dict[str, object]:
+    """What the summary of the run holds in the end; {operation: value} where an operation was asked for."""
+    found: dict[str, object] = {}
+    for record in records(run_dir):
+        if record.WhichOneof("record_type") == "summary":
+            for item in record.summary.update:
+                found["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return found
+
+
+def alerts(run_dir: Path) -> list[tuple[str, str, str]]:
+    """Title, text and level of every alert."""
+    return [
+        (record.alert.title, record.alert.text, record.alert.level)
+        for record in records(run_dir)
+        if record.WhichOneof("record_type") == "alert"
+    ]
+
+
+def table_rows(run_dir: Path) -> list[list[object]]:
+    """The rows of the increments of the table of samples, in the order in which they were logged."""
+    paths = run_dir.glob("wandb/*run-*/files/media/table/samples_*.table.json")
+    by_row = sorted(paths, key=lambda path: int(path.name.split("_")[1]))
+    return [row for path in by_row for row in json.loads(path.read_text("utf-8"))["data"]]

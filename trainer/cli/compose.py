@@ -31,6 +31,7 @@ from trainer.cli.session import hydra_session
 from trainer.components import Resume, RunConfig
 from trainer.config import GROUPS, TrainConfig
 from trainer.tracking.run_dir import is_run
+from trainer.tracking.tensorboard_sink import missing_tensorboard
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 """The sweeper whose runs are known before it starts them."""
@@ -110,13 +111,15 @@ def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multiru
 
 
 def start_problems(resolution: Resolution) -> list[Problem]:
-    """What stands in the way of really starting the runs: a directory in use, an engine that is not installed."""
+    """What stands in the way of really starting the runs: a directory in use, a package that is not installed."""
     problems = _directory_problems(resolution)
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = 'pip install "parity-rl[sglang]", or use rollout=torch.'
         problems.append(
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )
+    if any(run.config is not None and run.config.tracking.tensorboard for run in resolution.runs):
+        problems += [problem for problem in [missing_tensorboard()] if problem is not None]
     return problems
 
 

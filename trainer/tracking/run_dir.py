@@ -14,7 +14,7 @@ from trainer.recording import CHECKPOINTS
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
-ROW_FILES = ("metrics.jsonl", "samples.jsonl", "histograms.jsonl")
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "histograms.jsonl", "events.jsonl")
 _MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
 """What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
 _BEFORE_ENVIRONMENT = frozenset({"config.yaml", ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})

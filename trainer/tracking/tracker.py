@@ -9,7 +9,9 @@ an error there is one warning and a count. The directory of a run:
     accounting.json    what the fractions of the hardware's limits stand on
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
+    events.jsonl       what happened beside the numbers (events.py)
     wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
+    tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
     status.json        how the run ended
 """
 
@@ -31,19 +33,22 @@ from algorithms.histograms import HistogramArrays
 from rollout.types import FinishReason, SampleGroup
 from trainer.checkpoint import RunState
 from trainer.config import TrainConfig
-from trainer.termination import RunTerminated
+from trainer.termination import RunTerminated, StoppedByGuard
 from trainer.tracking.console import Console
+from trainer.tracking.events import Event, Severity, events_of_row
 from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
 from trainer.tracking.run_dir import ENVIRONMENT_FILE, ROW_FILES, forget_after, release_directory, take_directory
 from trainer.tracking.run_dir import write_whole as _write
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
-from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
+from trainer.tracking.tensorboard_sink import TensorBoardSink
+from trainer.tracking.wandb_sink import WandbSink, keep_run_id, mismatch_by_bin, saved_run_id
 
 logger = logging.getLogger(__name__)
 
 COMPLETED = "completed"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +124,8 @@ class Tracker:
 
     Entering refuses a directory that another run holds, and one that is not empty unless run.resume allows it
     (RuntimeError); a run that goes on from `resumed` takes its directory back, forgets the rows behind that step and
-    keeps its W&B run. Leaving records how the run ended: completed, interrupted (by a signal) or failed.
+    keeps its W&B run. Leaving records how the run ended: completed, interrupted (by a signal), stopped (by the guard)
+    or failed.
     """
 
     def __init__(
@@ -135,7 +141,9 @@ class Tracker:
         self._metrics: TextIO | None = None
         self._samples: TextIO | None = None
         self._histograms: TextIO | None = None
+        self._events: TextIO | None = None
         self._wandb: WandbSink | None = None
+        self._tensorboard: TensorBoardSink | None = None
         self._last_step = None if resumed is None else resumed.step
         self._warned: set[str] = set()
 
@@ -153,6 +161,7 @@ class Tracker:
             self._metrics = _open(self._run_dir / "metrics.jsonl")
             self._samples = _open(self._run_dir / "samples.jsonl")
             self._histograms = _open(self._run_dir / "histograms.jsonl")
+            self._events = _open(self._run_dir / "events.jsonl")
         except BaseException:
             self._release()
             raise
@@ -171,6 +180,8 @@ class Tracker:
             report=self.console.line,
         )
         self._guard("W&B", self._wandb.start)
+        if self._config.tracking.tensorboard:
+            self._guard("TensorBoard", self._open_tensorboard)
         return self
 
     def __exit__(
@@ -179,7 +190,7 @@ class Tracker:
         if error is None:
             self.close(COMPLETED)
         else:
-            self.close(INTERRUPTED if isinstance(error, (KeyboardInterrupt, RunTerminated)) else FAILED)
+            self.close(_ended_by(error))
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -207,7 +218,11 @@ class Tracker:
         self._guard("samples.jsonl", lambda: self._write_samples(step, samples))
         numbers = {key: value for key in metrics if (value := row[key]) is not None}
         self._guard("W&B", lambda: self._wandb_log(step, numbers))
+        if self._tensorboard is not None:
+            board = self._tensorboard
+            self._guard("TensorBoard", lambda: board.log(step, numbers))
         self._guard("console", lambda: self.console.step(step, metrics))
+        self.log_events(list(events_of_row(step, numbers)), shown=False)
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
         """Print what the fractions of the hardware's limits stand on, and keep it for the report."""
@@ -232,6 +247,19 @@ class Tracker:
         for axis in (row["by_probability"], row["by_position"]):
             axis["edges"] = [None if _is_nonfinite(edge) else edge for edge in axis["edges"]]
         self._guard("histograms.jsonl", lambda: self._write_histograms(row))
+        if self._wandb is not None:
+            self._wandb.log_histograms(step, mismatch_by_bin(histograms))
+
+    def log_events(self, events: Sequence[Event], *, shown: bool = True) -> None:
+        """Write down events, show them on the console unless it has them already, and send them to W&B as alerts.
+
+        What is merely information is no alert. A failure is a warning.
+        """
+        for event in events:
+            self._guard("events.jsonl", lambda event=event: self._write_event(event))  # type: ignore[misc]
+            if shown:
+                style = {Severity.info: "", Severity.warn: "yellow", Severity.error: "bold red"}[event.severity]
+                self.console.line(event.text, style=style)
 
     def flush(self) -> None:
         """Bring every row so far to the disk: a checkpoint must not be newer than the rows before it.
@@ -240,7 +268,7 @@ class Tracker:
         """
         if self._metrics is not None:
             os.fsync(self._metrics.fileno())
-        for file in (self._samples, self._histograms):
+        for file in (self._samples, self._histograms, self._events):
             if file is not None:
                 descriptor = file.fileno()
                 self._guard(file.name, lambda descriptor=descriptor: os.fsync(descriptor))  # type: ignore[misc]
@@ -253,29 +281,49 @@ class Tracker:
         if wandb is not None:
             self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == COMPLETED else 1))
             self.errors += wandb.errors
+        if self._tensorboard is not None:
+            self._guard("TensorBoard", self._tensorboard.close)
         self._guard("status.json", lambda: self._write_status(status))
         self._guard("console", lambda: self.console.close(failed=status != COMPLETED))
         self._release()
+
+    def _open_tensorboard(self) -> None:
+        last_step = None if self._resumed is None else self._resumed.step
+        self._tensorboard = TensorBoardSink(self._run_dir, last_step=last_step)
 
     def _wandb_log(self, step: int, numbers: Mapping[str, float]) -> None:
         assert self._wandb is not None
         self._wandb.log(step, numbers)
 
     def _write_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        assert self._samples is not None
+        assert self._samples is not None and self._wandb is not None
+        written = []
         for sample in select_rows(samples, self._config.tracking.samples_per_step):
             row = {"step": step, **asdict(sample), "finish_reason": sample.finish_reason.name}
             if sample.tokens is None:
                 del row["tokens"]
             finite = {key: None if _is_nonfinite(value) else value for key, value in row.items()}
             self._samples.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
+            written.append({key: value for key, value in finite.items() if key != "tokens"})
         self._samples.flush()
+        if written and self._config.tracking.wandb_samples:
+            self._wandb.log_samples(step, written)
 
     def _write_histograms(self, row: Mapping[str, object]) -> None:
         if self._histograms is None:
             raise RuntimeError("Tracker.log_histograms needs an open tracker: use it inside `with Tracker(...)`")
         self._histograms.write(json.dumps(row, allow_nan=False) + "\n")
         self._histograms.flush()
+
+    def _write_event(self, event: Event) -> None:
+        if self._events is None:
+            raise RuntimeError("Tracker.log_events needs an open tracker: use it inside `with Tracker(...)`")
+        self._events.write(json.dumps(event.record(), ensure_ascii=False) + "\n")
+        self._events.flush()
+        if event.severity is not Severity.info and self._wandb is not None:
+            self._wandb.alert(event)
+        if self._tensorboard is not None:
+            self._tensorboard.log_event(event)
 
     def _write_status(self, status: str) -> None:
         record = {
@@ -298,14 +346,20 @@ class Tracker:
                 logger.warning("%s failed and the run goes on: %s: %s", what, type(error).__name__, error)
 
     def _release(self) -> None:
-        files = (self._metrics, self._samples, self._histograms)
-        self._metrics = self._samples = self._histograms = None
+        files = (self._metrics, self._samples, self._histograms, self._events)
+        self._metrics = self._samples = self._histograms = self._events = None
         for file in files:
             if file is not None:
                 self._guard(file.name, file.close)
         if self._lock is not None:
             lock, self._lock = self._lock, None
             self._guard("lock", lambda: release_directory(lock, self._run_dir))
+
+
+def _ended_by(error: BaseException) -> str:
+    if isinstance(error, StoppedByGuard):
+        return STOPPED
+    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, RunTerminated)) else FAILED
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 wandb hooks the exit of its process, waits there for the network and starts services of its own. In a process of its
 own none of that can delay or end a run, and the run's crash is seen here (end of input) and told to W&B.
 
-Input: one job (see `_start_run`), then `{"step": int, "numbers": {...}}` rows, then `{"exit_code": int}`.
+Input: one job (see `_start_run`), then messages (see `_Panels.take`), then `{"exit_code": int}`.
 Output: `{"event": "ready" | "off" | "error" | "finished", ...}`.
 """
 
@@ -13,8 +13,22 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
+
+SUMMARIES = (
+    ("reward/mean", "max,last"),
+    ("eval/", "max,last"),
+    ("mismatch/k3", "max,last"),
+    ("mismatch/ess/", "min,last"),
+    ("guard/level", "max,last"),
+    ("time/", "mean,last"),
+    ("perf/", "mean,last"),
+)
+"""(metric or group, what the summary of the run keeps of it); of all others it keeps the last value."""
+SHARE_OF_TABLE = 0.1
+"""An increment of the table is sent when it holds this share of what was sent: W&B shows the last hundred."""
 
 
 def main() -> None:
@@ -90,23 +104,79 @@ def _init(wandb: Any, job: dict[str, Any], mode: str) -> Any:
         settings=settings,
     )
     # Rows are placed by our step: W&B silently drops rows whose own counter would go back.
-    run.define_metric("global_step")
+    run.define_metric("global_step", hidden=True)
     run.define_metric("*", step_metric="global_step")
     return run
 
 
+class _Panels:
+    """What one run shows: numbers, histograms, the table of samples, alerts."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._table: Any = None
+        self._sent = self._waiting = self._step = 0
+        self._known: set[str] = set()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Carry out one message: numbers, histograms or rows of samples with their step, or an alert."""
+        import wandb
+
+        if "numbers" in message:
+            self._define(message["numbers"])
+            self._run.log({"global_step": message["step"], **message["numbers"]})
+        elif "histograms" in message:
+            made = {
+                name: wandb.Histogram(np_histogram=(mass, edges))
+                for name, (mass, edges) in message["histograms"].items()
+            }
+            self._run.log({"global_step": message["step"], **made})
+        elif "samples" in message:
+            self._add_samples(message["samples"], step=message["step"])
+        elif "alert" in message:
+            # W&B takes 0 for its own pause of a minute between alerts with one title.
+            self._run.alert(**message["alert"], wait_duration=1)
+
+    def _define(self, names: Iterable[str]) -> None:
+        """Name by name: where two patterns fit a metric, W&B takes one of them by chance."""
+        for name in [name for name in names if name not in self._known]:
+            self._known.add(name)
+            for key, summary in SUMMARIES:
+                if name == key or (key.endswith("/") and name.startswith(key)):
+                    self._run.define_metric(name, step_metric="global_step", summary=summary)
+
+    def _add_samples(self, rows: list[dict[str, Any]], *, step: int) -> None:
+        import wandb
+
+        for row in rows:
+            if self._table is None:
+                self._table = wandb.Table(columns=list(row), log_mode="INCREMENTAL")
+            self._table.add_data(*row.values())
+        self._waiting, self._step = self._waiting + len(rows), step
+        if self._waiting > SHARE_OF_TABLE * self._sent:
+            self.send_samples()
+
+    def send_samples(self) -> None:
+        """Send what the table has gained: an increment, not the table again."""
+        if self._waiting:
+            self._run.log({"global_step": self._step, "samples": self._table})
+            self._sent, self._waiting = self._sent + self._waiting, 0
+
+
 def _serve(run: Any, replies: TextIO) -> None:
     exit_code = 1  # the input ends without an exit code if the run crashed
+    panels = _Panels(run)
     for line in sys.stdin:
         message = json.loads(line)
         if "exit_code" in message:
             exit_code = message["exit_code"]
             break
         try:
-            run.log({"global_step": message["step"], **message["numbers"]})
+            panels.take(message)
         except Exception as error:
             _reply(replies, "error", reason=_one_line(error))
     try:
+        panels.send_samples()
         run.finish(exit_code=exit_code)
     except Exception as error:
         _reply(replies, "error", reason=_one_line(error))

@@ -15,13 +15,16 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
+from algorithms.histograms import HistogramArrays
 from trainer.recording import TrackingConfig, WandbMode
+from trainer.tracking.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +36,16 @@ _MAX_QUEUED_ROWS = 10_000
 RUN_ID_FILE = "wandb_run_id"
 
 
+class Histogram(NamedTuple):
+    """Mass by bin."""
+
+    mass: list[float]
+    edges: list[float]
+    """One more than bins, rising, finite."""
+
+
 class WandbSink:
-    """The W&B side of one run. `start`, then `log` once per step, then `finish`; none of them raises.
+    """The W&B side of one run. `start`, then `log` and its siblings once per step, then `finish`; none of them raises.
 
     Args:
         config: mode, project, entity and deadline.
@@ -86,10 +97,25 @@ class WandbSink:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Queue one row; returns at once."""
+        self._queue({"step": step, "numbers": dict(numbers)})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Queue rows of the table of samples, JSON values under the same keys every time; returns at once."""
+        self._queue({"step": step, "samples": [dict(row) for row in rows]})
+
+    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Queue histograms by name; returns at once."""
+        self._queue({"step": step, "histograms": {name: list(each) for name, each in histograms.items()}})
+
+    def alert(self, event: Event) -> None:
+        """Queue an alert; returns at once."""
+        self._queue({"alert": {"title": f"Parity: {event.kind}", "text": event.text, "level": event.severity.value}})
+
+    def _queue(self, message: dict[str, object]) -> None:
         if self._process is None or self._ended.is_set():
             return
         try:
-            self._messages.put_nowait({"step": step, "numbers": dict(numbers)})
+            self._messages.put_nowait(message)
         except queue.Full:
             self._failed(f"more than {_MAX_QUEUED_ROWS} rows are waiting; rows are dropped")
 
@@ -148,7 +174,8 @@ class WandbSink:
                 stderr=log,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, "WANDB_SILENT": "true"},
+                # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
+                env={"WANDB_DATA_DIR": str(self._run_dir / "wandb"), **os.environ, "WANDB_SILENT": "true"},
                 # Ctrl-C is for the run, which then ends W&B in order.
                 start_new_session=True,
             )
@@ -207,6 +234,18 @@ class WandbSink:
             logger.warning("W&B: %s. The run goes on; metrics.jsonl has everything.", reason)
 
 
+def mismatch_by_bin(histograms: HistogramArrays) -> dict[str, Histogram]:
+    """Where the mismatch is: sum of |Delta| by octave of mu, and of the position in the response."""
+    found = {}
+    for name, axis in (("log2_probability", histograms.by_probability), ("log2_position", histograms.by_position)):
+        mass = [count * (mean or 0.0) for count, mean in zip(axis.counts, axis.abs_logdiff, strict=True)]
+        octaves = [float(number) for number in range(len(axis.edges))]
+        if axis.edges[0] > axis.edges[1]:
+            mass, octaves = mass[::-1], [-number for number in octaves[::-1]]
+        found[f"mismatch/{name}"] = Histogram(mass, octaves)
+    return found
+
+
 def run_id(run_dir: Path) -> str:
     """The W&B id of the run in `run_dir`: read from `wandb_run_id`, or made and written there."""
     kept = saved_run_id(run_dir)
@@ -252,9 +291,11 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait(1.0)
     except subprocess.TimeoutExpired:
         # Children first: they cannot be found once their parent is gone.
-        for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        services = psutil.Process(process.pid).children(recursive=True)
+        for child in [*services, psutil.Process(process.pid)]:
             try:
                 child.kill()
             except psutil.NoSuchProcess:
                 continue
         process.wait(10.0)
+        psutil.wait_procs(services, timeout=10.0)
