@@ -50,6 +50,7 @@ import torch
 from torch import Tensor
 
 from algorithms.config import MAX_LOG_RATIO
+from algorithms.config.spec import HARMLESS_ESS
 from algorithms.kl import bounded_exp, k2, k3
 from algorithms.mismatch_stats import NUM_LAGS, SCALARS
 from algorithms.sketch import KEPT_KIND, REJECTED_KIND, SEQUENCE_KIND, SKETCH_SIZE, LogRatios
@@ -57,8 +58,6 @@ from algorithms.stats import Stats, max_or_none, mean_or_none
 from algorithms.token_sums import MISMATCH_MAXES
 
 P99: Final = 0.99
-HARMLESS_ESS: Final = 0.99
-"""Effective share of the samples above which no average depends on the tail of the weights, whatever its shape."""
 Metrics = dict[str, float | None]
 
 

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -69,6 +70,8 @@ class RunState:
     """The W&B run, which a resumed run goes on with; None without W&B."""
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
     """Held-out metrics of exactly these weights; empty if they were not evaluated."""
+    guard: Mapping[str, Any] | None = None
+    """Where the guard stands; None without one, and in checkpoints of earlier versions."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The config of the run by dotted key, secrets redacted."""
 

@@ -66,9 +66,11 @@ from trainer.config_rules import (
     advantage_problems,
     checkpoint_problems,
     critic_problems,
+    evaluation_problems,
     reference_problems,
     sharing_problems,
 )
+from trainer.guard.config import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
 from trainer.recording import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.schedule import (
     BoundedScheduleConfig,
@@ -104,6 +106,7 @@ class TrainConfig(Checked):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     dump: DumpConfig = field(default_factory=DumpConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=NoGuardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     @property
@@ -222,17 +225,12 @@ class TrainConfig(Checked):
             )
         yield from episode_problems(self.episode, self.collect)
         yield from checkpoint_problems(self)
-        if self.eval.sets and not isinstance(self.data, FileDataConfig):
-            yield Problem(
-                key="eval.sets",
-                rule=f"must be empty with data={self.data.kind}: their files have the columns of data=file",
-                value=self.eval.sets,
-                remedy="Use data=file.",
-            )
+        yield from evaluation_problems(self)
         if "correction" not in unchosen and "loss" not in unchosen:
             yield from combination_problems(self.correction, self.loss)
             yield from advantage_problems(self)
             yield from reference_problems(self)
+            yield from guard_problems(self)
         yield from critic_problems(self)
 
 
@@ -264,6 +262,7 @@ GROUPS: dict[str, dict[str, type[Checked]]] = {
         "dppo_kl": DPPOKLConfig,
         "sapo": SAPOConfig,
     },
+    "guard": {"none": NoGuardConfig, "mismatch": MismatchGuardConfig},
 }
 """Hydra groups whose members are types: `correction=tis` chooses the class, `correction.cap=3` sets its field."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from rollout.config import DynamicCollectConfig
+from rollout.task_config import FileDataConfig
 from trainer.components import Residency
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
             f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
             value=config.checkpoint.best_metric,
             remedy=f"Set eval.every={every}, or a divisor of it.",
+        )
+
+
+def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between what is evaluated and the data."""
+    if config.eval.sets and not isinstance(config.data, FileDataConfig):
+        yield Problem(
+            key="eval.sets",
+            rule=f"must be empty with data={config.data.kind}: their files have the columns of data=file",
+            value=config.eval.sets,
+            remedy="Use data=file.",
         )
 
 

@@ -93,7 +93,9 @@ class Critic:
             model, config.critic.optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
         )
 
-    def train(self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int) -> dict[str, float | None]:
+    def train(
+        self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int, config: TrainConfig | None = None
+    ) -> dict[str, float | None]:
         """Set old_values, returns and advantages of every micro-batch, then take one optimizer step per mini-batch.
 
         Needs pi_old and the log-probs of the reference in every micro-batch if there is a KL in the reward, and
@@ -102,7 +104,7 @@ class Critic:
         started = time.perf_counter()
         micros = [micro for mini in minis for micro in mini.micro_batches]
         self._set_old_values(micros)
-        spread = set_token_advantages(self._config, micros, samples)
+        spread = set_token_advantages(config or self._config, micros, samples)
         rate = learning_rate(self._config.critic.optim, step=step, num_steps=self._config.run.num_steps)
         self._values.set_learning_rate(rate)
         parts = [self._optimizer_step(mini) for mini in minis]

@@ -31,6 +31,7 @@ from trainer.cli.estimate import dry_run_lengths
 from trainer.cluster import Cluster
 from trainer.config import TrainConfig
 from trainer.evaluation import evaluate_sets, evaluation_metrics
+from trainer.guard.guard import Guard, build_guard
 from trainer.kinds import metrics_by_kind
 from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.metrics import StepTimer
@@ -44,7 +45,7 @@ from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
-from trainer.termination import RunTerminated, Termination, termination_requests
+from trainer.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -66,6 +67,7 @@ class Run:
     prompts: PromptStream
     collector: Collector
     saver: Saver
+    guard: Guard
     dumper: StepDumper
     tracker: Tracker
 
@@ -136,6 +138,7 @@ def open_run(
         prompts=prompts,
         collector=build_collector(config, task, sampler, prompts),
         saver=saver,
+        guard=build_guard(config),
         dumper=StepDumper(run_dir, say=tracker.console.line),
         tracker=tracker,
     )
@@ -158,9 +161,10 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("pack"):
             batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
         with timer.phase("train"), policy.resident():
-            report = policy.train(batch, step=step)
+            report = policy.train(batch, step=step, override=run.guard.override)
         with timer.phase("dump"):
-            dumped = run.dumper.save(policy, report, config=config, step=step, policy_version=policy_version)
+            used = run.guard.override.applied(config)
+            dumped = run.dumper.save(policy, report, config=used, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
             schedule.before_update(step, policy_version)
         policy_version += report.num_optimizer_steps
@@ -177,16 +181,20 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
             metrics |= accounting.memory(policy, engines)
+            judged, events = run.guard.observe(step, metrics, report.correction)
             tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
-            tracker.log(step, metrics, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
+            tracker.log(step, metrics | judged, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
             tracker.log_histograms(step, report.histograms)
+            tracker.log_events(events)
         request = termination.request  # read once: what ends the run must have been saved
-        last = request is not None or step == config.run.num_steps
+        last = request is not None or run.guard.stops or step == config.run.num_steps
         if is_saved(config, step, last=last):
             with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
                 run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
         if request is not None and step < config.run.num_steps:
             raise RunTerminated(request, step=step)
+        if run.guard.stops and step < config.run.num_steps:
+            raise StoppedByGuard(step=step)
 
 
 def keep_report_of_failure(run_dir: Path) -> None:
@@ -205,6 +213,8 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     run.prompts.load_state_dict(state.stream)
     if state.collector is not None:
         run.collector.load_state_dict(state.collector)
+    for line in [] if state.guard is None else run.guard.load_state_dict(state.guard):
+        run.tracker.console.line(line)
     with run.policy.resident():
         has_rng = run.policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
     run.tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
@@ -225,6 +235,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         wandb_run_id=run.tracker.wandb_run_id,
         # The first step is evaluated before it is taken.
         evaluation=evaluation if is_evaluated(run.config, step) else {},
+        guard=run.guard.state_dict(),
         config=flat_config(run.config),
     )
 

@@ -22,6 +22,7 @@ from rollout.weight_broadcast import BroadcastAddress, Receiver
 from trainer.batch import MicroBatch, TrainBatch
 from trainer.ceilings import Ceilings
 from trainer.dry_run import DryRunReport
+from trainer.guard.override import AS_CONFIGURED, StepOverride
 from trainer.replay.recorder import DumpReport
 from trainer.shards import ShardReport
 from trainer.token_deltas import merge_ranks
@@ -65,10 +66,10 @@ class PolicyGroup:
         """Return when every rank has loaded and sharded the model; they began when the group was made."""
         return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
 
-    def train(self, batch: TrainBatch, *, step: int) -> TrainReport:
-        """One rollout step on all ranks; the report is global."""
+    def train(self, batch: TrainBatch, *, step: int, override: StepOverride = AS_CONFIGURED) -> TrainReport:
+        """One rollout step on all ranks, as configured but for `override`; the report is global."""
         refs = [
-            worker.train.remote(mini_batches, batch.samples, step)
+            worker.train.remote(mini_batches, batch.samples, step, override)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)

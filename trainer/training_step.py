@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from algorithms.config import CorrectionConfig
 from algorithms.histograms import HistogramArrays
 from rollout.process_memory import give_back_free_memory
 from rollout.weights import DTYPES
@@ -23,6 +24,7 @@ from trainer.config import TrainConfig
 from trainer.critic import Critic
 from trainer.device_memory import read_peak, start_peak
 from trainer.forward import ScoringModel
+from trainer.guard.override import AS_CONFIGURED, StepOverride
 from trainer.logprob_head import TokenGradient
 from trainer.micro_loss import NUM_COUNTS, rebase_advantages, step_factor, stored_correction
 from trainer.optim import learning_rate
@@ -46,6 +48,8 @@ class TrainReport:
     """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
     histograms: HistogramArrays
     """Where in probability and position the engines differ; global."""
+    correction: CorrectionConfig
+    """What the step was corrected with: that of the config, or the one that the guard chose."""
     token_deltas: dict[tuple[int, int], TokenDeltas] = field(default_factory=dict)
     """The tokens of a few samples, the worst and some others; of this rank, like `sample_k3`."""
 
@@ -62,7 +66,7 @@ class TrainingStep:
         critic: Critic | None,
         device: torch.device,
     ) -> None:
-        self._config = config
+        self._given = self._config = config
         self._policy = policy
         self._reference = reference
         self._critic = critic
@@ -70,11 +74,14 @@ class TrainingStep:
         self._recorder: StepRecorder | None = None
         """What is to be written down of the step that was trained last, if it is due."""
 
-    def run(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
+    def run(
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, *, override: StepOverride = AS_CONFIGURED
+    ) -> TrainReport:
         """Rollout step `step`: every mini-batch is one optimizer step. All ranks must call it together.
 
-        `samples` are those of the whole step, all ranks.
+        `samples` are those of the whole step, all ranks; `override` holds for this step alone.
         """
+        self._config = override.applied(self._given)
         started = time.perf_counter()
         start_peak(self._device)
         minis = [
@@ -90,13 +97,13 @@ class TrainingStep:
         samples = samples.to(self._device)
         critic_metrics: dict[str, float | None] = {}
         if self._critic is not None:
-            critic_metrics = self._critic.train(minis, samples, step=step)
+            critic_metrics = self._critic.train(minis, samples, step=step, config=self._config)
         elif self._config.needs_prepass:
             rebase_advantages(self._config, minis, samples)
         due = self._config.dump.is_due(step)
         self._recorder = StepRecorder(minis, samples, rank=dist.get_rank()) if due else None
         totals = StepTotals(self._device)
-        learns = self._config.policy_learns(step)
+        learns = override.learns and self._config.policy_learns(step)
         taken = sum(
             self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns)
             for index, mini in enumerate(minis)
@@ -118,6 +125,7 @@ class TrainingStep:
             sample_k3=sample_k3,
             histograms=totals.histograms(),
             token_deltas=totals.token_deltas(sample_k3, count=self._config.tracking.token_samples_per_step),
+            correction=self._config.correction,
         )
 
     def write_down(self, directory: Path) -> DumpReport:

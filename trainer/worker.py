@@ -31,6 +31,7 @@ from trainer.config import TrainConfig
 from trainer.critic import Critic, load_value_model
 from trainer.dry_run import DryRunReport, dry_run
 from trainer.forward import ScoringModel
+from trainer.guard.override import AS_CONFIGURED, StepOverride
 from trainer.host_copy import HostCopy
 from trainer.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.model_load import empty_causal_lm, load_rows
@@ -144,12 +145,14 @@ class PolicyWorker:
         load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
         return model, num_parameters
 
-    def train(self, mini_batches: list[MiniBatch], samples: StepSamples, step: int) -> TrainReport:
+    def train(
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, override: StepOverride = AS_CONFIGURED
+    ) -> TrainReport:
         """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
 
         `samples` are those of the whole step, all ranks.
         """
-        return self._training.run(mini_batches, samples, step)
+        return self._training.run(mini_batches, samples, step, override=override)
 
     def save_dump(self, path: Path) -> DumpReport:
         """Write what this rank has just trained on to the directory `path`, after a `train` that `dump.every` names."""

@@ -15,6 +15,8 @@ from algorithms.config.rejection import RejectConfig
 
 MAX_LOG_RATIO = 20.0
 """Bound on |log-ratio| before exp: e^20 and its square are finite in float32."""
+HARMLESS_ESS = 0.99
+"""Effective share of the samples above which no average depends on the tail of the weights, whatever its shape."""
 
 
 class Level(Enum):

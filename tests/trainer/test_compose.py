@@ -253,6 +253,7 @@ def test_a_misspelt_option_does_not_hide_or_invent_problems_below_it() -> None:
 def test_build_config_does_not_raise_and_collects_every_component() -> None:
     root = empty_root()
     chosen = {"model": "hf", "data": "file", "rollout": "torch", "collect": "fixed", "schedule": "sync"}
+    chosen["guard"] = "none"
     for group, option in chosen.items():
         root[group] = OmegaConf.structured(GROUPS[group][option])
     root.optim.lr = -1.0

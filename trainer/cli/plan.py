@@ -19,6 +19,8 @@ from trainer.cli.compose import Resolution
 from trainer.cli.estimate import batch_shape, model_shape
 from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
+from trainer.guard.config import MismatchGuardConfig, tightened_corrections
+from trainer.guard.guard import described
 from trainer.memory_plan import gpu_bytes, memory_plan, size
 from trainer.model_shape import UnknownShapeError
 from trainer.recording import DUMP_BYTES_PER_TOKEN
@@ -89,6 +91,10 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
         yield "memory", line
     for line in _placement(config, machine):
         yield "placement", line
+    if isinstance(config.guard, MismatchGuardConfig):
+        yield "guard", f"watches K3, ESS and k-hat; goes as far as {config.guard.highest.name}"
+        for correction in tightened_corrections(config):
+            yield "guard", f"may tighten to {described(correction)}"
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
     if config.dump.every:
