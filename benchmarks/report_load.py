@@ -3,7 +3,7 @@
     python benchmarks/report_load.py [RUN ...] [--images docs/images]
 
 Opens in headless Chromium (on the PATH) the page of the first run and, with several, the page that compares them;
-without a run it trains arithmetic_grpo with the torch engine, with a float32 and with an int8 rollout. Writes Markdown:
+without a run it trains arithmetic_grpo with the torch engine, with a bfloat16 and with an int8 rollout. Writes Markdown:
 size, charts, seconds until every chart is drawn, by the clock and in processor time of the page; the median of
 repeats. --images writes the pictures.
 """
@@ -57,7 +57,7 @@ class Picture:
 
 
 OF_ONE = (
-    Picture(name="report_mismatch", first="[data-chart=by_probability]", last="[data-chart=joint-1]"),
+    Picture(name="report_mismatch", first="[data-section^=Where] h2", last="[data-chart=joint-1]"),
     Picture(name="report_tokens", first=".tokens-section h2", last=".tokens-section .sample:nth-of-type(3)"),
 )
 OF_SEVERAL = (Picture(name="report_runs", first="h1", last="[data-chart=k3]", dark=True),)
@@ -106,7 +106,7 @@ async def take(page: browser.Page, picture: Picture, images: Path) -> None:
 def train(directory: Path) -> list[Path]:
     """Two runs of the demo's recipe, a minute or two each."""
     runs = []
-    for name, words in (("float32", []), ("int8", ["rollout.quantization=int8"])):
+    for name, words in (("bfloat16", []), ("int8", ["rollout.quantization=int8"])):
         runs.append(directory / name)
         command = [
             sys.executable, "-m", "trainer", "train", "arithmetic_grpo", "rollout=torch", *words,

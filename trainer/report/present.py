@@ -58,15 +58,19 @@ def paired(charts: Sequence[Chart]) -> list[Chart]:
 def _of_run(section: Section, run: RunData) -> Section:
     charts = []
     for chart in section.charts:
-        wanted = (*chart.series, *_further(chart, run))
-        if chart.id == "reward" and run.values("reward/mean") == run.values("reward/accuracy"):
-            wanted = wanted[:1]  # rewards of 0 and 1: one line, not two on top of each other
+        wanted = (*_different(chart, [run]), *_further(chart, run))
         series = tuple(one for one in wanted if run.has(one.key))
         nothing_dropped = chart.id == "groups" and len(series) < 2
         says_something = not chart.needs or run.has(chart.needs)
         if series and says_something and not nothing_dropped:
             charts.append(replace(chart, series=series))
     return replace(section, charts=tuple(paired(charts)))
+
+
+def _different(chart: Chart, runs: Sequence[RunData]) -> Sequence[Series]:
+    """The series of a chart; of the rewards one alone where they are 0 and 1, so that both are the same."""
+    same = chart.id == "reward" and all(run.values("reward/mean") == run.values("reward/accuracy") for run in runs)
+    return chart.series[:1] if same else chart.series
 
 
 def _further(chart: Chart, run: RunData) -> list[Series]:
@@ -89,14 +93,14 @@ def _of_runs(chart: Chart, runs: Sequence[RunData]) -> Iterator[Chart]:
     """A chart for every metric of `chart` that a run has; layers become curves."""
     if chart.needs and not any(run.has(chart.needs) for run in runs):
         return
-    found = [series for series in chart.series if any(run.has(series.key) for run in runs)]
+    found = [series for series in _different(chart, runs) if any(run.has(series.key) for run in runs)]
     for number, series in enumerate(found):
         having = [one for one in run_series(runs, series, table=series.table) if runs[one.run or 0].has(series.key)]
-        title = chart.title if len(chart.series) == 1 else f"{chart.title}: {series.label}"
+        named = len(chart.series) == 1 or series.label in chart.title
         yield replace(
             chart,
             id=chart.id if number == 0 else f"{chart.id}-{number}",
-            title=title,
+            title=chart.title if named else f"{chart.title}: {series.label}",
             series=tuple(having),
             kind=Kind.curves if chart.kind is Kind.stack else chart.kind,
             wide=False,
