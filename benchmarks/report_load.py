@@ -3,8 +3,8 @@
     python benchmarks/report_load.py [RUN ...] [--images docs/images]
 
 Opens in headless Chromium (on the PATH) the page of the first run and, with several, the page that compares them;
-without a run it trains arithmetic_grpo with the torch engine, with a bfloat16 and with an int8 rollout. Writes Markdown:
-size, charts, seconds until every chart is drawn, by the clock and in processor time of the page; the median of
+without a run it trains arithmetic_grpo with the torch engine, with a bfloat16 and with an int8 rollout. Writes a
+table: size, charts, seconds until every chart is drawn, by the clock and in processor time of the page; the median of
 repeats. --images writes the pictures.
 """
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from run_directory import ATTACK, hostile_sample, step_metrics, write_run
 
+from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
 from trainer.report.data import RunData, evaluation_rows, load_run, load_runs, show, thin
 from trainer.report.headline import config_difference, phases, tiles
@@ -374,3 +375,20 @@ def test_tokens_are_coloured_by_delta() -> None:
     assert worst[0].tokens[0].said == "Δ +0.02: p 0.607 in the rollout, 0.619 in training"
     assert (worst[0].num_before, worst[0].num_after) == (2, 3)
     assert coloured(samples[0]) is None
+
+
+def test_the_command_writes_where_it_says(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_run(tmp_path / "other", num_steps=2)
+    monkeypatch.chdir(tmp_path)
+    assert parity(["report", str(other / "metrics.jsonl"), "-o", "one.html"]) == 0
+    assert parity(["report", str(run_dir), "other", str(run_dir)]) == 0
+    assert capsys.readouterr().out == "one.html\ncomparison.html\n"
+    assert "2 runs compared" in Path("comparison.html").read_text(encoding="utf-8")
+    assert "runs compared" not in Path("one.html").read_text(encoding="utf-8")
+    assert parity(["report", str(tmp_path), "--colour", "--out=nowhere/x.html"]) == 2
+    refused = capsys.readouterr().err
+    assert "3 problems, nothing was started" in refused
+    assert "must be the directory of a run" in refused and "Runs in it: other." in refused
+    assert "--colour" in refused and "must lie in an existing directory" in refused
