@@ -22,7 +22,8 @@ from algorithms.config import (
 from algorithms.config.combine import is_token_local
 from rollout.types import Sample
 from trainer import micro_loss as micro_loss_module
-from trainer import worker as worker_module
+from trainer import step_totals as step_totals_module
+from trainer import training_step as training_step_module
 from trainer.config import TrainConfig
 from trainer.token_gradient import token_gradient
 
@@ -70,9 +71,9 @@ def fused_and_not(
 
     config = with_small_chunks(config)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module, "token_gradient", counted)
+        patch.setattr(training_step_module, "token_gradient", counted)
         fused = gradient(config, model_path, samples, max_tokens=60)
-        patch.setattr(worker_module, "token_gradient", lambda *args, **kwargs: None)
+        patch.setattr(training_step_module, "token_gradient", lambda *args, **kwargs: None)
         return fused, gradient(config, model_path, samples, max_tokens=60), len(allowed)
 
 
@@ -149,6 +150,6 @@ def test_a_correction_by_a_stored_pi_old_is_computed_once(
 
     for name in ("correct", "correct_and_measure"):
         monkeypatch.setattr(micro_loss_module, name, counted(name))
-    monkeypatch.setattr(worker_module, "micro_loss", counted_loss)
+    monkeypatch.setattr(step_totals_module, "micro_loss", counted_loss)
     gradient(with_small_chunks(config), model_path, samples, max_tokens=60)
     assert len(corrected) == len(scored) > 1
