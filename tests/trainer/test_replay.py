@@ -34,6 +34,7 @@ from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
 from trainer.config import TrainConfig
 from trainer.export import load_policy
+from trainer.guard.config import MismatchGuardConfig
 from trainer.packing import micro_batch, pack, step_samples
 from trainer.policy_group import PolicyGroup
 from trainer.recording import DumpConfig
@@ -262,7 +263,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: Path, tmp_path: Path) -> None:
-    config, lines = config_of(model_path, keep=2), list[str]()
+    config, lines = replace(config_of(model_path, keep=2), guard=MismatchGuardConfig()), list[str]()
     batch = pack([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
         dumper = StepDumper(tmp_path, say=lines.append)
@@ -283,6 +284,7 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert "the dump of step 4 was not written: rank 0" in lines[0]
         # A run that goes on from step 1 does step 2 again: what came after belongs to the run that was.
         assert open_dump(tmp_path, 2).manifest.policy_version == 1
+        assert "override /guard: none" in (open_dump(tmp_path, 2).path / "config.yaml").read_text("utf-8")
         save(2)
         assert dumped_steps(tmp_path) == [2]
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]

@@ -8,9 +8,11 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.config import TrainConfig
+from trainer.guard.config import NoGuardConfig
 from trainer.policy_group import PolicyGroup
 from trainer.replay.dump import DumpError, Manifest, begin_dump, commit_dump
 from trainer.replay.recorder import DumpReport
@@ -79,7 +81,9 @@ class StepDumper:
             metrics={key: value for key, value in report.metrics.items() if value is None or math.isfinite(value)},
             versions={name: importlib.metadata.version(name) for name in ("parity-rl", "torch")},
         )
-        commit_dump(path, manifest, config_text=config_document(config), keep=config.dump.keep)
+        # What the guard may do about later steps says nothing about this one, and would forbid some corrections.
+        text = config_document(replace(config, guard=NoGuardConfig()))
+        commit_dump(path, manifest, config_text=text, keep=config.dump.keep)
         return {
             "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
             "perf/dump_write_s": max(each.write_s for each in reports) + time.perf_counter() - started,
