@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
+from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
 from algorithms.config import (
@@ -249,17 +248,6 @@ def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, 
 
 
 # ---------------------------------------------------------------- the files
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `num_bytes`: the kernel refuses the write, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: Path, tmp_path: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -14,6 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
 from rollout.data import StreamState
@@ -102,17 +101,6 @@ def wait_for_metrics(saving: Saver) -> dict[str, float | None]:
             return metrics
         time.sleep(0.01)
     raise TimeoutError
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `num_bytes`: the kernel refuses the write, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_save_in_the_background_counts_once_it_is_written(worker: PolicyWorker, tmp_path: Path) -> None:
