@@ -374,6 +374,9 @@ def test_tokens_are_coloured_by_delta() -> None:
     assert [token.kind for token in worst[0].tokens] == ["p3", "m5", "", "off"]
     assert worst[0].tokens[0].said == "Δ +0.02: p 0.607 in the rollout, 0.619 in training"
     assert (worst[0].num_before, worst[0].num_after) == (2, 3)
+    assert not worst[0].is_short, "a table shows the text of the whole response instead"
+    whole = coloured({"tokens": {**kept, "first": 0, "num_tokens": 4}})
+    assert whole is not None and whole.is_short
     assert coloured(samples[0]) is None
 
 

@@ -15,6 +15,8 @@ from trainer.report.data import Row, RunData, at, is_number
 
 WORST_SAMPLES: Final = 8
 """Samples with coloured tokens that the page of one run shows, over all steps."""
+SHORT_TOKENS: Final = 64
+"""A longer response stands in tables as folded text."""
 DECADES: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """|Delta| from which a token takes the next stronger colour."""
 
@@ -40,6 +42,16 @@ class ColouredSample:
     num_before: int
     """Tokens of the response before those that were kept."""
     num_after: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all tokens of the response."""
+        return not self.num_before and not self.num_after
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the whole response fits into a table."""
+        return self.is_whole and len(self.tokens) <= SHORT_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
