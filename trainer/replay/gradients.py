@@ -31,7 +31,6 @@ from trainer.replay.recorded import RecordedStep, make_micro
 from trainer.replay.recorder import OF_BATCH
 from trainer.replay.score import Place, fitted, prepared, score_micro
 from trainer.replay.weights import LoadedPolicy
-from trainer.step_totals import StepTotals
 
 MAX_NUMBERS = 2**20
 """Numbers kept of a gradient. A larger one is multiplied with random signs and folded into this many sums, which keeps
@@ -196,7 +195,7 @@ def _vectors(
             gap_max = max(gap_max, float(apart.max()) if apart.numel() else 0.0)
         for m, config in enumerate(configs):
             own = groups[m][g]
-            part = score_micro(config, own.micro, own.scores, place=own.place, totals=StepTotals(torch.device("cpu")))
+            part = score_micro(config, own.micro, own.scores, place=own.place, totals=None)
             counts[m, g] = part.counts
             kept[m, g] = fold.gradient(scores.logprobs, part.gradient)
         say(f"gradients: {g + 1} of {num_groups} groups")

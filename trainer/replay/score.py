@@ -26,6 +26,7 @@ from trainer.micro_loss import (
     NUM_COUNTS,
     StepFactor,
     micro_correction,
+    micro_loss,
     rebase_advantages,
     step_factor,
     stored_correction,
@@ -122,22 +123,24 @@ class MicroScore:
 
 
 def score_micro(
-    config: TrainConfig, micro: MicroBatch, scores: TokenScores, *, place: Place, totals: StepTotals
+    config: TrainConfig, micro: MicroBatch, scores: TokenScores, *, place: Place, totals: StepTotals | None
 ) -> MicroScore:
-    """The calls of `trainer/training_step.py`, and the gradient where the backward of the model would begin."""
+    """The calls of `trainer/training_step.py`, and the gradient where the backward of the model would begin.
+
+    What is measured is added to `totals`; nothing is without them.
+    """
     logprobs = scores.logprobs.clone().requires_grad_()
+    at_loss = scores._replace(logprobs=logprobs)
     known = stored_correction(config, micro)
-    part = totals.add(
-        config,
-        micro,
-        scores._replace(logprobs=logprobs),
-        mini=place.mini,
-        index=place.number,
-        samples=place.samples,
-        known=known,
-    )
+    old_logprobs = scores.logprobs if micro.old_logprobs is None else micro.old_logprobs
+    correction = micro_correction(config, micro, old_logprobs) if known is None else known
+    if totals is None:
+        part = micro_loss(config, micro, at_loss, old_logprobs=old_logprobs, mini=place.mini, known=correction)
+    else:
+        part = totals.add(
+            config, micro, at_loss, mini=place.mini, index=place.number, samples=place.samples, known=known
+        )
     [gradient] = torch.autograd.grad(part.loss, [logprobs])
-    correction = micro_correction(config, micro, scores.logprobs) if known is None else known
     kept = correction.weight[correction.keep]
     return MicroScore(counts=part.counts, gradient=gradient, max_weight=kept.max().item() if kept.numel() else 0.0)
 
