@@ -17,9 +17,11 @@ import asyncio
 import hashlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from rollout.child_process import described
@@ -88,23 +90,29 @@ class CustomReward:
         try:
             result = self.function(**self._arguments(item))
         except Exception as error:
-            return described(error)
+            return raised(error)
         return checked(result)
 
     async def _concurrently(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
         calls = [self.function(**self._arguments(item)) for item in items]
         results = await asyncio.gather(*calls, return_exceptions=True)
-        return [described(each) if isinstance(each, BaseException) else checked(each) for each in results]
+        return [raised(each) if isinstance(each, BaseException) else checked(each) for each in results]
 
     def _batched(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
         arguments = {name: [item[key] for item in items] for name, key in self.parameters.items()}
         try:
             results = list(self.function(**arguments))
         except Exception as error:
-            return [described(error)] * len(items)
+            return [raised(error)] * len(items)
         if len(results) != len(items):
             return [f"{len(results)} results for {len(items)} responses"] * len(items)
         return [checked(result) for result in results]
+
+
+def raised(error: BaseException) -> str:
+    """One line about what a function raised, with file and line of where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{described(error)} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def checked(result: object) -> Score | str:

@@ -177,6 +177,16 @@ def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, sourc
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "head", ["def reward(response, answer)", "def reward(responses, answers)", "async def reward(response, answer)"]
+)
+def test_what_a_function_raises_is_told_with_its_line(pool_of, head):
+    pool = pool_of(f"{head}:\n    scale = 0\n    return 1 / scale\n")
+    pool.submit(0, {"response": "", "answer": "", "prompt": ""})
+    (_, outcome), *_ = pool.poll(60.0)
+    assert outcome.message == "ZeroDivisionError: division by zero (own_reward.py, line 3)"
+
+
 def test_workers_die_with_the_process_that_started_them(tmp_path):
     """Also with one that is killed and cannot clean up, and while they hang."""
     (tmp_path / "hang.py").write_text("import time\ndef reward(response): time.sleep(600)\n", encoding="utf-8")
