@@ -43,7 +43,7 @@ def resolve_model(config: TrainConfig, *, progress: Callable[[int, int, float], 
         return build_base_model(model, config.data, progress=progress)
     if not isinstance(model, HFModelConfig):
         raise ValueError(f"model={model.kind} cannot be used with data={config.data.kind}")
-    return _directory(model.path, model.revision)
+    return _directory("model.path", model.path, model.revision)
 
 
 def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
@@ -55,7 +55,7 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
     critic = config.critic
     if critic.path is None:
         return model_path
-    path = _directory(critic.path, critic.revision)
+    path = _directory("critic.path", critic.path, critic.revision)
     if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
@@ -64,12 +64,19 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
     return path
 
 
-def _directory(path: str, revision: str | None) -> Path:
-    """A local directory as it is, anything else fetched from the hub."""
+def _directory(key: str, path: str, revision: str | None) -> Path:
+    """A local directory as it is, anything else fetched from the hub. Raises ValueError that names the `key`."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
-    return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{key} must be a directory or a repository of the hub that can be read, got {path!r}: there is no such "
+            f"directory here, and the hub says {reason}"
+        ) from error
 
 
 def load_task(

@@ -1,0 +1,41 @@
+"""What a run works on: a mistake in it is named before an engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from trainer import task
+from trainer.cli.catalog import find_recipe
+from trainer.cli.compose import resolve
+from trainer.components import HFModelConfig
+from trainer.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def config() -> TrainConfig:
+    recipe = find_recipe("arithmetic_grpo", own_dir=None)
+    assert isinstance(recipe, Path)
+    found = resolve(recipe, ["model.num_steps=1"], own_dir=None, multirun=False).runs[0].config
+    assert found is not None
+    return found
+
+
+def silent(step: int, num_steps: int, loss: float) -> None:
+    """No progress is shown."""
+
+
+def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_hub(*args: object, **kwargs: object) -> str:
+        raise LocalEntryNotFoundError("no connection\nand more")
+
+    monkeypatch.setattr(task, "snapshot_download", no_hub)
+    config = replace(config, model=HFModelConfig(path="modle"))
+    with pytest.raises(
+        ValueError, match=r"model\.path must be a directory or .*, got 'modle': .* no connection"
+    ) as caught:
+        task.resolve_model(config, progress=silent)
+    assert "\n" not in str(caught.value)
