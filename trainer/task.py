@@ -93,13 +93,15 @@ def load_task(
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    scorer = Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode)
+    scorer.check_function()
     return Task(
         model_path=model_path,
         critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
         tokenizer=tokenizer,
         dataset=load_dataset(config.data, tokenizer, eval_sets=config.eval.sets),
         stop_token_ids=stop_token_ids(tokenizer, model_path),
-        scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
+        scorer=scorer,
     )
 
 

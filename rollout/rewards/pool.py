@@ -104,6 +104,18 @@ class RewardPool:
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, self._work.close, num_workers)
 
+    def check(self) -> None:
+        """Load the function once, in a process that ends at once. Raises RewardPoolError when it cannot be loaded."""
+        child = None
+        try:
+            child = _Child(self._work.function, memory_bytes=self._work.memory_bytes)
+            child.hello()
+        except _ChildFailed as error:
+            raise _not_started(self._work.function, error) from error
+        finally:
+            if child is not None:
+                child.kill()
+
     def submit(self, key: int, item: Mapping[str, Any]) -> None:
         """Queue `item`, a mapping with response, answer and prompt; `key` comes back with its outcome."""
         if not self._threads:
@@ -164,7 +176,7 @@ def _serve(work: _Work) -> None:
             for asked, outcome in zip(batch, outcomes, strict=True):
                 work.done.put((asked.key, outcome))
     except _ChildFailed as error:
-        work.done.put(RewardPoolError(f"reward.function={work.function}: a worker did not start: {error}"))
+        work.done.put(_not_started(work.function, error))
     finally:
         if child is not None:
             child.kill()
@@ -179,6 +191,10 @@ def _outcome(reply: Mapping[str, Any]) -> Outcome:
         extracted=reply.get("extracted"),
         metrics=reply.get("metrics") or {},
     )
+
+
+def _not_started(function: str, error: _ChildFailed) -> RewardPoolError:
+    return RewardPoolError(f"reward.function={function}: a worker did not start: {error}")
 
 
 class _ChildFailed(Exception):

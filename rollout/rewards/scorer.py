@@ -96,6 +96,11 @@ class Scorer:
         """The answer that a response gives; equal answers are equal text, None is no answer."""
         return None if self._rule is None else self._rule.extract(text)
 
+    def check_function(self) -> None:
+        """Try to load a custom function, so that a mistake in it costs no start of engines. Raises RewardPoolError."""
+        if self._rule is None:
+            self._pool.check()
+
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; it comes back by `poll`."""
         # From the first sampled token on: what a tool said belongs to the response too.

@@ -175,6 +175,13 @@ def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, sourc
         while True:
             pool.poll(60.0)
     assert message in str(caught.value)
+    with pytest.raises(RewardPoolError, match=r"reward\.function=.*own_reward\.py:reward") as early:
+        pool.check()
+    assert str(early.value) == str(caught.value)
+
+
+def test_a_function_that_can_be_loaded_passes_the_check(pool_of):
+    pool_of("def reward(response): return 1.0").check()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from rollout.rewards.pool import RewardPoolError
 from trainer import task
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve
@@ -39,3 +40,10 @@ def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monk
     ) as caught:
         task.resolve_model(config, progress=silent)
     assert "\n" not in str(caught.value)
+
+
+def test_a_reward_function_is_loaded_before_anything_starts(config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def reward(completion): return 1.0\n", encoding="utf-8")
+    reward = replace(config.reward, function=f"{tmp_path}/own.py:reward")
+    with pytest.raises(RewardPoolError, match=r"its parameters must be some of response.*; got completion"):
+        task.load_task(replace(config, reward=reward), progress=silent)
