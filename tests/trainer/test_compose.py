@@ -281,6 +281,8 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
         ("loss.clip_ratio_c=3", "Here it is loss.dual_clip."),
         ("correction.veto=1e-4", "Here it is correction.reject.veto."),
         ("batch.num_generations=3", "Here it is batch.group_size."),
+        ("learning_rate=1e-6", "Here it is optim.lr."),
+        ("data.train_files=train.parquet", "Here it is data.train_path."),
     ],
 )
 def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> None:
