@@ -295,7 +295,8 @@ class Cluster:
         present = ray.cluster_resources()
         remedy = (
             "Lower policy.num_workers, rollout.num_engines, policy.cpus_per_worker or rollout.cpus_per_engine "
-            "(on GPUs policy.gpus_per_worker, rollout.gpus_per_engine), or end other runs on this cluster."
+            "(on GPUs policy.gpus_per_worker, rollout.gpus_per_engine; both 0 for a run on the CPU), "
+            "or end other runs on this cluster."
         )
         if any(present.get(name, 0.0) < amount for name, amount in required.items()):
             raise PlacementError(
