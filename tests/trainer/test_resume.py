@@ -207,6 +207,18 @@ def test_resume_auto_finds_the_newest_run_of_the_recipe(
     assert "2026-01-03_03-04-05" not in capsys.readouterr().out
 
 
+def test_resume_auto_passes_over_runs_without_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped path that ended a later run at once must not hide the run that was meant."""
+    monkeypatch.chdir(tmp_path)
+    outputs = tmp_path / "outputs" / "arithmetic_grpo"
+    leave_run(outputs / "2026-01-01_03-04-05")
+    leave_run(outputs / "2026-01-02_03-04-05", steps=0)
+    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
+    assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
+
+
 def test_a_dirty_directory_shows_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
