@@ -46,6 +46,7 @@ from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
+from trainer.tracking.run_dir import RunDirectoryError
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -85,6 +86,8 @@ def train(config: TrainConfig) -> RunResult:
     run_dir = Path(config.run.dir)
     try:
         run_steps(config, run_dir)
+    except RunDirectoryError:
+        raise  # what is in it belongs to another run
     except BaseException:
         keep_report_of_failure(run_dir)
         raise

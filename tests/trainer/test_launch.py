@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from run_directory import write_run
 
 from rollout.engine import EngineError
 from trainer.cli.commands import run
@@ -96,6 +97,20 @@ def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(
     assert "Traceback (most recent call last)" in log
     assert "in train" in log
     assert "abcdefgh12345678" not in log
+
+
+def test_nothing_is_written_to_the_directory_of_another_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = write_run(tmp_path / "runs")
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    # The directory is taken between the check of the command line and the start of the run.
+    monkeypatch.setattr("trainer.cli.compose.start_problems", lambda resolution: [])
+    assert run(["train", "arithmetic_grpo", f"run.dir={other}", "tracking.wandb=disabled"]) == 1
+    assert "must be absent or empty" in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in other.rglob("*") if path.is_file() and ".hydra" not in path.parts}
+    assert after == before
 
 
 def test_an_unexpected_error_says_its_type_and_place(

@@ -23,6 +23,7 @@ from trainer.cli.overrides import recipe_override
 from trainer.cli.session import VERSION_BASE, register
 from trainer.termination import RunTerminated
 from trainer.tracking.redact import redact_text
+from trainer.tracking.run_dir import RunDirectoryError
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
@@ -87,7 +88,7 @@ def run_job(composed: DictConfig) -> int:
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:
-    """Say in one paragraph what happened and keep the traceback in the run directory."""
+    """Say in one paragraph what happened and keep the traceback in the run directory, unless that is another run's."""
     trace = redact_text("".join(traceback.format_exception(error)))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
         message = str(error)
@@ -95,6 +96,9 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         # Not one of our own errors, so its message alone may say too little: add where it came from.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    if isinstance(error, RunDirectoryError):
+        sys.stderr.write(f"{command} failed: {redact_text(message)}\n")
+        return FAILED
     log = run_dir / ERROR_LOG
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,10 @@ _BEFORE_ENVIRONMENT = frozenset({"config.yaml", ".config.unfinished", ".environm
 """What a run has written when it is killed before its environment.json."""
 
 
+class RunDirectoryError(RuntimeError):
+    """The directory belongs to somebody else or cannot be used: nothing may be written to it."""
+
+
 def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[TextIO, Path | None]:
     """Make `run_dir` and lock it for this process.
 
@@ -31,7 +35,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
         The lock, which ends with this file, and where the earlier run was moved to; None if there was none.
 
     Raises:
-        RuntimeError: the directory cannot be used; says why and what to do.
+        RunDirectoryError: the directory cannot be used; says why and what to do.
     """
     lock = _lock(run_dir)
     found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
@@ -96,14 +100,14 @@ def _lock(run_dir: Path) -> TextIO:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise RuntimeError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
+        raise RunDirectoryError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         lock.close()
-        raise RuntimeError(
+        raise RunDirectoryError(
             f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
         ) from error
     lock.seek(0)
@@ -121,23 +125,23 @@ def _unlock(lock: TextIO, run_dir: Path) -> None:
 
 
 def _check_aside(run_dir: Path, found: list[str], resume: Resume) -> None:
-    """Raise RuntimeError unless what is in `run_dir` may be moved out of the way."""
+    """Raise RunDirectoryError unless what is in `run_dir` may be moved out of the way."""
     if resume is Resume.never:
         go_on = (
             "Go on with it: run.resume=auto. " if has_checkpoint(run_dir) else ""
         ) + "Begin again and keep it beside: run.resume=clean. "
-        raise RuntimeError(
+        raise RunDirectoryError(
             f"run.dir must be absent or empty, {run_dir} holds {', '.join(found[:5])}"
             f"{' and more' if len(found) > 5 else ''}. {go_on if is_run(run_dir) else ''}"
             "Or leave run.dir out, or use another one."
         )
     if not is_run(run_dir):
-        raise RuntimeError(
+        raise RunDirectoryError(
             f"run.resume={resume.name} finds files in run.dir {run_dir} that no run of Parity wrote "
             f"({', '.join(found[:5])}), and leaves them alone. Use another run.dir."
         )
     if run_dir.is_symlink() or Path.cwd().is_relative_to(run_dir.resolve()):
-        raise RuntimeError(
+        raise RunDirectoryError(
             f"run.dir {run_dir} holds a run and cannot be moved aside, because it is a link or the working directory. "
             "Move it yourself, or use another run.dir."
         )
@@ -151,5 +155,7 @@ def _set_aside(run_dir: Path) -> Path:
     try:
         run_dir.rename(aside)
     except OSError as error:
-        raise RuntimeError(f"run.dir {run_dir} cannot be moved to {aside}: {error}. Use another run.dir.") from error
+        raise RunDirectoryError(
+            f"run.dir {run_dir} cannot be moved to {aside}: {error}. Use another run.dir."
+        ) from error
     return aside
