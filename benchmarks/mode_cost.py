@@ -46,6 +46,7 @@ from trainer.components import (
 )
 from trainer.config import TrainConfig
 from trainer.packing import pack
+from trainer.training_step import TrainingStep
 from trainer.worker import PolicySetup, PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
@@ -123,7 +124,8 @@ def measure(
     found: dict[tuple[str, int], list[float]] = {(mode, steps): [] for steps in OPTIMIZER_STEPS for mode in MODES}
     for repeat in range(repeats + 1):
         for mode, steps in found:
-            worker._training._config = with_mode(base, mode, steps)
+            config = with_mode(base, mode, steps)
+            worker._training = TrainingStep(config, worker._policy, reference=None, critic=None, device=worker._device)
             started = time.process_time()
             report = worker.train(batches[steps].ranks[0], batches[steps].samples, 1)
             seconds = time.process_time() - started

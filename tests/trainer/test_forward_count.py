@@ -38,7 +38,7 @@ from trainer.components import OptimConfig
 from trainer.config import TrainConfig
 from trainer.forward import ScoringModel, TokenScores
 from trainer.packing import pack
-from trainer.training_step import TrainReport
+from trainer.training_step import TrainingStep, TrainReport
 from trainer.worker import PolicyWorker
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
@@ -76,8 +76,11 @@ class Counter:
         """One rollout step under `config`; the counts begin anew."""
         self.forwards.clear()
         self.backwards.clear()
-        self._worker._training._config = config
-        self._worker._training._reference = self._reference if config.has_reference else None
+        reference = self._reference if config.has_reference else None
+        worker = self._worker
+        worker._training = TrainingStep(
+            config, worker._policy, reference=reference, critic=worker._critic, device=worker._device
+        )
         return self._worker.train(batch.ranks[0], batch.samples, 1)
 
 
