@@ -1,4 +1,5 @@
-"""A study of two real runs from one command, and the same command again: nothing is repeated, one page shows both."""
+"""A study of two real runs of `parity train` from one command, and the same command again: nothing is repeated, one
+page shows both."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def test_two_runs_are_compared_and_not_repeated(
         assert f"{name} done in" in said.err
         assert len(metrics_of(Path("both") / name)) == 2
         assert Path("both", name, "report.html").is_file()
-        assert Path("both", "logs", f"{name}.log").read_text().strip().endswith("report.html")
+        log = Path("both", "logs", f"{name}.log").read_text().strip()
+        assert log.endswith("report.html") and "step 2/2" in log and "log-probs proven on" in log
+        assert "/correction: tis" in Path("both", name, "config.yaml").read_text()
+        environment = json.loads(Path("both", name, "environment.json").read_text())
+        assert environment["versions"]["torch"]
     assert said.out.splitlines()[-1] == "both/study.html"
     assert said.out.count("| tis ") == 2
     page = Path("both/study.html").read_text()

@@ -21,6 +21,7 @@ from runs import QUICK, column, compose, metrics_of, replayed
 from algorithms.kl import k3
 from rollout.actor_calls import WorkerError
 from rollout.engine import EngineError
+from trainer.cli.commands import run
 from trainer.evaluation import evaluate_model, evaluation_metrics
 from trainer.loop import train
 from trainer.termination import RunTerminated
@@ -199,7 +200,9 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl"]
 
 
-def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, base_model_cache: Path) -> None:
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, base_model_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Entropy gives a gradient where the hurried base model earns no reward: the weights must move to be compared.
     words = [*QUICK, "eval.max_prompts=8", "loss.entropy_coef=0.01", "run.num_steps=5"]
     script = Path(__file__).parents[2] / "benchmarks" / "kill_and_resume.py"
@@ -211,19 +214,16 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, base
     killed = tmp_path / "killed"
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
 
-    exported = tmp_path / "exported"
-    command = [sys.executable, "-m", "trainer", "export", str(killed), str(exported)]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    assert "after step 5" in ended.stdout
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 1 and "exists" in again.stderr
+    command = ["export", str(killed), str(tmp_path / "exported")]
+    assert run(command) == 0
+    assert "after step 5" in capsys.readouterr().out
+    assert run(command) == 1
+    assert "exists" in capsys.readouterr().err
     (killed / "checkpoints" / "step_000005" / "manifest.json").unlink()
     (killed / "checkpoints" / "step_000004" / "state.json").write_bytes(b"")
-    command = [sys.executable, "-m", "trainer", "train", "arithmetic_grpo", "rollout=torch", "resume=auto"]
-    refused = subprocess.run([*command, *words, f"run.dir={killed}"], capture_output=True, text=True)
-    assert refused.returncode == 1
-    assert "is damaged" in refused.stderr and "state.json has 0 bytes" in refused.stderr
+    assert run(["train", "arithmetic_grpo", "rollout=torch", "resume=auto", *words, f"run.dir={killed}"]) == 1
+    refused = capsys.readouterr().err
+    assert "is damaged" in refused and "state.json has 0 bytes" in refused
 
 
 ENDLESS = ("rollout=torch", "checkpoint.every=1000", "run.num_steps=1000")
@@ -350,18 +350,3 @@ def test_a_killed_server_ends_the_run_with_its_name_and_log_and_leaves_nothing(t
     while time.monotonic() < deadline and any(process.is_running() for process in servers):
         time.sleep(0.2)
     assert not sglang_processes(os.getpid())
-
-
-def test_the_command_line_trains_and_ends_with_the_report(tmp_path: Path, base_model_cache: Path) -> None:
-    command = [sys.executable, "-m", "trainer", "train", "arithmetic_grpo", *QUICK, *SMALL]
-    command += ["rollout=torch", "run.num_steps=2", f"run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    report = Path(done.stdout.splitlines()[-1])
-    assert report.is_file()
-    config = (tmp_path / "run" / "config.yaml").read_text("utf-8")
-    assert "tis" in config
-    environment = json.loads((tmp_path / "run" / "environment.json").read_text("utf-8"))
-    assert environment["versions"]["torch"]
-    assert "step 2/2" in done.stdout + done.stderr
-    assert "log-probs proven on" in done.stdout + done.stderr
