@@ -143,7 +143,7 @@ class Dispatcher:
         request, stopping = response.request, response.is_stopping
         response.is_asked = response.is_stopping = False
         num_begun = 0 if request.resumed is None else len(request.resumed.token_ids)
-        num_new = max(0, len(generation.token_ids) - num_begun)
+        num_new = max(0, generation.num_sampled - num_begun)
         stats.generated_tokens += num_new
         if not stats.served:
             stats.served.append(Served())

@@ -43,8 +43,8 @@ class PendingResponse:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens that are known."""
-        return 0 if self.tokens_so_far is None else len(self.tokens_so_far.token_ids)
+        """Response tokens that are known, those that the model did not sample left out."""
+        return 0 if self.tokens_so_far is None else self.tokens_so_far.num_sampled
 
 
 @dataclass(kw_only=True, slots=True)

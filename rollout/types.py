@@ -108,6 +108,11 @@ class Generation:
         """The oldest version of the response. Raises ValueError for an empty one."""
         return min(self.token_versions)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled: what a rollout function wrote costs no sampling and is not trained on."""
+        return len(self.token_ids) if self.sampled is None else sum(self.sampled)
+
 
 class Completion(NamedTuple):
     """The answer to a request that was submitted, complete or aborted."""

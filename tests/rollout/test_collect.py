@@ -15,7 +15,7 @@ from rollout.requests import SeedSource, make_sample
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch_engine import TorchEngine
-from rollout.types import FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 
 STOP = (EOS_TOKEN_ID, 7)
 NUM_PROMPTS = 40
@@ -157,6 +157,24 @@ def test_metrics_of_a_fixed_step(engine):
     }
     assert collected.stats.waited_s >= collected.stats.sampling_s > 0
     assert collected.stats.reward_s > 0
+
+
+class WithTools(LocalSampler):
+    """Of every response the model sampled the first token only."""
+
+    def poll(self, timeout_s):
+        found = []
+        for ticket, whole in super().poll(timeout_s):
+            told = len(whole.token_ids) - 1
+            generation = replace(whole, logprobs=[*whole.logprobs[:1], *[0.0] * told], sampled=[True, *[False] * told])
+            found.append(Completion(ticket, generation))
+        return found
+
+
+def test_what_a_tool_said_is_neither_sampled_nor_wasted(engine):
+    metrics = make_collector(WithTools(engine)).collect(1, 0).stats.metrics()
+    assert metrics["rollout/generated_tokens"] == metrics["rollout/response_tokens"] == 24.0
+    assert metrics["rollout/wasted_tokens"] == 0.0
 
 
 def test_clones_within_a_group_are_reported(engine):
