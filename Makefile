@@ -49,7 +49,7 @@ test: ## ruff, mypy and all tests
 	@$(install) core $(engine_layer) dev
 	$(checks)
 	echo "== pytest"
-	exec $(bin)/pytest -v -ra --durations=15 --numprocesses=2 --dist=loadfile $(if $(engine_layer),,-m "not sglang") $(PYTEST_ARGS)
+	exec $(bin)/pytest -v -ra --durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(engine_layer),,-m "not sglang") $(PYTEST_ARGS)
 
 lint: ## ruff and mypy only
 	@$(install) core dev
