@@ -69,9 +69,9 @@ async def measure(path: Path, name: str, *, images: Path | None, pictures: tuple
         raise SystemExit("chromium is not on the PATH")
     found = []
     for _ in range(REPEATS):
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             found.append(await browser.loading_s(chromium, path, Path(scratch), until=DRAWN))
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         async with browser.open_page(chromium, path, Path(scratch) / "profile", width=WIDTH) as page:
             await page.wait_for(DRAWN)
             num_charts = await page.evaluate("document.querySelectorAll('figure[data-chart]').length")
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--images", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         directory = Path(scratch)
         runs = arguments.runs or train(directory)
         one = write_comparison(runs[:1], directory / "one.html")
