@@ -166,8 +166,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step, override=run.guard.override)
         with timer.phase("dump"):
-            used = run.guard.override.applied(config)
-            dumped = run.dumper.save(policy, report, config=used, step=step, policy_version=policy_version)
+            dumped = run.dumper.save(policy, report, config=config, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
             schedule.before_update(step, policy_version)
         policy_version += report.num_optimizer_steps

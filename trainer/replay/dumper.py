@@ -40,7 +40,7 @@ class StepDumper:
 
         Args:
             report: what the training of the step returned.
-            config: what the step was trained with.
+            config: of the run; the correction is that of `report`, which the guard may have tightened.
             policy_version: of the weights that the step started with.
         """
         if not config.dump.is_due(step):
@@ -76,13 +76,13 @@ class StepDumper:
         manifest = Manifest(
             step=step,
             policy_version=policy_version,
-            correction=config.correction.mode,
+            correction=report.correction.mode,
             ranks=files,
             metrics={key: value for key, value in report.metrics.items() if value is None or math.isfinite(value)},
             versions={name: importlib.metadata.version(name) for name in ("parity-rl", "torch")},
         )
         # What the guard may do about later steps says nothing about this one, and would forbid some corrections.
-        text = config_document(replace(config, guard=NoGuardConfig()))
+        text = config_document(replace(config, correction=report.correction, guard=NoGuardConfig()))
         commit_dump(path, manifest, config_text=text, keep=config.dump.keep)
         return {
             "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
