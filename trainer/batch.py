@@ -1,6 +1,6 @@
 """What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
 
-Built by `trainer/packing.py`, consumed by `trainer/worker.py`, where the policy's forward adds TokenScores.
+Built by `trainer/packing.py`, consumed by `trainer/training_step.py`, where the policy's forward adds TokenScores.
 T: packed tokens, N: sequences, R: response tokens.
 """
 

@@ -1,7 +1,7 @@
 """Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end.
 
-Used by `trainer/worker.py` while it trains, and by `trainer/replay/score.py` on a step that was written down: the same
-sums in the same order.
+Used by `trainer/training_step.py` while it trains, and by `trainer/replay/score.py` on a step that was written down:
+the same sums in the same order.
 """
 
 from __future__ import annotations

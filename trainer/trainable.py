@@ -1,6 +1,7 @@
 """A sharded model with its optimizer: gradients are added up over micro-batches, then one update is taken or skipped.
 
-Used by `trainer/worker.py`. Every method but `set_learning_rate` contains collectives: all ranks call it together.
+Used by `trainer/training_step.py` and `trainer/worker.py`. Every method but `set_learning_rate` contains collectives:
+all ranks call it together.
 """
 
 from __future__ import annotations
