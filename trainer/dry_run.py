@@ -15,9 +15,10 @@ from rollout.types import FinishReason, Sample
 from trainer.config import TrainConfig
 from trainer.device_memory import read_peak, start_peak
 from trainer.forward import ScoringModel
-from trainer.memory_plan import memory_plan, size
+from trainer.memory_plan import memory_plan
 from trainer.packing import micro_batch
 from trainer.trainable import Trainable
+from trainer.wording import size
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 """What the messages of torch's allocators have in common; on a CPU there is no type of its own."""

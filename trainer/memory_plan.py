@@ -24,6 +24,7 @@ from trainer.cli.estimate import (
 from trainer.components import Residency
 from trainer.config import TrainConfig
 from trainer.model_shape import UnknownShapeError
+from trainer.wording import counted, size
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,12 @@ class MemoryPlan:
         models = f" ({' and '.join(['policy', *others])})" if others else ""
         host = f", on the host {size(rank.on_host)}" if rank.on_host else ""
         yield (
-            f"each of {_plural(policy.num_workers, 'rank')}: {size(rank.on_device)}{host} = weights "
+            f"each of {counted(policy.num_workers, 'rank')}: {size(rank.on_device)}{host} = weights "
             f"{size(rank.weights)}{models} + gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} "
             f"+ gathered {size(rank.gathered)} + logits {size(rank.logits)} + activations {size(rank.activations)}"
         )
         yield (
-            f"each of {_plural(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
+            f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
             f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
         )
         yield self.verdict
@@ -143,16 +144,3 @@ def gpu_bytes() -> int | None:
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         logger.warning("the memory of the GPUs is unknown: %s", error)
         return None
-
-
-def size(num_bytes: int) -> str:
-    """Bytes in the unit that keeps the number short: "15.3 GiB"."""
-    amount, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while amount >= 1000 and len(units) > 1:
-        amount /= 1024
-        units.pop(0)
-    return f"{amount:.3g} {units[0]}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

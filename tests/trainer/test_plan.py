@@ -21,7 +21,7 @@ from algorithms.config import (
 from rollout.config import DType, SamplingConfig, SGLangConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.cli.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
-from trainer.cli.plan import Machine, forwards, render_plan, size
+from trainer.cli.plan import Machine, forwards, render_plan
 from trainer.components import (
     ArithmeticModelConfig,
     BatchConfig,
@@ -33,6 +33,7 @@ from trainer.components import (
 from trainer.config import TrainConfig
 from trainer.model_shape import UnknownShapeError
 from trainer.recording import CheckpointConfig, DumpConfig, EvalConfig
+from trainer.wording import size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 

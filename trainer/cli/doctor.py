@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer.cli.plan import size
+from trainer.wording import size
 
 SGLANG_FLOOR = (0, 5, 23)
 """Earlier releases have known remote-code-execution holes in the routes that replace weights."""

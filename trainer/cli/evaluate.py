@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from algorithms.config import Problem
@@ -20,6 +18,7 @@ from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.catalog import find_recipe
 from trainer.cli.compose import resolve, start_problems
 from trainer.cli.outcome import BEST_FLAG, DONE, report
+from trainer.cli.tables import table_text
 from trainer.config import TrainConfig
 from trainer.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from rollout.evaluate import EvalResult
 
 NAME = "parity eval"
-TABLE_WIDTH = 200
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -123,9 +121,7 @@ def render_results(results: Mapping[str, EvalResult]) -> str:
             cells += [*(_share(value) for k, value in result.pass_at.items() if k > 1), _share(result.majority)]
         cells += [f"{result.response_tokens_mean:.1f}", _share(result.truncated_frac)]
         table.add_row(name, str(result.num_prompts), _share(result.accuracy, result.accuracy_error), *cells)
-    shown = StringIO()
-    Console(file=shown, width=TABLE_WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
+    return table_text(table)
 
 
 def _share(value: float | None, error: float | None = None) -> str:

@@ -21,9 +21,10 @@ from trainer.components import ArithmeticModelConfig, HFModelConfig
 from trainer.config import TrainConfig
 from trainer.guard.config import MismatchGuardConfig, tightened_corrections
 from trainer.guard.guard import described
-from trainer.memory_plan import gpu_bytes, memory_plan, size
+from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.model_shape import UnknownShapeError
 from trainer.recording import DUMP_BYTES_PER_TOKEN
+from trainer.wording import counted, size
 
 LABEL_WIDTH = 11
 
@@ -125,7 +126,7 @@ def _critic(config: TrainConfig) -> str:
     critic, advantage = config.critic, config.advantage
     clip = "no value clip" if critic.value_clip is None else f"value clip {critic.value_clip:g}"
     alone = critic.warmup_rollout_steps
-    first = f"; the first {_plural(alone, 'step')} without the policy" if alone else ""
+    first = f"; the first {counted(alone, 'step')} without the policy" if alone else ""
     return (
         f"starts from {critic.path or 'the model of the policy'}, lr {critic.optim.lr:g}, {clip}; GAE with gamma "
         f"{advantage.gamma:g}, lambda {advantage.gae_lambda:g}, whitened{first}"
@@ -138,14 +139,14 @@ def _checkpoints(config: TrainConfig) -> str:
         return "none: a run that dies is lost (checkpoint.every saves)"
     best = f" and the best by {config.checkpoint.best_metric}" if config.checkpoint.best_metric else ""
     how = "written in the background" if config.checkpoint.asynchronous else "the step waits for the disk"
-    return f"every {_plural(every, 'step')} and after the last, the newest {config.checkpoint.keep}{best} stay; {how}"
+    return f"every {counted(every, 'step')} and after the last, the newest {config.checkpoint.keep}{best} stay; {how}"
 
 
 def _dumps(config: TrainConfig) -> str:
     """How often a batch is written down, and what that takes of the disk at most."""
     at_most = size(batch_shape(config).tokens_per_step * DUMP_BYTES_PER_TOKEN)
     return (
-        f"every {_plural(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "
+        f"every {counted(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "
         f"at most about {at_most} each"
     )
 
@@ -173,13 +174,13 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         f"(collect={config.collect.kind})"
     )
     yield (
-        f"{_plural(steps, 'optimizer step')} per rollout, {_plural(batch.prompts_per_step // steps, 'prompt')} = "
-        f"{_plural(shape.samples_per_optimizer_step, 'sample')} each; "
-        f"{_plural(config.run.num_steps, 'step')} = {_plural(steps * config.run.num_steps, 'optimizer step')}"
+        f"{counted(steps, 'optimizer step')} per rollout, {counted(batch.prompts_per_step // steps, 'prompt')} = "
+        f"{counted(shape.samples_per_optimizer_step, 'sample')} each; "
+        f"{counted(config.run.num_steps, 'step')} = {counted(steps * config.run.num_steps, 'optimizer step')}"
     )
     yield (
         f"at the cap {shape.prompt_tokens} + {config.sampling.max_new_tokens} tokens per sample, "
-        f"{shape.tokens_per_step:,} per step; {_plural(shape.microbatches, 'micro-batch', 'micro-batches')} of at most "
+        f"{shape.tokens_per_step:,} per step; {counted(shape.microbatches, 'micro-batch', 'micro-batches')} of at most "
         f"{batch.max_tokens_per_microbatch:,} tokens per rank and optimizer step"
     )
 
@@ -193,8 +194,8 @@ def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
     cpus = policy.num_workers * policy.cpus_per_worker + rollout.num_engines * rollout.cpus_per_engine
     gpus = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
     yield (
-        f"{_plural(policy.num_workers, 'FSDP rank')} ({policy.cpus_per_worker:g} CPU, {policy.gpus_per_worker:g} GPU "
-        f"each), {_plural(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.cpus_per_engine:g} CPU, "
+        f"{counted(policy.num_workers, 'FSDP rank')} ({policy.cpus_per_worker:g} CPU, {policy.gpus_per_worker:g} GPU "
+        f"each), {counted(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.cpus_per_engine:g} CPU, "
         f"{rollout.gpus_per_engine:g} GPU each)"
     )
     needs = f"needs {cpus:g} CPU and {gpus:g} GPU"
@@ -214,7 +215,3 @@ def _evaluation(config: TrainConfig) -> str:
         f"before the first step{every} and after the last: up to {config.eval.max_prompts} held-out prompts, "
         f"greedy and {samples}{sets}"
     )
-
-
-def _plural(count: int, noun: str, plural: str = "") -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"

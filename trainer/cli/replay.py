@@ -9,17 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from algorithms.config import Problem
 from trainer.cli.compose import resolve
 from trainer.cli.keys import nearest
 from trainer.cli.outcome import DONE, REFUSED, report
+from trainer.cli.tables import table_text
 from trainer.config import TrainConfig
 from trainer.replay.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump
 from trainer.replay.modes import MODES, RUN, all_names, name_problems
@@ -35,7 +34,6 @@ OUTPUT = "replay"
 NEAREST = "nearest"
 DEFAULT_DRAWS = 200
 KEYS = ("step", "modes", "checkpoint", "draws", "out")
-TABLE_WIDTH = 220
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,28 +180,26 @@ def render_replay(replay: Replay) -> str:
     """Facts, a row per mode, and what was refused."""
     from trainer.replay.page import mode_rows
 
-    lines = [*replay.facts(), "", _text_table(mode_rows(replay))]
-    lines += [f"{mode.name} is refused: {mode.refusal}" for mode in replay.refused]
-    return "\n".join(lines) + "\n"
+    facts = "\n".join(replay.facts())
+    refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
+    return f"{facts}\n\n{_rows_text(mode_rows(replay))}{''.join(refused)}"
 
 
 def render_gradients(gradients: GradientReport) -> str:
     """A row per mode, and what it stands on."""
     from trainer.replay.page import gradient_notes, gradient_rows
 
-    return f"\n{_text_table(gradient_rows(gradients))}\n{gradient_notes(gradients)}\n"
+    return f"\n{_rows_text(gradient_rows(gradients))}{gradient_notes(gradients)}\n"
 
 
-def _text_table(rows: Sequence[Sequence[str]]) -> str:
+def _rows_text(rows: Sequence[Sequence[str]]) -> str:
     titles, *body = rows
     table = Table(titles[0], box=None, pad_edge=False, header_style="bold")
     for title in titles[1:]:
         table.add_column(title, justify="right", no_wrap=True)
     for row in body:
         table.add_row(*row)
-    text = StringIO()
-    Console(file=text, width=TABLE_WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return table_text(table)
 
 
 def _progress(line: str) -> None:

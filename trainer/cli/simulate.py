@@ -9,10 +9,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from algorithms.config import Problem
@@ -26,6 +24,7 @@ from trainer.cli.evaluate import flag_problems
 from trainer.cli.outcome import DONE, FAILED, report
 from trainer.cli.own_keys import read_own_keys
 from trainer.cli.plan import this_machine
+from trainer.cli.tables import table_text
 from trainer.config import TrainConfig
 from trainer.floors import Rates
 from trainer.model_shape import ModelShape, UnknownShapeError
@@ -45,7 +44,6 @@ from trainer.simulation import (
 
 NAME = "parity simulate"
 SECTION = "simulate"
-TABLE_WIDTH = 200
 OVERLAPPED = (Schedule.one_step_off, Schedule.asynchronous)
 """Schedules in which engines sample while the policy trains."""
 
@@ -208,6 +206,4 @@ def render(rows: Sequence[tuple[Plant, Outcome]]) -> str:
             f"{made.length_bias:.3f}",
             lags,
         )
-    shown = StringIO()
-    Console(file=shown, width=TABLE_WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
+    return table_text(table)

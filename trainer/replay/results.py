@@ -22,6 +22,7 @@ from trainer.replay.modes import RUN, Mode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
 from trainer.tracking.run_dir import write_whole
+from trainer.wording import counted
 
 if TYPE_CHECKING:
     from trainer.replay.gradients import GradientReport
@@ -101,7 +102,7 @@ class Replay:
         return [
             f"step {manifest.step}, correction={manifest.correction}, weights of version {manifest.policy_version}: "
             f"{responses:,} responses in {groups:,} groups, {int(samples.num_tokens.sum()):,} response tokens, "
-            f"{_plural(self.step.num_optimizer_steps, 'optimizer step')}, {_plural(len(manifest.ranks), 'rank')}",
+            f"{counted(self.step.num_optimizer_steps, 'optimizer step')}, {counted(len(manifest.ranks), 'rank')}",
             self.reproduction.line(),
         ]
 
@@ -206,7 +207,3 @@ def _relative(logged: float | None, replayed: float | None) -> float:
     if logged is None or replayed is None:
         return math.inf
     return abs(replayed - logged) / max(abs(logged), abs(replayed))
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
