@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 MAX_BYTES = 256 << 20
 """Of the copy. Sequences that need more are gathered in every step, as `batched_attention.attend` does."""
 ROOM = 64
-"""Positions kept free for new tokens when a bucket is made, or has become full."""
+"""Positions kept free for new tokens when a bucket is made; a full one gets twice its capacity."""
 FREE_NUMBERS = 1 << 18
 """Padding is not avoided in a bucket whose keys are fewer numbers than this: another bucket would cost more."""
 MAX_PADDING = 1.25
@@ -28,6 +27,9 @@ GONE = -1
 
 Pool = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer: [slots, key heads, size]."""
+KEY_POSITIONS, VALUE_POSITIONS = 3, 2
+"""Dimension of the positions in a bucket's keys and values. Keys lie transposed: a matrix product with one query reads
+them faster so (torch's attention kernel, made for many queries, is slower with either layout)."""
 
 
 class Bucket:
@@ -42,9 +44,8 @@ class Bucket:
         self._slots: torch.Tensor | None = slots
         """Only in the step in which the bucket is made: each layer fills its part then."""
         self._kept: dict[int, Pool] = {}
-        """By layer: [b, capacity, key heads x size] float32."""
+        """By layer, float32: keys [b, key heads, size, capacity] and values [b, key heads, capacity, size]."""
         self._make_room(slots.shape[1] + ROOM)
-        self._find_ends()
         self.alive: torch.Tensor | None = None
         """[rows that still decode] int64; None where all do."""
         self.batch_rows = torch.empty(0, dtype=torch.int64)
@@ -60,21 +61,19 @@ class Bucket:
         positions = torch.arange(capacity)
         hidden = positions >= self.lens[:, None]
         self._mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        self._kept = {layer: (_widen(k, capacity), _widen(v, capacity)) for layer, (k, v) in self._kept.items()}
+        self._kept = {
+            layer: (_widen(k, KEY_POSITIONS, capacity), _widen(v, VALUE_POSITIONS, capacity))
+            for layer, (k, v) in self._kept.items()
+        }
 
     def advance(self) -> None:
         """One more token per sequence, dead ones included; to be called before the first layer of a step."""
         if self.longest == self.capacity:
-            self._make_room(self.capacity + max(ROOM, self.capacity // 4))
+            self._make_room(2 * self.capacity)
         self._slots = None
+        self._mask.scatter_(1, self.lens[:, None], 0.0)
         self.lens += 1
         self.longest += 1
-        self._mask.view(-1).index_fill_(0, self._find_ends(), 0.0)
-
-    def _find_ends(self) -> torch.Tensor:
-        """[b] int64: index of each sequence's last token in [b * capacity]."""
-        self._ends = torch.arange(len(self.requests)) * self.capacity + self.lens - 1
-        return self._ends
 
     def keep(self, rows: list[int]) -> None:
         """All other rows are dead from now on; they are dropped when they are more than half."""
@@ -82,7 +81,6 @@ class Bucket:
             self.alive = None
         elif 2 * len(rows) < len(self.requests):
             self._select(torch.tensor(rows))
-            self._find_ends()
         else:
             left = set(rows)
             self.requests = [request if row in left else GONE for row, request in enumerate(self.requests)]
@@ -99,26 +97,31 @@ class Bucket:
         kept = self._kept.get(layer)
         if kept is None:
             # The slots include those of the new tokens.
-            kept = self._kept[layer] = (self._gather(pool[0]), self._gather(pool[1]))
+            kept = self._kept[layer] = self._gather(pool)
         else:
-            ends = self._ends if self.alive is None else self._ends[self.alive]
-            for buffer, numbers in zip(kept, new, strict=True):
-                buffer.view(-1, buffer.shape[2]).index_copy_(0, ends, numbers.flatten(1))
-        num_kv_heads, group = pool[0].shape[1], query.shape[1] // pool[0].shape[1]
+            rows = torch.arange(len(self.requests)) if self.alive is None else self.alive
+            last = self.lens[rows] - 1
+            kept[0][rows, :, :, last] = new[0]
+            kept[1][rows, :, last] = new[1]
+        b, num_kv_heads, group = len(self.requests), pool[0].shape[1], query.shape[1] // pool[0].shape[1]
         q = query
         if self.alive is not None:
-            q = query.new_zeros(len(self.requests), *query.shape[1:]).index_copy_(0, self.alive, query)
-        q = q.view(len(self.requests), num_kv_heads, group, -1)
-        k, v = (buffer[:, : self.longest].unflatten(2, (num_kv_heads, -1)).transpose(1, 2) for buffer in kept)
-        mask = self._mask[:, None, None, : self.longest]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
+            q = query.new_zeros(b, *query.shape[1:]).index_copy_(0, self.alive, query)
+        q = q.view(b * num_kv_heads, group, -1)
+        keys, values = kept[0].flatten(0, 1)[:, :, : self.longest], kept[1].flatten(0, 1)[:, : self.longest]
+        mask = self._mask[:, None, None, : self.longest].expand(b, num_kv_heads, group, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, q, keys, alpha=scale)
+        out = torch.bmm(scores.softmax(-1), values).view(b, num_kv_heads * group, -1)
         return out if self.alive is None else out.index_select(0, self.alive)
 
-    def _gather(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _gather(self, pool: Pool) -> Pool:
         if self._slots is None:
             raise RuntimeError("a layer that was left out of a decode step was asked for in a later one")
-        found = numbers.flatten(1).index_select(0, self._slots.reshape(-1)).float()
-        return _widen(found.view(*self._slots.shape, -1), self.capacity)
+        keys, values = (numbers[self._slots].float() for numbers in pool)  # [b, longest, key heads, size]
+        return (
+            _widen(keys.permute(0, 2, 3, 1), KEY_POSITIONS, self.capacity),
+            _widen(values.transpose(1, 2), VALUE_POSITIONS, self.capacity),
+        )
 
 
 class RunningCache:
@@ -250,9 +253,8 @@ def _cut(lens: list[int], numbers_per_token: int) -> list[slice]:
     return parts
 
 
-def _widen(numbers: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[b, old, n] -> [b, capacity, n], zeros at the end."""
-    wide = numbers.new_empty(numbers.shape[0], capacity, numbers.shape[2])
-    wide[:, : numbers.shape[1]] = numbers
-    wide[:, numbers.shape[1] :] = 0.0
+def _widen(numbers: torch.Tensor, dim: int, capacity: int) -> torch.Tensor:
+    """Contiguous, with `capacity` entries along `dim`; zeros at the end."""
+    wide = numbers.new_zeros(*numbers.shape[:dim], capacity, *numbers.shape[dim + 1 :])
+    wide.narrow(dim, 0, numbers.shape[dim]).copy_(numbers)
     return wide
