@@ -203,9 +203,7 @@ class WeightPublisher:
 
     def __init__(self, shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> None:
         """`shapes` in the order in which the tensors will come; see `plan_buckets` for the rest and the errors."""
-        self._shapes = list(shapes)
-        self._bucket_bytes = bucket_bytes
-        self._dtype = dtype
+        self._plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
         self._pool = RegionPool()
         self._published: tuple[WeightRegion, SharedWeights] | None = None
 
@@ -214,7 +212,8 @@ class WeightPublisher:
 
         Raises ValueError if the tensors are not those of `shapes`, WeightSyncError if engines hold on to all regions.
         """
-        buckets = plan_buckets(self._shapes, bucket_bytes=self._bucket_bytes, dtype=self._dtype)
+        # Of this version's own: its digests will stand in them.
+        buckets = [replace(bucket, tensors=[replace(spec) for spec in bucket.tensors]) for bucket in self._plan]
         region = self._pool.locked_region(num_bytes_of(buckets), policy_version=policy_version)
         with region.writing(policy_version) as data:
             write_tensors(named_tensors, buckets, data)

@@ -105,6 +105,14 @@ def test_a_reader_cannot_change_what_others_read() -> None:
         check_buckets(theirs, held_version=0)
 
 
+def test_an_announcement_keeps_its_digests_when_the_next_version_is_published() -> None:
+    publisher = make_publisher()
+    old = publish(publisher, 1)
+    digests = [spec.digest for bucket in old.buckets for spec in bucket.tensors]
+    publish(publisher, 2)
+    assert digests == [spec.digest for bucket in old.buckets for spec in bucket.tensors]
+
+
 def test_a_stale_announcement_is_refused() -> None:
     publisher, reader = make_publisher(), WeightReader()
     old = publish(publisher, 1)
