@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +26,19 @@ from torch.utils.dlpack import from_dlpack
 from rollout.engine import WeightSyncError
 from rollout.types import BucketSpec, TensorSpec, WeightBucket
 
-COPY_THREADS = 2
-"""Tensors that are copied at the same time. Two fill the memory bus of most machines."""
+MAX_THREADS = 8
+"""Threads that copy or digest at a time, at most: a few fill the memory bus."""
+BATCH_BYTES = 8 << 20
+"""A thread is given tensors of at least this many bytes at a time."""
 MAX_WAITING = 8
-"""Tensors that are held at a time, being copied or waiting for it: with fewer, the copies wait for each other."""
+"""Batches that other threads hold at a time, being copied or waiting for it."""
 PIECE_BYTES = 1 << 19
 """Copied and digested at a time."""
 ALIGNMENT = 64
 """Bytes; every tensor of a bucket starts at a multiple of this, so that it can be viewed as any dtype."""
+
+Planned = TypeVar("Planned", bound=tuple[TensorSpec, *tuple[Any, ...]])
+"""A tensor's place, with whatever is needed to fill or to check it."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -139,39 +146,40 @@ def num_bytes_of(buckets: Sequence[BucketSpec]) -> int:
     return buckets[-1].start + buckets[-1].num_bytes if buckets else 0
 
 
+def num_threads() -> int:
+    """Threads that copy and digest in this process: one per core that it may use, at most `MAX_THREADS`."""
+    return min(len(os.sched_getaffinity(0)), MAX_THREADS)
+
+
 def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[BucketSpec], data: np.ndarray) -> None:
     """Cast every tensor to its place in `data` [num_bytes_of(buckets)] uint8, and fill in the digests.
 
-    The tensors may be gathered one by one, in any order: while one is gathered, the ones before it are copied; at most
-    `MAX_WAITING` are held besides the next. Raises ValueError if one is not what was planned, or does not come.
+    The tensors may be gathered one by one, in any order: while some are gathered, other threads copy the ones before
+    them (`_share_out`). Raises ValueError if a tensor is not what was planned, or does not come.
     """
     places = {spec.name: (bucket.start, spec) for bucket in buckets for spec in bucket.tensors}
-    slots = threading.Semaphore(MAX_WAITING)
 
-    def write(tensor: Tensor, spec: TensorSpec, start: int) -> None:
-        try:
-            _write(tensor, spec, data[start : start + spec.num_bytes])
-        finally:
-            slots.release()
-
-    with ThreadPoolExecutor(COPY_THREADS) as pool:
-        copies = []
+    def placed() -> Iterator[tuple[TensorSpec, Tensor, np.ndarray]]:
         for name, tensor in named_tensors:
             start, spec = places.pop(name, (0, None))
             if spec is None or tuple(tensor.shape) != spec.shape:
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came, planned was {spec or 'no more'}")
-            slots.acquire()
-            copies.append(pool.submit(write, tensor.detach(), spec, start + spec.offset))
+            first = start + spec.offset
+            yield spec, tensor.detach(), data[first : first + spec.num_bytes]
+
+    def write(batch: Iterable[tuple[TensorSpec, Tensor, np.ndarray]]) -> None:
+        for spec, tensor, place in batch:
+            _write(tensor, spec, place)
+
+    _share_out(placed(), write)
     if places:
         raise ValueError(f"{len(places)} planned tensors did not come, the first is {next(iter(places))}")
-    for copy in copies:
-        copy.result()
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
     """Yield the tensors of a bucket as views of its buffer, which must outlive them. Never write to a view.
 
-    Does not look at the bytes: call `check_bucket` before.
+    Does not look at the bytes: call `check_buckets` before.
     """
     flat = _as_tensor(bucket.data)
     for spec in bucket.tensors:
@@ -183,38 +191,12 @@ def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
             yield spec, flat[spec.offset : spec.offset + spec.num_bytes].view(dtype).view(spec.shape)
 
 
-def check_bucket(bucket: WeightBucket) -> None:
-    """Raise WeightSyncError naming the first tensor whose place, size or bytes contradict its TensorSpec."""
-    where = f"weight bucket {bucket.index + 1}/{bucket.num_buckets} of policy version {bucket.policy_version}"
-    for spec in bucket.tensors:
-        if spec.dtype not in DTYPES:
-            raise WeightSyncError(
-                f"{where}: tensor {spec.name} has unknown dtype {spec.dtype!r}; known: {sorted(DTYPES)}"
-            )
-        expected = math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
-        if spec.num_bytes != expected:
-            raise WeightSyncError(
-                f"{where}: tensor {spec.name} of shape {spec.shape} and dtype {spec.dtype} needs {expected} bytes, "
-                f"its spec says {spec.num_bytes}"
-            )
-        if spec.offset % ALIGNMENT or not 0 <= spec.offset <= bucket.data.nbytes - spec.num_bytes:
-            raise WeightSyncError(
-                f"{where}: tensor {spec.name} lies at bytes {spec.offset}..{spec.offset + spec.num_bytes}, "
-                f"outside the {bucket.data.nbytes} bytes of the bucket or off the {ALIGNMENT}-byte grid"
-            )
-        digest = xxhash.xxh3_64_hexdigest(bucket.data[spec.offset : spec.offset + spec.num_bytes].data)
-        if digest != spec.digest:
-            raise WeightSyncError(
-                f"{where}: tensor {spec.name} was changed on the way: the trainer computed digest {spec.digest}, "
-                f"the bytes that arrived have {digest}"
-            )
-
-
 def check_buckets(buckets: Sequence[WeightBucket], *, held_version: int) -> int:
     """Check a whole sync before any weight is replaced; return its policy version.
 
-    All buckets must be there once, carry one version that is not older than `held_version`, name no tensor
-    twice, and pass `check_bucket`. Raises WeightSyncError otherwise.
+    All buckets must be there once, carry one version that is not older than `held_version`, and name no tensor twice.
+    Place, size and digest of every tensor must be those of its TensorSpec; `num_threads()` threads make the digests.
+    Raises WeightSyncError otherwise, with the name of a tensor where it is one tensor that is wrong.
     """
     if not buckets:
         raise WeightSyncError(f"no weight buckets were sent; the engine stays at policy version {held_version}")
@@ -237,8 +219,102 @@ def check_buckets(buckets: Sequence[WeightBucket], *, held_version: int) -> int:
     if repeated:
         raise WeightSyncError(f"policy version {version}: tensors sent more than once: {', '.join(repeated)}")
     for bucket in buckets:
-        check_bucket(bucket)
+        _check_places(bucket)
+    _check_digests(buckets)
     return version
+
+
+def _check_places(bucket: WeightBucket) -> None:
+    for spec in bucket.tensors:
+        if spec.dtype not in DTYPES:
+            raise WeightSyncError(
+                f"{_where(bucket)}: tensor {spec.name} has unknown dtype {spec.dtype!r}; known: {sorted(DTYPES)}"
+            )
+        expected = math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+        if spec.num_bytes != expected:
+            raise WeightSyncError(
+                f"{_where(bucket)}: tensor {spec.name} of shape {spec.shape} and dtype {spec.dtype} needs {expected} "
+                f"bytes, its spec says {spec.num_bytes}"
+            )
+        if spec.offset % ALIGNMENT or not 0 <= spec.offset <= bucket.data.nbytes - spec.num_bytes:
+            raise WeightSyncError(
+                f"{_where(bucket)}: tensor {spec.name} lies at bytes {spec.offset}..{spec.offset + spec.num_bytes}, "
+                f"outside the {bucket.data.nbytes} bytes of the bucket or off the {ALIGNMENT}-byte grid"
+            )
+
+
+def _check_digests(buckets: Sequence[WeightBucket]) -> None:
+    tensors = [(spec, bucket) for bucket in buckets for spec in bucket.tensors]
+    # The largest first: no thread is left with one of them when the others are done.
+    tensors.sort(key=lambda pair: pair[0].num_bytes, reverse=True)
+    changed: list[str] = []
+
+    def check(batch: Iterable[tuple[TensorSpec, WeightBucket]]) -> None:
+        for spec, bucket in batch:
+            digest = xxhash.xxh3_64()
+            # Unlike the function that does it in one go, this lets other threads run in all versions of xxhash.
+            digest.update(bucket.data[spec.offset : spec.offset + spec.num_bytes].data)
+            if digest.hexdigest() != spec.digest:
+                changed.append(
+                    f"{_where(bucket)}: tensor {spec.name} was changed on the way: the trainer computed digest "
+                    f"{spec.digest}, the bytes that arrived have {digest.hexdigest()}"
+                )
+
+    _share_out(tensors, check)
+    if changed:
+        raise WeightSyncError(min(changed))
+
+
+def _where(bucket: WeightBucket) -> str:
+    return f"weight bucket {bucket.index + 1}/{bucket.num_buckets} of policy version {bucket.policy_version}"
+
+
+def _share_out(tensors: Iterable[Planned], work: Callable[[list[Planned]], None]) -> None:
+    """Call `work` for all tensors, in batches, in this thread and `num_threads() - 1` others.
+
+    This thread takes the tensors as they come, and works itself where `MAX_WAITING` batches wait or are worked on: it
+    never sleeps, for to be woken takes a core from the others. Raises what `tensors` and `work` raise.
+    """
+    waiting: SimpleQueue[list[Planned] | None] = SimpleQueue()
+    slots = threading.Semaphore(MAX_WAITING)
+    helpers = num_threads() - 1
+
+    def work_off() -> None:
+        for batch in iter(waiting.get, None):
+            try:
+                work(batch)
+            finally:
+                slots.release()
+            del batch  # the next may be long in coming
+
+    with ThreadPoolExecutor(max(helpers, 1)) as pool:
+        helping = [pool.submit(work_off) for _ in range(helpers)]
+        try:
+            for batch in _batches(tensors):
+                if helpers and slots.acquire(blocking=False):
+                    waiting.put(batch)
+                else:
+                    work(batch)
+        finally:
+            for _ in range(helpers + 1):
+                waiting.put(None)
+        work_off()
+    for helper in helping:
+        helper.result()
+
+
+def _batches(tensors: Iterable[Planned]) -> Iterator[list[Planned]]:
+    """The tensors in their order. A batch ends with the tensor that fills `BATCH_BYTES`."""
+    batch: list[Planned] = []
+    num_bytes = 0
+    for tensor in tensors:
+        batch.append(tensor)
+        num_bytes += tensor[0].num_bytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _align(offset: int) -> int:
@@ -255,22 +331,29 @@ def _write(tensor: Tensor, spec: TensorSpec, place: np.ndarray) -> None:
     """Cast `tensor` into `place` [spec.num_bytes] uint8 and set the digest of what is there then."""
     digest = xxhash.xxh3_64()
     if spec.num_bytes:
-        dtype = DTYPES[spec.dtype]
-        # A transfer from an accelerator is better not cut up.
-        step = PIECE_BYTES if tensor.device.type == "cpu" else spec.num_bytes
-        source = tensor.to(dtype) if tensor.device.type != "cpu" else tensor
-        source = source.reshape(-1)
-        target = torch.from_numpy(place).view(dtype)
-        raw = _raw_bytes(source) if source.dtype == dtype and source.device.type == "cpu" else None
-        for start in range(0, spec.num_bytes, step):
-            piece = place[start : start + step]
-            if raw is None:
-                first, last = start // dtype.itemsize, (start + step) // dtype.itemsize
-                target[first:last].copy_(source[first:last])
-            else:
-                piece[:] = raw[start : start + step]  # numpy's plain copy needs less of Python than torch's
+        for piece in _filled(place, tensor, DTYPES[spec.dtype]):
             digest.update(piece.data)  # while it is still in the cache of the core that copied it
     spec.digest = digest.hexdigest()
+
+
+def _filled(place: np.ndarray, tensor: Tensor, dtype: torch.dtype) -> Iterator[np.ndarray]:
+    """Fill `place` [num_bytes] uint8 with `tensor` as `dtype`; yield every piece when it is there."""
+    on_host = tensor.device.type == "cpu"
+    if on_host and tensor.dtype == dtype:
+        raw = _raw_bytes(tensor)
+        for start in range(0, place.nbytes, PIECE_BYTES):
+            piece = place[start : start + PIECE_BYTES]
+            piece[:] = raw[start : start + PIECE_BYTES]  # numpy's plain copy needs less of Python than torch's
+            yield piece
+        return
+    # An accelerator casts what it has, and a transfer from it is better not cut up.
+    source = (tensor if on_host else tensor.to(dtype)).reshape(-1)
+    step = PIECE_BYTES if on_host else place.nbytes
+    target = torch.from_numpy(place).view(dtype)
+    for start in range(0, place.nbytes, step):
+        first, last = start // dtype.itemsize, (start + step) // dtype.itemsize
+        target[first:last].copy_(source[first:last])
+        yield place[start : start + step]
 
 
 def _as_tensor(data: np.ndarray) -> Tensor:

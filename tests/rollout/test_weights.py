@@ -1,7 +1,9 @@
 """Weight buckets: what is packed comes out bit for bit, and whatever changed on the way is named."""
 
 import pickle
+import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -11,8 +13,22 @@ from bucket_cases import pack_buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rollout.weights
 from rollout.engine import WeightSyncError
-from rollout.weights import ALIGNMENT, check_bucket, check_buckets, tensor_digest, unpack
+from rollout.weights import (
+    ALIGNMENT,
+    MAX_THREADS,
+    TensorShape,
+    check_buckets,
+    num_bytes_of,
+    num_threads,
+    plan_buckets,
+    tensor_digest,
+    unpack,
+    write_tensors,
+)
+
+WAIT_S = 30.0
 
 MIXED = {
     "matrix": torch.linspace(-1, 1, 15).reshape(3, 5),
@@ -92,9 +108,9 @@ def test_one_flipped_bit_is_named(name, bit):
     (spec,) = [spec for spec in bucket.tensors if spec.name == name]
     bucket.data[spec.offset + spec.num_bytes - 1] ^= 1 << bit
     with pytest.raises(WeightSyncError, match=rf"tensor {name} was changed.*{spec.digest}"):
-        check_bucket(bucket)
+        check_buckets([bucket], held_version=0)
     bucket.data[spec.offset + spec.num_bytes - 1] ^= 1 << bit
-    check_bucket(bucket)
+    check_buckets([bucket], held_version=0)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +126,7 @@ def test_a_spec_that_contradicts_the_buffer_is_named(field, value, message):
     (bucket,) = pack()
     setattr(bucket.tensors[0], field, value)
     with pytest.raises(WeightSyncError, match=f"tensor matrix .*{message}"):
-        check_bucket(bucket)
+        check_buckets([bucket], held_version=0)
 
 
 def test_incomplete_mixed_and_old_syncs_are_refused():
@@ -139,6 +155,82 @@ def test_packing_refuses_what_cannot_travel():
         pack({"z": torch.zeros(2, dtype=torch.complex64)})
     with pytest.raises(ValueError, match=r"floating-point type.*torch\.int64"):
         pack(dtype=torch.int64)
+
+
+def use_threads(monkeypatch, number):
+    """Whatever this machine has: `number` threads, and every tensor is a batch of its own."""
+    monkeypatch.setattr(rollout.weights, "num_threads", lambda: number)
+    monkeypatch.setattr(rollout.weights, "BATCH_BYTES", 1)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [({3}, 1), ({0, 5}, 2), (set(range(64)), MAX_THREADS)])
+def test_threads_are_those_of_the_cores_that_the_process_may_use(monkeypatch, cores, threads):
+    monkeypatch.setattr(rollout.weights.os, "sched_getaffinity", lambda _: cores)
+    assert num_threads() == threads
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_any_number_of_threads_writes_and_checks_every_tensor(monkeypatch, number):
+    use_threads(monkeypatch, number)
+    tensors = {f"t{i}": torch.arange(i, i + 1 + i % 7) for i in range(60)}
+    buckets = pack(tensors, bucket_bytes=300)
+    assert check_buckets(buckets, held_version=0) == 3
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in unpack_all(buckets).items())
+    for bucket in buckets:
+        bucket.data[bucket.tensors[-1].offset] ^= 1
+        with pytest.raises(WeightSyncError, match=f"tensor {bucket.tensors[-1].name} was changed"):
+            check_buckets(buckets, held_version=0)
+        bucket.data[bucket.tensors[-1].offset] ^= 1
+    with pytest.raises(NotImplementedError, match="no data"):
+        pack(tensors | {"t7": torch.empty(1, dtype=torch.int64, device="meta")})
+
+
+def test_two_threads_digest_at_a_time(monkeypatch):
+    use_threads(monkeypatch, 2)
+    together = threading.Barrier(2)
+    digest = xxhash.xxh3_64
+
+    class Digest:
+        def __init__(self):
+            self.digest = digest()
+
+        def update(self, data):
+            together.wait(WAIT_S)  # broken, and an error, if one thread does one after the other
+            self.digest.update(data)
+
+        def hexdigest(self):
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(rollout.weights.xxhash, "xxh3_64", Digest)
+    check_buckets(pack({"a": torch.ones(3), "b": torch.ones(4)}), held_version=0)
+
+
+def test_few_tensors_are_held_while_the_next_are_gathered(monkeypatch):
+    use_threads(monkeypatch, 3)
+    monkeypatch.setattr(rollout.weights, "MAX_WAITING", 4)
+    gathered, write = threading.Event(), rollout.weights._write
+    held = []
+
+    def write_late(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            assert gathered.wait(WAIT_S)
+        write(*arguments)
+
+    def gather():
+        arrays = []
+        for i in range(40):
+            array = np.full(3, i)
+            arrays.append(weakref.ref(array))
+            yield f"t{i}", torch.from_numpy(array)
+            del array
+            held.append(sum(at() is not None for at in arrays))
+        gathered.set()
+
+    monkeypatch.setattr(rollout.weights, "_write", write_late)
+    shapes = [TensorShape(f"t{i}", torch.int64, (3,)) for i in range(40)]
+    plan = plan_buckets(shapes, bucket_bytes=1 << 20, dtype=torch.float32)
+    write_tensors(gather(), plan, np.zeros(num_bytes_of(plan), dtype=np.uint8))
+    assert 4 <= max(held) <= 4 + 2
 
 
 @settings(deadline=None, max_examples=50)
