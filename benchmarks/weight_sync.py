@@ -8,7 +8,8 @@ from the call in the sender to the moment at which the receiver, another process
 said so. Rounds alternate over all ways, in turn; the first rounds warm up and are not counted.
 --slow-repeats 0 leaves out all but memcpy and ours.
 
-memcpy                 every tensor copied once into memory that is there, in the sender: the floor of the round
+memcpy                 every tensor copied once into memory that is there, in the sender, by one thread: the unit
+memcpy, n threads      the same by as many threads as ours has on either side (rollout.weights.num_threads)
 ours                   publish: copy into shared memory with a digest per tensor; receiver: every digest made again and
                        compared, names checked, tensors used where they lie (as rollout/torch_engine.py on a CPU)
 ours, without digests  the same with digests that cost nothing (for this table only: a run always verifies)
@@ -20,7 +21,7 @@ safetensors            save_file in /dev/shm, or on disk without fsync; load_fil
 Ray, dict              ray.put of {name: tensor}, ray.get in an actor
 Ray, flat              one buffer filled by copies, ray.put of it, ray.get in an actor, tensors as views
 
-Only ours checks what has arrived. Prints Markdown.
+Only ours checks what has arrived. torch has one thread in both processes. Prints Markdown.
 """
 
 from __future__ import annotations
