@@ -52,7 +52,7 @@ from algorithms.config import (
 from algorithms.gap import Gap, gaps
 from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed, segment_mean, segment_sum
-from algorithms.rejection import decide
+from algorithms.rejection import Verdict, decide
 
 __all__ = [
     "BypassConfig",
@@ -190,8 +190,7 @@ class Pieces:
         anchor, applied, effects = _correct(self._spec, gap)
         self._anchor[tokens] = anchor
         # 1 off the mask.
-        off_mask = (~gap.response_mask).view(torch.uint8).to(applied.weight.dtype)
-        torch.add(applied.weight, off_mask, out=self._weight[tokens])
+        torch.add(applied.weight, (~gap.response_mask).view(torch.uint8), out=self._weight[tokens])
         self._keep[tokens] = applied.keep
         self._effects.append(effects)
         return applied
@@ -233,31 +232,36 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
 
 def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Tensor]:
     """Anchor [n], what is applied, and effects [4 + V, N] of a few whole sequences."""
-    keep, rejected = decide(spec.reject, gap)
+    verdict = decide(spec.reject, gap)
     bounded = _bounded(spec.weight, gap)
-    keep = keep & bounded.keep
+    keep = verdict.keep & bounded.keep
     kept = mask_bits(keep)
     weight = -kept.to(gap.delta.dtype) if bounded.weight is None else keep_where(kept, bounded.weight)
-    return (
-        gap.trainer_logprobs if spec.anchor is Anchor.old else gap.rollout_logprobs,
-        Applied(keep=keep, kept=kept, weight=weight),
-        torch.stack([*_weight_effects(bounded, gap, keep, kept), *rejected]),
-    )
+    applied = Applied(keep=keep, kept=kept, weight=weight)
+    anchor = gap.trainer_logprobs if spec.anchor is Anchor.old else gap.rollout_logprobs
+    return anchor, applied, _effects(spec, gap, verdict, bounded, applied)
 
 
-def _weight_effects(bounded: _Bounded, gap: Gap, keep: Tensor, kept: Tensor) -> list[Tensor]:
-    """EFFECTS of some sequences, [N] float64 each."""
-    segments, none = gap.segments, torch.zeros_like(gap.num_valid)
+def _effects(spec: CorrectionSpec, gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> Tensor:
+    """EFFECTS and the tokens that each criterion rejects, by response -> [4 + V, N] float64."""
+    values: dict[str, Tensor] = {}
+    flags = dict(verdict.tokens)
+    totals = dict(verdict.responses)
     if bounded.raw is None:
-        return [gap.num_valid, none, none, none]
-    raw = gap.ratio_total if bounded.is_ratio else segments.sum(keep_where(gap.valid_bits, bounded.raw).double())
-    cut = clipped = raised = none
+        totals["raw_weight"] = gap.num_valid
+    elif bounded.is_ratio:
+        totals["raw_weight"] = gap.ratio_total
+    else:
+        values["raw_weight"] = keep_where(gap.valid_bits, bounded.raw)
     if bounded.cut is not None:
-        taken_off = keep_where(kept, bounded.cut)
-        cut, clipped = segments.sum(taken_off.double()), segments.count(taken_off.to(torch.bool))
+        values["cut_weight"] = keep_where(applied.kept, bounded.cut)
+        flags["clipped"] = values["cut_weight"].to(torch.bool)
     if bounded.raised is not None:
-        raised = segments.count(bounded.raised & keep)
-    return [raw, cut, clipped, raised]
+        flags["raised"] = bounded.raised & applied.keep
+    summed = gap.segments.totals(list(values.values()), list(flags.values()))
+    totals |= zip([*values, *flags], summed, strict=True)
+    none = torch.zeros_like(gap.num_valid)
+    return torch.stack([totals.get(name, none) for name in (*EFFECTS, *spec.reject.active())])
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token

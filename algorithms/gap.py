@@ -46,11 +46,12 @@ class Gap:
 
     @cached_property
     def _measured(self) -> tuple[Tensor, Tensor]:
-        """[3, N] float64, sums of Delta, of the clamped Delta and of rho; and rho [n]. The float64 tokens are not
-        kept: they would push the rest out of the cache."""
+        """[5, N] float64, sums of Delta, of the clamped Delta and of rho, response tokens and valid tokens; and rho
+        [n]. The float64 tokens are not kept: they would push the rest out of the cache."""
         clamped = self.delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
         ratio = torch.mul(clamped, LOG2_E).exp2_()
-        return self.segments.sums([self.delta.double(), clamped, ratio]), ratio.to(self.delta.dtype)
+        sums = self.segments.totals([self.delta, clamped, ratio], [self.response_mask, self.valid])
+        return sums, ratio.to(self.delta.dtype)
 
     @property
     def ratio(self) -> Tensor:
@@ -75,18 +76,14 @@ class Gap:
         return (self.ratio_total - self._measured[0][1] - self.num_valid).clamp_(min=0)
 
     @cached_property
-    def _numbers(self) -> Tensor:
-        return self.segments.counts([self.response_mask, self.valid])
-
-    @cached_property
     def num_tokens(self) -> Tensor:
         """[N] float64, response tokens of each sequence."""
-        return self._numbers[0]
+        return self._measured[0][3]
 
     @cached_property
     def num_valid(self) -> Tensor:
         """[N] float64, valid tokens of each sequence."""
-        return self._numbers[1]
+        return self._measured[0][4]
 
     @cached_property
     def complete(self) -> Tensor:

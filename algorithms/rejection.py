@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -22,31 +22,38 @@ from algorithms.gap import Gap
 from algorithms.kl import bernoulli_kl, bounded_exp, k2, k3_interval
 
 
-def decide(config: RejectConfig, gap: Gap) -> tuple[Tensor, list[Tensor]]:
-    """keep [n] bool, the valid tokens that every criterion in use keeps; and by criterion, in the order of the config,
-    the response tokens of each sequence that it rejects [N] float64.
+class Verdict(NamedTuple):
+    """What the criteria in use say."""
+
+    keep: Tensor
+    """[n] bool, the valid tokens that every criterion keeps."""
+    tokens: dict[str, Tensor]
+    """Criterion over tokens -> the response tokens that it rejects, [n] bool."""
+    responses: dict[str, Tensor]
+    """Criterion over responses -> the number of response tokens that it rejects, [N] float64."""
+
+
+def decide(config: RejectConfig, gap: Gap) -> Verdict:
+    """The verdict of the criteria in use.
 
     Raises:
         ValueError: a criterion reads advantages and there are none.
     """
     keep, keep_responses = gap.valid, None
-    by_token: dict[str, Tensor] = {}
-    rejected: dict[str, Tensor] = {}
+    tokens: dict[str, Tensor] = {}
+    responses: dict[str, Tensor] = {}
     for name in config.active():
         bound = getattr(config, name)
         if name in TOKEN_CRITERIA:
-            by_token[name] = TOKEN_CRITERIA[name](gap, bound) & gap.response_mask
-            keep = keep & ~by_token[name]
+            tokens[name] = TOKEN_CRITERIA[name](gap, bound) & gap.response_mask
+            keep = keep & ~tokens[name]
         else:
             keeps = RESPONSE_CRITERIA[name](gap, bound) & gap.complete
             keep_responses = keeps if keep_responses is None else keep_responses & keeps
-            rejected[name] = gap.num_tokens * ~keeps
+            responses[name] = gap.num_tokens * ~keeps
     if keep_responses is not None:
         keep = keep & gap.segments.expand(keep_responses)
-    if by_token:
-        counts = gap.segments.counts(list(by_token.values()))
-        rejected |= zip(by_token, counts, strict=True)
-    return keep, [rejected[name] for name in config.active()]
+    return Verdict(keep=keep, tokens=tokens, responses=responses)
 
 
 def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:

@@ -48,33 +48,33 @@ class Segments:
             self._slots = torch.cat([blocks, self._edge_owner.masked_fill(outside, self.num_sequences)])
 
     def sum(self, values: Tensor) -> Tensor:
-        """values [n] float64 -> [N] float64; finite everywhere, padding included."""
-        return self.sums([values])[0]
-
-    def sums(self, columns: Sequence[Tensor]) -> Tensor:
-        """`sum` of k columns [n] -> [k, N] float64, for fewer calls."""
-        blocks = [values[: self._num_blocks * BLOCK].view(-1, BLOCK).sum(1) for values in columns]
-        return self._collect(torch.stack(blocks), columns)
+        """values [n] float32 or float64 -> [N] float64; finite everywhere, padding included."""
+        return self.totals([values])[0]
 
     def count(self, flags: Tensor) -> Tensor:
         """flags [n] bool, not a slice -> number of True [N] float64."""
-        return self.counts([flags])[0]
+        return self.totals(flags=[flags])[0]
 
-    def counts(self, columns: Sequence[Tensor]) -> Tensor:
-        """`count` of k columns [n] bool -> [k, N] float64."""
-        whole = self._num_blocks * BLOCK
-        # Eight flags at a time as the bytes of an integer: the product collects their sum, at most 64, in the top byte.
-        eights = [flags[:whole].view(torch.int64).view(-1, BLOCK // 8).sum(1) for flags in columns]
-        blocks = torch.stack(eights).mul_(0x0101010101010101).bitwise_right_shift_(56)
-        return self._collect(blocks.double(), columns)
-
-    def _collect(self, blocks: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        """Sums of blocks [k, B] float64 and the tokens at borders, by sequence -> [k, N] float64."""
-        edges = torch.stack([values.index_select(0, self._edges) for values in columns])
-        values = torch.cat([blocks, edges.to(blocks.dtype)], dim=1)
+    def totals(self, values: Sequence[Tensor] = (), flags: Sequence[Tensor] = ()) -> Tensor:
+        """`sum` of j columns, then `count` of k more -> [j + k, N] float64: many at once take few calls."""
+        columns = [*values, *flags]
+        if not columns:
+            return self._slots.new_zeros(0, self.num_sequences, dtype=torch.float64)
+        edges = torch.stack([column.index_select(0, self._edges).double() for column in columns])
+        if self._num_blocks:
+            blocks = [column.unfold(0, BLOCK, BLOCK).sum(1, dtype=torch.float64) for column in values]
+            blocks += self._counts_of_blocks(flags) if flags else []
+            edges = torch.cat([torch.stack(blocks), edges], dim=1)
         # One slot more than sequences takes what belongs to none.
-        sums = values.new_zeros(len(columns), self.num_sequences + 1)
-        return sums.scatter_add_(1, self._slots.expand(len(columns), -1), values)[:, : self.num_sequences]
+        sums = edges.new_zeros(len(columns), self.num_sequences + 1)
+        return sums.scatter_add_(1, self._slots.expand(len(columns), -1), edges)[:, : self.num_sequences]
+
+    @staticmethod
+    def _counts_of_blocks(flags: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Number of True in each block, [B] float64 each."""
+        # Eight flags at a time as the bytes of an integer: the product collects their sum, at most 64, in the top byte.
+        eights = torch.stack([column.unfold(0, BLOCK, BLOCK).view(torch.int64).sum(1) for column in flags])
+        return eights.mul_(0x0101010101010101).bitwise_right_shift_(56).double().unbind()
 
     def expand(self, values: Tensor) -> Tensor:
         """One value per sequence [N] -> the value of each token's sequence [n]; 0 on padding."""

@@ -87,17 +87,14 @@ class TokenTotals:
     def add(self, gap: Gap, extras: Extras, applied: Applied | None) -> None:
         """Count the sequences of `gap`; extras of their tokens, and what the correction applied to them."""
         none = torch.zeros_like(gap.num_valid)
-        rollout = gap.rollout_logprobs.double()
-        weight = kept = None
+        weight = kind = None
         if applied is None:
-            total_rollout, total_weight, num_kept = gap.segments.sum(rollout), none, none
+            total_rollout, total_weight, num_kept = gap.segments.sum(gap.rollout_logprobs), none, none
         else:
-            kept, weight = applied.kept, applied.weight.double()
-            total_rollout, total_weight = gap.segments.sums([rollout, weight])
-            num_kept = gap.segments.count(applied.keep)
-        kind = None if kept is None else kept + 1
+            kind, weight = applied.kept + 1, applied.weight.double()
+            total_rollout, total_weight, num_kept = gap.segments.totals([gap.rollout_logprobs, weight], [applied.keep])
         add_log_ratios(self._table, gap.delta, kind=kind)
-        self._uncounted_kind = KEPT_KIND if kept is None else REJECTED_KIND
+        self._uncounted_kind = KEPT_KIND if kind is None else REJECTED_KIND
         self._num_tokens += gap.delta.shape[0]
         columns = SequenceSums(
             delta=gap.total,
