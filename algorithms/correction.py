@@ -20,7 +20,7 @@ T: packed tokens, N: sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ from algorithms.gap import Gap, gaps
 from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed, segment_mean, segment_sum
 from algorithms.rejection import Verdict, decide
+from algorithms.segments import Column, Segments
 
 __all__ = [
     "BypassConfig",
@@ -183,7 +184,7 @@ class Pieces:
         self._spec = spec
         self._anchor, self._weight = torch.empty_like(like), torch.empty_like(like)
         self._keep = torch.empty_like(like, dtype=torch.bool)
-        self._effects: list[Tensor] = []
+        self._effects: list[_Effects] = []
 
     def add(self, tokens: slice, gap: Gap) -> Applied:
         """Correct the sequences of `gap`, which lie at `tokens`."""
@@ -198,7 +199,8 @@ class Pieces:
     def joined(self) -> Correction:
         """The whole correction."""
         criteria = tuple(self._spec.reject.active())
-        return Correction(self._anchor, self._weight, self._keep, criteria, torch.cat(self._effects, dim=1))
+        effects = [effects.by_response((*EFFECTS, *criteria)) for effects in self._effects]
+        return Correction(self._anchor, self._weight, self._keep, criteria, torch.cat(effects, dim=1))
 
 
 def applied_to(gap: Gap, correction: Correction, tokens: slice) -> Applied:
@@ -230,8 +232,8 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
     return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
 
 
-def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Tensor]:
-    """Anchor [n], what is applied, and effects [4 + V, N] of a few whole sequences."""
+def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, _Effects]:
+    """Anchor [n], what is applied, and its effects on a few whole sequences."""
     verdict = decide(spec.reject, gap)
     bounded = _bounded(spec.weight, gap)
     keep = verdict.keep & bounded.keep
@@ -239,29 +241,45 @@ def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Tensor]:
     weight = -kept.to(gap.delta.dtype) if bounded.weight is None else keep_where(kept, bounded.weight)
     applied = Applied(keep=keep, kept=kept, weight=weight)
     anchor = gap.trainer_logprobs if spec.anchor is Anchor.old else gap.rollout_logprobs
-    return anchor, applied, _effects(spec, gap, verdict, bounded, applied)
+    return anchor, applied, _effects(gap, verdict, bounded, applied)
 
 
-def _effects(spec: CorrectionSpec, gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> Tensor:
-    """EFFECTS and the tokens that each criterion rejects, by response -> [4 + V, N] float64."""
-    values: dict[str, Tensor] = {}
-    flags = dict(verdict.tokens)
-    totals = dict(verdict.responses)
+class _Effects(NamedTuple):
+    """EFFECTS and the tokens that each criterion rejects, of some sequences; added up by sequence when asked."""
+
+    segments: Segments
+    values: dict[str, Column]
+    flags: dict[str, Column]
+    known: dict[str, Tensor]
+    """[N] float64 each."""
+
+    def by_response(self, names: Sequence[str]) -> Tensor:
+        """One row per name, 0 where there is no such effect -> [len(names), N] float64."""
+        rows = dict(self.known)
+        if self.values or self.flags:
+            totals = self.segments.totals(list(self.values.values()), list(self.flags.values()))
+            rows |= zip([*self.values, *self.flags], totals, strict=True)
+        none = self.segments.zeros()
+        return torch.stack([rows.get(name, none) for name in names])
+
+
+def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> _Effects:
+    segments, known = gap.segments, dict(verdict.responses)
+    values: dict[str, Column] = {}
+    flags = {name: segments.flags(rejected) for name, rejected in verdict.tokens.items()}
     if bounded.raw is None:
-        totals["raw_weight"] = gap.num_valid
+        known["raw_weight"] = gap.num_valid
     elif bounded.is_ratio:
-        totals["raw_weight"] = gap.ratio_total
+        known["raw_weight"] = gap.ratio_total
     else:
-        values["raw_weight"] = keep_where(gap.valid_bits, bounded.raw)
+        values["raw_weight"] = segments.column(keep_where(gap.valid_bits, bounded.raw).double())
     if bounded.cut is not None:
-        values["cut_weight"] = keep_where(applied.kept, bounded.cut)
-        flags["clipped"] = values["cut_weight"].to(torch.bool)
+        taken_off = keep_where(applied.kept, bounded.cut)
+        values["cut_weight"] = segments.column(taken_off.double())
+        flags["clipped"] = segments.flags(taken_off.to(torch.bool))
     if bounded.raised is not None:
-        flags["raised"] = bounded.raised & applied.keep
-    summed = gap.segments.totals(list(values.values()), list(flags.values()))
-    totals |= zip([*values, *flags], summed, strict=True)
-    none = torch.zeros_like(gap.num_valid)
-    return torch.stack([totals.get(name, none) for name in (*EFFECTS, *spec.reject.active())])
+        flags["raised"] = segments.flags(bounded.raised & applied.keep)
+    return _Effects(segments=segments, values=values, flags=flags, known=known)
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,18 @@ from algorithms.config import MAX_LOG_RATIO
 from algorithms.kl import LOG2_E
 from algorithms.masked import divide_by_count
 from algorithms.segments import Segments
+
+
+class _Sums(NamedTuple):
+    """By sequence, [N] float64 each."""
+
+    delta: Tensor
+    clamped: Tensor
+    """Delta within +-MAX_LOG_RATIO."""
+    ratio: Tensor
+    """rho of all tokens, 1 for those that are not valid."""
+    tokens: Tensor
+    valid: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,45 +58,48 @@ class Gap:
     """[n], or None where no criterion reads them."""
 
     @cached_property
-    def _measured(self) -> tuple[Tensor, Tensor]:
-        """[5, N] float64, sums of Delta, of the clamped Delta and of rho, response tokens and valid tokens; and rho
-        [n]. The float64 tokens are not kept: they would push the rest out of the cache."""
-        clamped = self.delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
-        ratio = torch.mul(clamped, LOG2_E).exp2_()
-        sums = self.segments.totals([self.delta, clamped, ratio], [self.response_mask, self.valid])
-        return sums, ratio.to(self.delta.dtype)
+    def _measured(self) -> tuple[_Sums, Tensor]:
+        """Sums by sequence, and rho [n]. Each step is written over the one before: float64 tokens take much of the
+        cache."""
+        segments = self.segments
+        flags = [segments.flags(self.response_mask), segments.flags(self.valid)]
+        exact = self.delta.to(torch.float64, copy=True)
+        columns = [segments.column(exact)]
+        columns.append(segments.column(exact.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)))
+        columns.append(segments.column(exact.mul_(LOG2_E).exp2_()))
+        return _Sums(*segments.totals(columns, flags).unbind()), exact.to(self.delta.dtype)
 
     @property
     def ratio(self) -> Tensor:
         """[n] rho of the clamped Delta; 1 where not valid."""
         return self._measured[1]
 
-    @cached_property
+    @property
     def total(self) -> Tensor:
         """[N] float64, sum of Delta over each response."""
-        return self._measured[0][0]
+        return self._measured[0].delta
 
     @cached_property
     def ratio_total(self) -> Tensor:
         """[N] float64, sum of rho over the valid tokens of each sequence."""
         # Every other token has counted as 1.
-        return self._measured[0][2] - (self.cu_seqlens.diff() - self.num_valid)
+        return self._measured[0].ratio - (self.cu_seqlens.diff() - self.num_valid)
 
     @cached_property
     def k3_total(self) -> Tensor:
         """[N] float64, sum of k3 over the valid tokens: of rho, less the sum of 1 + Delta. Rounding leaves 1e-15 per
         token, which is far below any bound."""
-        return (self.ratio_total - self._measured[0][1] - self.num_valid).clamp_(min=0)
+        return (self.ratio_total - self._measured[0].clamped - self.num_valid).clamp_(min=0)
 
-    @cached_property
+    @property
     def num_tokens(self) -> Tensor:
         """[N] float64, response tokens of each sequence."""
-        return self._measured[0][3]
+        return self._measured[0].tokens
 
-    @cached_property
+    @property
     def num_valid(self) -> Tensor:
         """[N] float64, valid tokens of each sequence."""
-        return self._measured[0][4]
+        return self._measured[0].valid
 
     @cached_property
     def complete(self) -> Tensor:
@@ -101,6 +117,7 @@ def measure(
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
+    segments: Segments,
     advantages: Tensor | None = None,
 ) -> Gap:
     """The gap of some sequences; arguments as in `algorithms.correction.correct`, response_mask not a slice."""
@@ -114,7 +131,7 @@ def measure(
         valid_bits=is_valid,
         response_mask=response_mask,
         cu_seqlens=cu_seqlens,
-        segments=Segments(cu_seqlens, num_tokens=response_mask.shape[0]),
+        segments=segments,
         trainer_logprobs=rollout if old_logprobs is None else keep_where(is_valid, old_logprobs),
         rollout_logprobs=rollout,
         advantages=advantages,
@@ -130,7 +147,10 @@ def gaps(
     advantages: Tensor | None = None,
 ) -> Iterator[tuple[slice, Gap]]:
     """Consecutive pieces of a batch: (their tokens, their gap)."""
-    for tokens, part_cu_seqlens in sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0]):
+    chunks = sequence_chunks(cu_seqlens, num_tokens=response_mask.shape[0])
+    # All at once: between the tokens of two pieces the code of its many small steps would leave the cache.
+    segments = [Segments(part, num_tokens=tokens.stop - tokens.start) for tokens, part in chunks]
+    for (tokens, part_cu_seqlens), part_segments in zip(chunks, segments, strict=True):
         yield (
             tokens,
             measure(
@@ -138,6 +158,7 @@ def gaps(
                 rollout_logprobs=rollout_logprobs[tokens],
                 response_mask=response_mask[tokens].clone(),
                 cu_seqlens=part_cu_seqlens,
+                segments=part_segments,
                 advantages=None if advantages is None else advantages[tokens],
             ),
         )

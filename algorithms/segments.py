@@ -9,13 +9,22 @@ n: tokens of the pack, N: sequences, B: whole blocks, E: tokens that are taken o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK: Final = 64
 """Tokens of a block: long enough that blocks are cheap, short enough that few tokens share one with a border."""
+
+
+class Column(NamedTuple):
+    """One number per token, added up as far as it goes without the sequences."""
+
+    blocks: Tensor
+    """[B] float64, sums of whole blocks; of flags int64, see `Segments.flags`."""
+    edges: Tensor
+    """[E] float64 or bool, the tokens that are taken one by one."""
 
 
 class Segments:
@@ -48,33 +57,43 @@ class Segments:
             self._slots = torch.cat([blocks, self._edge_owner.masked_fill(outside, self.num_sequences)])
 
     def sum(self, values: Tensor) -> Tensor:
-        """values [n] float32 or float64 -> [N] float64; finite everywhere, padding included."""
-        return self.totals([values])[0]
+        """values [n] float64 -> [N] float64; finite everywhere, padding included."""
+        return self.totals([self.column(values)])[0]
 
     def count(self, flags: Tensor) -> Tensor:
         """flags [n] bool, not a slice -> number of True [N] float64."""
-        return self.totals(flags=[flags])[0]
+        return self.totals(flags=[self.flags(flags)])[0]
 
-    def totals(self, values: Sequence[Tensor] = (), flags: Sequence[Tensor] = ()) -> Tensor:
+    def zeros(self) -> Tensor:
+        """[N] float64."""
+        return torch.zeros(self.num_sequences, dtype=torch.float64, device=self._slots.device)
+
+    def column(self, values: Tensor) -> Column:
+        """values [n] float64 -> what `totals` needs of them, so that they may be written over."""
+        whole = values[: self._num_blocks * BLOCK].view(-1, BLOCK)
+        return Column(blocks=whole.sum(1), edges=values.index_select(0, self._edges))
+
+    def flags(self, flags: Tensor) -> Column:
+        """`column` of flags [n] bool, not a slice."""
+        # Eight flags at a time as the bytes of an integer.
+        eights = flags[: self._num_blocks * BLOCK].view(torch.int64).view(-1, BLOCK // 8)
+        return Column(blocks=eights.sum(1), edges=flags.index_select(0, self._edges))
+
+    def totals(self, values: Sequence[Column] = (), flags: Sequence[Column] = ()) -> Tensor:
         """`sum` of j columns, then `count` of k more -> [j + k, N] float64: many at once take few calls."""
-        columns = [*values, *flags]
-        if not columns:
-            return self._slots.new_zeros(0, self.num_sequences, dtype=torch.float64)
-        edges = torch.stack([column.index_select(0, self._edges).double() for column in columns])
-        if self._num_blocks:
-            blocks = [column.unfold(0, BLOCK, BLOCK).sum(1, dtype=torch.float64) for column in values]
-            blocks += self._counts_of_blocks(flags) if flags else []
-            edges = torch.cat([torch.stack(blocks), edges], dim=1)
+        parts = []
+        if values:
+            parts += [torch.stack([column.blocks for column in values]), torch.stack([column.edges for column in values])]
+        if flags:
+            # A product collects the sum of eight bytes, at most 64, in the top one.
+            eights = torch.stack([column.blocks for column in flags]).mul_(0x0101010101010101)
+            parts += [eights.bitwise_right_shift_(56).double(), torch.stack([column.edges for column in flags]).double()]
+        if values and flags:
+            parts = [torch.cat(parts[::2]), torch.cat(parts[1::2])]
+        added = torch.cat(parts, dim=1)
         # One slot more than sequences takes what belongs to none.
-        sums = edges.new_zeros(len(columns), self.num_sequences + 1)
-        return sums.scatter_add_(1, self._slots.expand(len(columns), -1), edges)[:, : self.num_sequences]
-
-    @staticmethod
-    def _counts_of_blocks(flags: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Number of True in each block, [B] float64 each."""
-        # Eight flags at a time as the bytes of an integer: the product collects their sum, at most 64, in the top byte.
-        eights = torch.stack([column.unfold(0, BLOCK, BLOCK).view(torch.int64).sum(1) for column in flags])
-        return eights.mul_(0x0101010101010101).bitwise_right_shift_(56).double().unbind()
+        sums = added.new_zeros(added.shape[0], self.num_sequences + 1)
+        return sums.scatter_add_(1, self._slots.expand_as(added), added)[:, : self.num_sequences]
 
     def expand(self, values: Tensor) -> Tensor:
         """One value per sequence [N] -> the value of each token's sequence [n]; 0 on padding."""

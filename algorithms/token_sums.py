@@ -16,7 +16,7 @@ from algorithms.bits import keep_where, mask_bits
 from algorithms.correction import Applied
 from algorithms.gap import Gap
 from algorithms.kl import LOG2_E
-from algorithms.segments import BLOCK
+from algorithms.segments import BLOCK, Column, Segments
 from algorithms.sketch import GROUP_BINS, KEPT_KIND, REJECTED_KIND, add_log_ratios
 
 TOKEN_SUMS: Final = (
@@ -71,6 +71,27 @@ class SequenceSums(NamedTuple):
     """Number of those that the correction keeps."""
 
 
+class _Piece(NamedTuple):
+    """What `SequenceSums` need of some sequences."""
+
+    segments: Segments
+    values: list[Column]
+    """rollout, and weight where there is one."""
+    flags: list[Column]
+    """kept where there is a correction."""
+    delta: Tensor
+    k3: Tensor
+    tokens: Tensor
+    valid: Tensor
+
+    def sums(self) -> Tensor:
+        """`SequenceSums` as rows."""
+        none = self.segments.zeros()
+        rollout, weight, kept = (*self.segments.totals(self.values, self.flags), none, none)[:3]
+        columns = SequenceSums(self.delta, rollout, weight, self.k3, self.tokens, self.valid, kept)
+        return torch.stack(columns)
+
+
 class TokenTotals:
     """Sums over the tokens of a batch, piece by piece."""
 
@@ -80,39 +101,30 @@ class TokenTotals:
         self._with_k3 = with_k3
         self._totals: list[Tensor] = []
         self._maxes: list[Tensor] = []
-        self._rows: list[Tensor] = []
+        self._pieces: list[_Piece] = []
         self._num_tokens = 0
         self._uncounted_kind = KEPT_KIND
 
     def add(self, gap: Gap, extras: Extras, applied: Applied | None) -> None:
         """Count the sequences of `gap`; extras of their tokens, and what the correction applied to them."""
-        none = torch.zeros_like(gap.num_valid)
-        weight = kind = None
-        if applied is None:
-            total_rollout, total_weight, num_kept = gap.segments.sum(gap.rollout_logprobs), none, none
-        else:
+        segments = gap.segments
+        values, flags, weight, kind = [segments.column(gap.rollout_logprobs.double())], [], None, None
+        if applied is not None:
             kind, weight = applied.kept + 1, applied.weight.double()
-            total_rollout, total_weight, num_kept = gap.segments.totals([gap.rollout_logprobs, weight], [applied.keep])
-        add_log_ratios(self._table, gap.delta, kind=kind)
-        self._uncounted_kind = KEPT_KIND if kind is None else REJECTED_KIND
+            values.append(segments.column(weight))
+            flags.append(segments.flags(applied.keep))
+        k3 = gap.k3_total if self._with_k3 else segments.zeros()
+        self._pieces.append(_Piece(segments, values, flags, gap.total, k3, gap.num_tokens, gap.num_valid))
         self._num_tokens += gap.delta.shape[0]
-        columns = SequenceSums(
-            delta=gap.total,
-            rollout=total_rollout,
-            weight=total_weight,
-            k3=gap.k3_total if self._with_k3 else none,
-            tokens=gap.num_tokens,
-            valid=gap.num_valid,
-            kept=num_kept,
-        )
-        self._rows.append(torch.stack(columns))
+        self._uncounted_kind = KEPT_KIND if kind is None else REJECTED_KIND
+        add_log_ratios(self._table, gap.delta, kind=kind)
         totals, maxes = _token_sums(gap, extras, weight)
         self._totals.append(totals)
         self._maxes.append(maxes)
 
     def joined(self) -> tuple[Tensor, Tensor, SequenceSums]:
         """TOKEN_SUMS, MISMATCH_MAXES, and sums per sequence."""
-        sequences = SequenceSums(*torch.cat(self._rows, dim=1).unbind())
+        sequences = SequenceSums(*torch.cat([piece.sums() for piece in self._pieces], dim=1).unbind())
         # Tokens that are not valid were counted with Delta = 0, among the rejected ones if there is such a class.
         self._table[0, self._uncounted_kind * GROUP_BINS] -= self._num_tokens - sequences.valid.sum()
         return torch.stack(self._totals).sum(0), torch.stack(self._maxes).amax(0), sequences
@@ -123,11 +135,12 @@ def _token_sums(gap: Gap, extras: Extras, weight: Tensor | None) -> tuple[Tensor
     mu = _probability(gap.rollout_logprobs)
     # The difference of equal log-probs is exactly 0; where a token is not valid both are.
     difference = _probability(gap.trainer_logprobs).sub_(mu).double()
-    mu, distance = keep_where(gap.valid_bits, mu).double(), difference.abs()
-    zero = distance.new_zeros(())
-    sums = [mu.sum(), difference.sum(), distance.sum()]
-    sums += [torch.dot(mu, mu), torch.dot(difference, difference), torch.dot(mu, difference)]
-    sums.append(zero if weight is None else torch.dot(weight, weight))
+    mu = keep_where(gap.valid_bits, mu).double()
+    zero = difference.new_zeros(())
+    first = [mu.sum(), difference.sum()]
+    squares = [torch.dot(mu, mu), torch.dot(difference, difference), torch.dot(mu, difference)]
+    distance = difference.abs_()
+    sums = [*first, distance.sum(), *squares, zero if weight is None else torch.dot(weight, weight)]
     if extras.advantages is None or weight is None:
         sums += [zero] * 4
     else:
