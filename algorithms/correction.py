@@ -268,7 +268,7 @@ def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) ->
     values: dict[str, Column] = {}
     flags = {name: segments.flags(rejected) for name, rejected in verdict.tokens.items()}
     if bounded.raw is None:
-        known["raw_weight"] = gap.num_valid
+        flags["raw_weight"] = segments.flags(gap.valid)
     elif bounded.is_ratio:
         known["raw_weight"] = gap.ratio_total
     else:
