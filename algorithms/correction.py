@@ -250,12 +250,20 @@ class _Effects(NamedTuple):
     segments: Segments
     values: dict[str, Column]
     flags: dict[str, Column]
-    known: dict[str, Tensor]
-    """[N] float64 each."""
+    ratio: Tensor | None
+    """[N] float64, the raw weight where it is the ratio."""
+    tokens: Tensor | None
+    """[N] float64, response tokens; None if no criterion is over responses."""
+    responses: dict[str, Tensor]
+    """Criterion over responses -> those that it keeps, [N] bool."""
 
     def by_response(self, names: Sequence[str]) -> Tensor:
         """One row per name, 0 where there is no such effect -> [len(names), N] float64."""
-        rows = dict(self.known)
+        rows: dict[str, Tensor] = {}
+        if self.ratio is not None:
+            rows["raw_weight"] = self.ratio
+        if self.tokens is not None:
+            rows |= {name: self.tokens * ~keeps for name, keeps in self.responses.items()}
         if self.values or self.flags:
             totals = self.segments.totals(list(self.values.values()), list(self.flags.values()))
             rows |= zip([*self.values, *self.flags], totals, strict=True)
@@ -264,13 +272,13 @@ class _Effects(NamedTuple):
 
 
 def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> _Effects:
-    segments, known = gap.segments, dict(verdict.responses)
+    segments, ratio = gap.segments, None
     values: dict[str, Column] = {}
     flags = {name: segments.flags(rejected) for name, rejected in verdict.tokens.items()}
     if bounded.raw is None:
         flags["raw_weight"] = segments.flags(gap.valid)
     elif bounded.is_ratio:
-        known["raw_weight"] = gap.ratio_total
+        ratio = gap.ratio_total
     else:
         values["raw_weight"] = segments.column(keep_where(gap.valid_bits, bounded.raw).double())
     if bounded.cut is not None:
@@ -279,7 +287,8 @@ def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) ->
         flags["clipped"] = segments.flags(taken_off.to(torch.bool))
     if bounded.raised is not None:
         flags["raised"] = segments.flags(bounded.raised & applied.keep)
-    return _Effects(segments=segments, values=values, flags=flags, known=known)
+    tokens = gap.num_tokens if verdict.responses else None
+    return _Effects(segments, values, flags, ratio, tokens, verdict.responses)
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token

@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
     tokens: dict[str, Tensor]
     """Criterion over tokens -> the response tokens that it rejects, [n] bool."""
     responses: dict[str, Tensor]
-    """Criterion over responses -> the number of response tokens that it rejects, [N] float64."""
+    """Criterion over responses -> those that it keeps, [N] bool."""
 
 
 def decide(config: RejectConfig, gap: Gap) -> Verdict:
@@ -50,7 +50,7 @@ def decide(config: RejectConfig, gap: Gap) -> Verdict:
         else:
             keeps = RESPONSE_CRITERIA[name](gap, bound) & gap.complete
             keep_responses = keeps if keep_responses is None else keep_responses & keeps
-            responses[name] = gap.num_tokens * ~keeps
+            responses[name] = keeps
     if keep_responses is not None:
         keep = keep & gap.segments.expand(keep_responses)
     return Verdict(keep=keep, tokens=tokens, responses=responses)

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from algorithms.bits import keep_where, mask_bits
 from algorithms.correction import Applied
@@ -99,8 +100,8 @@ class TokenTotals:
         """table: the sketch to fill (`algorithms.sketch.new_table`); with_k3: whether k3 by sequence is wanted."""
         self._table = table
         self._with_k3 = with_k3
-        self._totals: list[Tensor] = []
-        self._maxes: list[Tensor] = []
+        self._totals: list[list[Tensor]] = []
+        self._maxes: list[list[Tensor]] = []
         self._pieces: list[_Piece] = []
         self._num_tokens = 0
         self._uncounted_kind = KEPT_KIND
@@ -127,11 +128,13 @@ class TokenTotals:
         sequences = SequenceSums(*torch.cat([piece.sums() for piece in self._pieces], dim=1).unbind())
         # Tokens that are not valid were counted with Delta = 0, among the rejected ones if there is such a class.
         self._table[0, self._uncounted_kind * GROUP_BINS] -= self._num_tokens - sequences.valid.sum()
-        return torch.stack(self._totals).sum(0), torch.stack(self._maxes).amax(0), sequences
+        totals = torch.stack([torch.stack(totals) for totals in self._totals]).sum(0)
+        maxes = torch.stack([torch.stack([maximum.double() for maximum in maxes]) for maxes in self._maxes]).amax(0)
+        return totals, maxes, sequences
 
 
-def _token_sums(gap: Gap, extras: Extras, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """TOKEN_SUMS and MISMATCH_MAXES of a part, float64; weight [n] float64."""
+def _token_sums(gap: Gap, extras: Extras, weight: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """TOKEN_SUMS, float64, and MISMATCH_MAXES of a part; weight [n] float64."""
     mu = _probability(gap.rollout_logprobs)
     # The difference of equal log-probs is exactly 0; where a token is not valid both are.
     difference = _probability(gap.trainer_logprobs).sub_(mu).double()
@@ -149,13 +152,10 @@ def _token_sums(gap: Gap, extras: Extras, weight: Tensor | None) -> tuple[Tensor
         sums += [advantage.sum(), size.sum(), torch.dot(weight, advantage), torch.dot(weight, size)]
     sums.append(zero if extras.entropy is None else keep_where(gap.valid_bits, extras.entropy).double().sum())
     maxes = [gap.delta.amax(), -gap.delta.amin(), distance.amax()] if distance.shape[0] else [zero - math.inf] * 3
-    return torch.stack(sums), torch.stack([maximum.double() for maximum in maxes])
+    return sums, maxes
 
 
 def _probability(logprobs: Tensor) -> Tensor:
     """exp of logprobs [n]. Filled up to whole vectors: what is left over a processor rounds in another way."""
     num_tokens = logprobs.shape[0]
-    octaves = logprobs.new_empty(num_tokens + -num_tokens % BLOCK)
-    octaves[num_tokens:] = 0
-    torch.mul(logprobs, LOG2_E, out=octaves[:num_tokens])
-    return octaves.exp2_()[:num_tokens]
+    return pad(logprobs, (0, -num_tokens % BLOCK)).mul_(LOG2_E).exp2_()[:num_tokens]
