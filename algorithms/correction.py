@@ -20,7 +20,7 @@ T: packed tokens, N: sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -49,11 +49,12 @@ from algorithms.config import (
     VanillaISConfig,
     WeightSpec,
 )
+from algorithms.effects import Effects
 from algorithms.gap import Gap, gaps
 from algorithms.kl import bounded_exp
 from algorithms.masked import require_packed, segment_mean, segment_sum
 from algorithms.rejection import Verdict, decide
-from algorithms.segments import Column, Segments
+from algorithms.segments import Column
 
 __all__ = [
     "BypassConfig",
@@ -184,7 +185,7 @@ class Pieces:
         self._spec = spec
         self._anchor, self._weight = torch.empty_like(like), torch.empty_like(like)
         self._keep = torch.empty_like(like, dtype=torch.bool)
-        self._effects: list[_Effects] = []
+        self._effects: list[Effects] = []
 
     def add(self, tokens: slice, gap: Gap) -> Applied:
         """Correct the sequences of `gap`, which lie at `tokens`."""
@@ -232,7 +233,7 @@ def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens
     return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
 
 
-def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, _Effects]:
+def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Effects]:
     """Anchor [n], what is applied, and its effects on a few whole sequences."""
     verdict = decide(spec.reject, gap)
     bounded = _bounded(spec.weight, gap)
@@ -244,39 +245,12 @@ def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, _Effects]
     return anchor, applied, _effects(gap, verdict, bounded, applied)
 
 
-class _Effects(NamedTuple):
-    """EFFECTS and the tokens that each criterion rejects, of some sequences; added up by sequence when asked."""
-
-    segments: Segments
-    values: dict[str, Column]
-    flags: dict[str, Column]
-    ratio: Tensor | None
-    """[N] float64, the raw weight where it is the ratio."""
-    tokens: Tensor | None
-    """[N] float64, response tokens; None if no criterion is over responses."""
-    responses: dict[str, Tensor]
-    """Criterion over responses -> those that it keeps, [N] bool."""
-
-    def by_response(self, names: Sequence[str]) -> Tensor:
-        """One row per name, 0 where there is no such effect -> [len(names), N] float64."""
-        rows: dict[str, Tensor] = {}
-        if self.ratio is not None:
-            rows["raw_weight"] = self.ratio
-        if self.tokens is not None:
-            rows |= {name: self.tokens * ~keeps for name, keeps in self.responses.items()}
-        if self.values or self.flags:
-            totals = self.segments.totals(list(self.values.values()), list(self.flags.values()))
-            rows |= zip([*self.values, *self.flags], totals, strict=True)
-        none = self.segments.zeros()
-        return torch.stack([rows.get(name, none) for name in names])
-
-
-def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> _Effects:
+def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> Effects:
     segments, ratio = gap.segments, None
     values: dict[str, Column] = {}
-    flags = {name: segments.flags(rejected) for name, rejected in verdict.tokens.items()}
+    flags = {name: segments.flag_column(rejected) for name, rejected in verdict.tokens.items()}
     if bounded.raw is None:
-        flags["raw_weight"] = segments.flags(gap.valid)
+        flags["raw_weight"] = segments.flag_column(gap.valid)
     elif bounded.is_ratio:
         ratio = gap.ratio_total
     else:
@@ -284,11 +258,11 @@ def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) ->
     if bounded.cut is not None:
         taken_off = keep_where(applied.kept, bounded.cut)
         values["cut_weight"] = segments.column(taken_off.double())
-        flags["clipped"] = segments.flags(taken_off.to(torch.bool))
+        flags["clipped"] = segments.flag_column(taken_off.to(torch.bool))
     if bounded.raised is not None:
-        flags["raised"] = segments.flags(bounded.raised & applied.keep)
+        flags["raised"] = segments.flag_column(bounded.raised & applied.keep)
     tokens = gap.num_tokens if verdict.responses else None
-    return _Effects(segments, values, flags, ratio, tokens, verdict.responses)
+    return Effects(segments, values, flags, ratio, tokens, verdict.responses)
 
 
 # ---------------------------------------------------------------- levels: Delta -> log-ratio of each token

@@ -62,7 +62,7 @@ class Gap:
         """Sums by sequence, and rho [n]. Each step is written over the one before: float64 tokens take much of the
         cache."""
         segments = self.segments
-        flags = [segments.flags(self.response_mask), segments.flags(self.valid)]
+        flags = [segments.flag_column(self.response_mask), segments.flag_column(self.valid)]
         exact = self.delta.to(torch.float64, copy=True)
         columns = [segments.column(exact)]
         columns.append(segments.column(exact.clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)))

@@ -87,6 +87,7 @@ class _Piece(NamedTuple):
 
     def sums(self) -> Tensor:
         """`SequenceSums` as rows."""
+        # Without a correction there is neither weight nor kept.
         none = self.segments.zeros()
         rollout, weight, kept = (*self.segments.totals(self.values, self.flags), none, none)[:3]
         columns = SequenceSums(self.delta, rollout, weight, self.k3, self.tokens, self.valid, kept)
@@ -113,7 +114,7 @@ class TokenTotals:
         if applied is not None:
             kind, weight = applied.kept + 1, applied.weight.double()
             values.append(segments.column(weight))
-            flags.append(segments.flags(applied.keep))
+            flags.append(segments.flag_column(applied.keep))
         k3 = gap.k3_total if self._with_k3 else segments.zeros()
         self._pieces.append(_Piece(segments, values, flags, gap.total, k3, gap.num_tokens, gap.num_valid))
         self._num_tokens += gap.delta.shape[0]
