@@ -87,7 +87,7 @@ class Segments:
         return sums.scatter_add_(0, self._edge_owner, tokens.double())
 
     def totals(self, values: Sequence[Column] = (), flags: Sequence[Column] = ()) -> Tensor:
-        """`sum` of j columns, then `count` of k, together at least one -> [j + k, N] float64; fewer calls than singly."""
+        """`sum` of j columns, then `count` of k, at least one in all -> [j + k, N] float64; few calls."""
         blocks, edges = [], []
         if values:
             blocks.append(torch.stack([column.blocks for column in values]))

@@ -7,9 +7,9 @@ same with `correct` and `mismatch_stats` one after the other. verl's:
 `compute_rollout_correction_and_rejection_mask` with the same weight and the options that make it compute the same
 criteria, and `calculate_debug_metrics`, which holds its probability differences and Pearson correlation. verl is
 optional (pip install verl); without it only our times are printed. Repeats are interleaved and medians compared. With
-one thread times are processor time, so that other programs count little; with more they are wall time. The last table
-is what the tensor operations of one pass cost by themselves: less is not to be had without other operations. Prints
-Markdown.
+one thread times are processor time, so that other programs count little; with more they are wall time. The last tables
+are what the tensor operations of one pass cost by themselves (less is not to be had without other operations), and what
+a few small steps cost once their code has left the cache. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from algorithms.config import Bound, CustomConfig, Level, RejectConfig
 from algorithms.correction import Correction, correct
 from algorithms.diagnostics import StepContext, correct_and_measure, mismatch_stats
 from algorithms.histograms import mismatch_histograms
-from algorithms.segments import BLOCK
+from algorithms.segments import BLOCK, Segments
 
 CONFIG = CustomConfig(
     level=Level.token,
@@ -237,12 +237,12 @@ def floor(arguments: argparse.Namespace) -> None:
     flags = torch.ones(size, dtype=torch.bool)
     bins, table = torch.randint(4000, (size,)), torch.zeros(4096, dtype=torch.float64)
     passes: list[tuple[str, int, Callable[[], object]]] = [
-        ("float32 in, float32 out", 19, lambda: torch.sub(single, single_out, out=single_out)),
+        ("float32 in, float32 out", 20, lambda: torch.sub(single, single_out, out=single_out)),
         ("masks and bins, int32", 12, lambda: torch.bitwise_and(bits, bits_out, out=bits_out)),
         ("masks, bool", 13, lambda: flags.logical_and_(flags)),
-        ("bool to int32 or float32, and back", 8, lambda: bits_out.copy_(flags)),
-        ("float32 to float64, and back", 10, lambda: double_out.copy_(single)),
-        ("float64 in, float64 out", 3, lambda: torch.mul(double, 1.5, out=double_out)),
+        ("bool to int32, and back", 7, lambda: bits_out.copy_(flags)),
+        ("float32 to float64, and back", 9, lambda: double_out.copy_(single)),
+        ("float64 in, float64 out", 4, lambda: torch.mul(double, 1.5, out=double_out)),
         ("exp2, float32", 2, lambda: torch.exp2(single, out=single_out)),
         ("exp2, float64", 1, lambda: torch.exp2(double, out=double_out)),
         ("sums of blocks, float64", 6, lambda: double.view(-1, BLOCK).sum(1)),
@@ -263,6 +263,23 @@ def floor(arguments: argparse.Namespace) -> None:
     write()
 
 
+def small_steps(arguments: argparse.Namespace) -> None:
+    """What steps over the sequences of a piece cost, the more the longer ago their code was used last."""
+    num = CHUNK_TOKENS // arguments.length
+    cu_seqlens = torch.arange(0, num + 1, dtype=torch.int32) * arguments.length
+    write(f"## The {num} sequences of a piece: `Segments`, about 30 calls on small tensors\n")
+    write("| data touched before each | ms |")
+    write("|---|---|")
+    for mebibytes in (0, 8, 64):
+        data = torch.zeros(mebibytes * 2**18)
+        took = []
+        for _ in range(10 * arguments.repeats):
+            data.add_(1.0)
+            took.append(seconds(lambda: Segments(cu_seqlens, num_tokens=num * arguments.length)))
+        write(f"| {mebibytes} MiB | {1e3 * statistics.median(took):.3f} |")
+    write()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--responses", type=int, default=512)
@@ -275,6 +292,7 @@ def main() -> None:
     growth(arguments)
     demo(arguments)
     floor(arguments)
+    small_steps(arguments)
 
 
 if __name__ == "__main__":
