@@ -38,6 +38,11 @@ RANK_KERNELS = 32
 """Of the 1,024 that torch keeps in front of oneDNN, for a rank: there a bfloat16 product of a shape that never comes
 again costs 0.2 MiB. Engines keep all, for their batch sizes come again and again."""
 
+RANK_HEAP = f"glibc.malloc.mmap_threshold={2**40}:glibc.malloc.trim_threshold={2**40}:glibc.malloc.hugetlb=1"
+"""How glibc keeps the memory of a rank on a CPU: all of it on the heap, so that tensors of tens of MiB find the pages
+of those before them instead of new ones from the kernel, and in pages of 2 MiB where the kernel has them. What is free
+is given back by `rollout/process_memory.py`."""
+
 
 class PlacementError(RuntimeError):
     """The resources of the run cannot be had: says what is required and what is available."""
@@ -274,6 +279,8 @@ class Cluster:
         }
         if worker < self._config.policy.num_workers:
             environment["LRU_CACHE_CAPACITY"] = str(RANK_KERNELS)
+            if self._config.policy.gpus_per_worker == 0:
+                environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", RANK_HEAP)
         if self._config.cluster.address is None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         return {

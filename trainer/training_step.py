@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from algorithms.config import CorrectionConfig
 from algorithms.histograms import HistogramArrays
-from rollout.process_memory import give_back_free_memory
+from rollout.process_memory import FreedMemory
 from rollout.weights import DTYPES
 from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
 from trainer.config import TrainConfig
@@ -71,6 +71,7 @@ class TrainingStep:
         self._reference = reference
         self._critic = critic
         self._device = device
+        self._freed = FreedMemory()
         self._recorder: StepRecorder | None = None
         """What is to be written down of the step that was trained last, if it is due."""
 
@@ -117,7 +118,7 @@ class TrainingStep:
         metrics["perf/worker_train_s"] = time.perf_counter() - started
         peak = read_peak(self._device)
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
-        give_back_free_memory()
+        self._freed.end_step()
         sample_k3 = totals.sample_k3()
         return TrainReport(
             metrics=metrics,

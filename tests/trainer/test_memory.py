@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -13,8 +14,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollout.process_memory import MemoryUse, give_back_free_memory, memory_use, peak_bytes, reset_peak
-from trainer.cluster import RANK_KERNELS
+from rollout.process_memory import (
+    STEPS_KEPT,
+    FreedMemory,
+    MemoryUse,
+    give_back_free_memory,
+    memory_use,
+    peak_bytes,
+    reset_peak,
+)
+from trainer.cluster import RANK_HEAP, RANK_KERNELS
 from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, theil_sen
 
 AVAILABLE = 10 * 2**30
@@ -154,3 +163,44 @@ def test_products_of_ever_new_shapes_do_not_fill_the_memory_of_a_rank() -> None:
     environment = os.environ | {"LRU_CACHE_CAPACITY": str(RANK_KERNELS), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}
     run = subprocess.run([sys.executable, "-c", SHAPES], env=environment, capture_output=True, text=True, timeout=120)
     assert int(run.stdout) < 10 * MIB
+
+
+def test_freed_memory_is_kept_for_the_next_steps_and_then_given_back() -> None:
+    freed, held, given = FreedMemory(), [], []
+    for step in range(2 * STEPS_KEPT):
+        blocks = [np.ones(64 * 2**10, dtype=np.uint8) for _ in range(2000)]
+        held.append(blocks.pop())  # keeps the heap from shrinking
+        del blocks
+        before = memory_use().private
+        if freed.end_step():
+            given.append(step + 1)
+            assert before - memory_use().private > 100 * MIB
+    assert given == [STEPS_KEPT, 2 * STEPS_KEPT]
+
+
+def test_freed_memory_that_grows_fast_is_given_back_at_once() -> None:
+    freed = FreedMemory()
+    assert not freed.end_step()
+    held = np.ones(2 * memory_use().private, dtype=np.uint8)
+    assert freed.end_step()
+    del held
+    assert not freed.end_step()
+
+
+LARGE = """
+import resource, torch
+for _ in range(8):
+    torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_tensors_of_a_rank_find_the_memory_of_those_before_them() -> None:
+    """Of 64 MiB each; on a heap of its own glibc asks the kernel for 16,384 new pages every time."""
+    environment = os.environ | {"GLIBC_TUNABLES": RANK_HEAP}
+    run = subprocess.run([sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=120)
+    assert int(run.stdout) < 100
