@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from rollout.hf import PreTrainedModel
+from rollout.products import linear
 from rollout.quantized_activations import Rounding
 from rollout.slots import Prefill, Step
 

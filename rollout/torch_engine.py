@@ -20,6 +20,7 @@ from rollout.decoder import build_decoder
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.model_limits import altered_logits
+from rollout.products import use_fast_products
 from rollout.quantized_activations import input_rounding, round_inputs
 from rollout.slots import SLOT_ATTENTION
 from rollout.types import Completion, GenerateRequest, WeightBucket
@@ -83,6 +84,7 @@ class TorchEngine(Engine):
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._version = 0
         self._broken = ""
+        use_fast_products(model)
         if self._rounding is not None:
             round_inputs(model, self._rounding)
         self._loop.load(build_decoder(model, self._rounding), policy_version=0)

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from rollout.config import DType
+from rollout.products import linear
 from rollout.weights import DTYPES
 from trainer.cache import default_cache_dir
 
@@ -41,7 +42,7 @@ PRODUCT_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 BUSY_PERCENT = 25.0
 """Processor time that others may take, in percent of the machine, before a measurement is not kept."""
 BUSY_LOOK_S = 0.2
-SCHEMA = 1
+SCHEMA = 2
 """Of the cached file; raised when the way of measuring changes."""
 
 
@@ -160,10 +161,9 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     rate = 0.0
     for size in PRODUCT_SIZES:
         left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(left)
 
-        def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = out) -> None:
-            torch.mm(left, right, out=out)
+        def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            linear(left, right)
 
         seconds = _best(multiply, device, budget_s=0.0)
         is_long = seconds >= LONG_PRODUCT_S or size == PRODUCT_SIZES[-1]

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollout.hf import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rollout.model_limits import altered_logits
+from rollout.products import use_fast_products
 from trainer.attention import PACKED_ATTENTION
 from trainer.host_copy import with_local_part
 
@@ -53,6 +54,7 @@ def empty_causal_lm(path: Path) -> PreTrainedModel:
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")
+    use_fast_products(model)
     return model
 
 
