@@ -38,6 +38,9 @@ RANK_KERNELS = 32
 """Of the 1,024 that torch keeps in front of oneDNN, for a rank: there a bfloat16 product of a shape that never comes
 again costs 0.2 MiB. Engines keep all, for their batch sizes come again and again."""
 
+SPINS = 2000
+"""Looks that a waiting OpenMP thread (GNU's) takes before it sleeps: tens of microseconds, about what it takes to wake
+one that sleeps. A decoding step is hundreds of operations that are not much longer."""
 RANK_HEAP = f"glibc.malloc.mmap_threshold={2**40}:glibc.malloc.trim_threshold={2**40}:glibc.malloc.hugetlb=1"
 """How glibc keeps the memory of a rank on a CPU: all of it on the heap, so that tensors of tens of MiB find the pages
 of those before them instead of new ones from the kernel, and in pages of 2 MiB where the kernel has them. What is free
@@ -275,6 +278,7 @@ class Cluster:
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_KERNELS),
         }
         if worker < self._config.policy.num_workers:
@@ -290,7 +294,7 @@ class Cluster:
                 placement_group=self._placement, placement_group_bundle_index=bundle_numbers(self._config)[worker]
             ),
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
-            # threads must sleep: a spinning one takes a core from the worker that has something to do.
+            # threads must soon sleep: a spinning one takes a core from the worker that has something to do.
             "runtime_env": {"env_vars": environment},
         }
 
