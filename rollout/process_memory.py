@@ -79,8 +79,8 @@ def give_back_free_memory() -> None:
 class FreedMemory:
     """What the C library keeps of freed memory stays for the next step, and is given back now and then.
 
-    To the next step a page that was given back is a page fault and 4 KiB of zeros: a third of a training step's
-    processor time on a CPU. But holes between tensors of ever new sizes add up.
+    To the next step a page that was given back is a page fault and 4 KiB of zeros: more than a quarter of a
+    training step's processor time on a CPU. But holes between tensors of ever new sizes add up.
     """
 
     def __init__(self) -> None:
