@@ -191,7 +191,8 @@ def rows(run_dir: Path, *, without: set[str]) -> list[dict[str, Any]]:
 
 def timed(key: str) -> bool:
     """Whether a metric depends on the clock or on the memory of the process."""
-    return key.startswith(("time/", "perf/")) or key.endswith(("_s", "/seconds"))
+    # Shares of estimated seconds stand on the machine's measured rates, which a busy machine measures at every start.
+    return key.startswith(("time/", "perf/", "rollout/tail_frac")) or key.endswith(("_s", "/seconds"))
 
 
 def seconds(run_dir: Path, key: str) -> list[float]:
