@@ -17,6 +17,11 @@ from torch.nn import functional
 
 MIN_ROWS = 2
 """Of one row, MKL multiplies a vector, which is faster."""
+ROWS_STEP = 16
+"""oneDNN compiles code for every new number of rows, which takes longer than a product of a decoding step. The rows of
+such a step are filled up to a multiple of this, so that the few numbers that are left fit its cache."""
+MAX_FILLED_ROWS = 256
+"""With more rows the product takes longer than the compilation."""
 
 
 @cache
@@ -45,8 +50,13 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if len(rows) < MIN_ROWS:
         return functional.linear(states, weight, bias)
     needs_grad = states.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    product = _Linear.apply if torch.is_grad_enabled() and needs_grad else _product
-    out: Tensor = product(rows, weight, bias)
+    if torch.is_grad_enabled() and needs_grad:
+        out: Tensor = _Linear.apply(rows, weight, bias)
+    elif len(rows) <= MAX_FILLED_ROWS:
+        filled = functional.pad(rows, (0, 0, 0, -len(rows) % ROWS_STEP))
+        out = _product(filled, weight, bias)[: len(rows)]
+    else:
+        out = _product(rows, weight, bias)
     return out.view(*states.shape[:-1], out.shape[-1])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rollout.products
-from rollout.products import Linear, linear, use_fast_products
+from rollout.products import MAX_FILLED_ROWS, ROWS_STEP, Linear, linear, use_fast_products
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -71,6 +71,16 @@ def test_single_rows_no_rows_and_other_types_are_left_to_torch(
     given, weight = torch.randn(states).to(dtype), torch.randn(8, 16).to(dtype)
     assert torch.equal(linear(given, weight), functional.linear(given, weight))
     assert not onednn_everywhere
+
+
+@pytest.mark.parametrize("count", [2, 15, 16, 17, 250, 256, 257, 300])
+def test_few_rows_are_filled_up_to_few_different_numbers(count: int, onednn_everywhere: list[Tensor]) -> None:
+    states, weight = torch.randn(count, 16), torch.randn(8, 16)
+    found = linear(states, weight)
+    assert found.shape == (count, 8) and found.is_contiguous()
+    torch.testing.assert_close(found, functional.linear(states, weight))
+    (product,) = onednn_everywhere
+    assert len(product) == (count if count > MAX_FILLED_ROWS else -(-count // ROWS_STEP) * ROWS_STEP)
 
 
 def test_no_gradient_is_computed_for_what_is_frozen(onednn_everywhere: list[Tensor]) -> None:
