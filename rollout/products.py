@@ -46,7 +46,7 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     is_float32 = states.dtype == weight.dtype == torch.float32
     if states.device.type != "cpu" or not is_float32 or not prefers_onednn():
         return functional.linear(states, weight, bias)
-    rows = states.reshape(-1, states.shape[-1])
+    rows = states.reshape(-1, states.shape[-1]).contiguous()
     if len(rows) < MIN_ROWS:
         return functional.linear(states, weight, bias)
     needs_grad = states.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -75,7 +75,8 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, I] times the transpose of weight [O, I] -> [N, O]; any strides."""
+    """rows [N, I] times the transpose of weight [O, I] -> [N, O]; both contiguous, or transposed from that. For other
+    strides, those of an expanded gradient among them, oneDNN has only reference code: thousands of times as slow."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out
 
@@ -91,6 +92,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad
+        grad = grad.contiguous()
         by_rows = _product(grad, weight.T) if needs_rows else None
         by_weight = None
         if needs_weight and weight.shape[0] > weight.shape[1]:

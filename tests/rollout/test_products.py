@@ -25,6 +25,7 @@ def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]
     product = rollout.products._product
 
     def counted(*arguments: Tensor) -> Tensor:
+        assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in arguments[:2])
         asked.append(product(*arguments))
         return asked[-1]
 
@@ -81,6 +82,13 @@ def test_few_rows_are_filled_up_to_few_different_numbers(count: int, onednn_ever
     torch.testing.assert_close(found, functional.linear(states, weight))
     (product,) = onednn_everywhere
     assert len(product) == (count if count > MAX_FILLED_ROWS else -(-count // ROWS_STEP) * ROWS_STEP)
+
+
+def test_operands_of_other_strides_are_written_out_first(onednn_everywhere: list[Tensor]) -> None:
+    given, weight = torch.randn(40, 64)[:, ::2], torch.randn(8, 32, requires_grad=True)
+    linear(given, weight).sum().backward()  # an expanded gradient: its strides are 0
+    assert len(onednn_everywhere) == 2
+    torch.testing.assert_close(weight.grad, given.sum(0).expand(8, 32), rtol=1e-5, atol=1e-5)
 
 
 def test_no_gradient_is_computed_for_what_is_frozen(onednn_everywhere: list[Tensor]) -> None:
