@@ -92,7 +92,7 @@ class FreedMemory:
     def end_step(self) -> bool:
         """Call after every step; whether freed memory was given back."""
         self._steps += 1
-        private = memory_use().private
+        private = _private(psutil.Process())
         if self._steps == 1:
             self._first = private
         if self._steps < STEPS_KEPT and private <= GROWTH_KEPT * self._first:
