@@ -66,7 +66,7 @@ def test_products_and_gradients_are_those_of_torch(
 @pytest.mark.parametrize(
     ("states", "dtype"), [((1, 16), torch.float32), ((0, 16), torch.float32), ((5, 16), torch.bfloat16)]
 )
-def test_single_rows_no_rows_and_other_types_are_left_to_torch(
+def test_single_rows_no_rows_and_other_types_are_multiplied_by_torch(
     states: tuple[int, int], dtype: torch.dtype, onednn_everywhere: list[Tensor]
 ) -> None:
     given, weight = torch.randn(states).to(dtype), torch.randn(8, 16).to(dtype)
@@ -82,6 +82,21 @@ def test_few_rows_are_filled_up_to_few_different_numbers(count: int, onednn_ever
     torch.testing.assert_close(found, functional.linear(states, weight))
     (product,) = onednn_everywhere
     assert len(product) == (count if count > MAX_FILLED_ROWS else -(-count // ROWS_STEP) * ROWS_STEP)
+
+
+@pytest.mark.parametrize("count", [2, 15, 16, 17, 256, 257])
+def test_few_rows_are_filled_up_in_bfloat16_too(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, weight = torch.randn(count, 16).bfloat16(), torch.randn(8, 16).bfloat16()
+    expected, multiplied = functional.linear(states, weight), []
+    product = functional.linear
+
+    def counted(rows: Tensor, *rest: Tensor) -> Tensor:
+        multiplied.append(len(rows))
+        return product(rows, *rest)
+
+    monkeypatch.setattr(functional, "linear", counted)
+    assert torch.equal(linear(states, weight), expected)
+    assert multiplied == [count if count > MAX_FILLED_ROWS else -(-count // ROWS_STEP) * ROWS_STEP]
 
 
 def test_operands_of_other_strides_are_written_out_first(onednn_everywhere: list[Tensor]) -> None:
