@@ -25,6 +25,15 @@ FIRST_COLUMNS = 64
 """Columns beyond the first prompts; memory doubles when they are used up."""
 
 
+def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of `dtype` are kept and multiplied in: on a CPU float32, which loses nothing.
+
+    There torch copies bfloat16 matrices that have room between them before it multiplies them, and that takes longer
+    than to read twice the bytes.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 class KVSlots:
     """Keys and values of every layer. A layer's memory is taken when its first prompt comes."""
 
@@ -42,7 +51,7 @@ class KVSlots:
     def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
 
-        `like` [.., K, .., D] gives shape, dtype and device.
+        `like` [.., K, .., D] gives shape, dtype (`stored_dtype`) and device.
         """
         held = self._layers.get(index)
         slots, room = (0, 0) if held is None else (held[0].shape[0], held[0].shape[2])
@@ -54,7 +63,8 @@ class KVSlots:
             room = min(max(columns, 2 * room), self._max_columns)
         shape = (self._num_slots, like.shape[1], room, like.shape[3])
         # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
-        grown = (like.new_zeros(shape), like.new_zeros(shape))
+        dtype = stored_dtype(like.dtype, like.device)
+        grown = (like.new_zeros(shape, dtype=dtype), like.new_zeros(shape, dtype=dtype))
         if held is not None:
             for new, old in zip(grown, held, strict=True):
                 new[: old.shape[0], :, : old.shape[2]] = old
@@ -93,7 +103,7 @@ class Step:
     """Each of the first N slots gets one token, at its own position."""
 
     def __init__(self, slots: KVSlots, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
-        """`positions` [N] int64, column of the new token; `longest` is their maximum plus one."""
+        """`positions` [N] int64, column of the new token; `longest` is their maximum plus one; `dtype` of the model."""
         self._slots = slots
         self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
@@ -102,7 +112,7 @@ class Step:
         if int(positions.min()) + 1 < longest:
             behind = torch.arange(longest, device=positions.device) > positions[:, None]
             shape = (len(positions), 1, longest)
-            self._mask = torch.zeros(shape, dtype=dtype, device=positions.device)
+            self._mask = torch.zeros(shape, dtype=stored_dtype(dtype, positions.device), device=positions.device)
             self._mask.masked_fill_(behind[:, None], -torch.inf)
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -110,14 +120,14 @@ class Step:
         count, num_heads, _, size = query.shape
         num_kv = key.shape[1]
         keys, values = self._slots.reserve(index, key, columns=self.longest)
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
+        keys[self._rows, :, self._positions] = key[:, :, 0].to(keys.dtype)
+        values[self._rows, :, self._positions] = value[:, :, 0].to(values.dtype)
         # [N * K, C, D], without a copy: active slots lie together. Batched products beat the fused attention of
         # torch 2.13 two to three times on a CPU when there is one query per sequence.
         past_keys = keys[:count].view(count * num_kv, -1, size)[:, : self.longest]
         past_values = values[:count].view(count * num_kv, -1, size)[:, : self.longest]
         scale = size**-0.5 if scaling is None else scaling
-        scaled = query.reshape(count * num_kv, num_heads // num_kv, size) * scale
+        scaled = query.reshape(count * num_kv, num_heads // num_kv, size).to(keys.dtype) * scale
         if self._mask is None:
             scores = torch.bmm(scaled, past_keys.transpose(1, 2))
         else:
@@ -125,8 +135,8 @@ class Step:
                 # Once for all layers.
                 self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
             scores = torch.baddbmm(self._mask, scaled, past_keys.transpose(1, 2))
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-        return torch.bmm(weights, past_values).view(count, num_heads, 1, size)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+        return torch.bmm(weights, past_values).view(count, num_heads, 1, size).to(query.dtype)
 
 
 def slot_attention(

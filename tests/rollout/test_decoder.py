@@ -70,6 +70,28 @@ def test_logits_are_those_of_the_models_own_forward(tmp_path, kind, model_type, 
         assert (logits[step] - plain_logits(tmp_path, seen)).abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize("positions", [[5, 5, 1, 3], [5, 5, 5, 5]])
+def test_half_precision_is_kept_and_attended_to_in_float32_on_a_cpu(positions):
+    """With a mask and without: attention to what was stored, no more rounded than its inputs and its output."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(4, heads, 6, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
+    slots = KVSlots(num_slots=4, max_columns=20)
+    Prefill(slots, first_slot=0, prompt_of_slot=torch.arange(4), longest=5).attend(
+        0, *(tensor[:, :, :5] for tensor in (query, key, value)), None
+    )
+    assert {memory.dtype for memory in slots.reserve(0, key, columns=5)} == {torch.float32}
+    step = Step(slots, positions=torch.tensor(positions), longest=6, dtype=torch.bfloat16)
+    found = step.attend(0, *(tensor[:, :, 5:] for tensor in (query, key, value)), None)
+    assert found.dtype == torch.bfloat16
+    for row, position in enumerate(positions):
+        keys, values = (
+            torch.cat([tensor[row, :, :position], tensor[row, :, 5:]], dim=1).float() for tensor in (key, value)
+        )
+        scores = query[row, :, 5:].float() @ keys.repeat_interleave(2, 0).mT * 8**-0.5
+        expected = scores.softmax(-1) @ values.repeat_interleave(2, 0)
+        assert torch.equal(found[row], expected.bfloat16())
+
+
 def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
     decoder = FusedDecoder(load(tmp_path))
     slots = KVSlots(num_slots=4, max_columns=40)
