@@ -138,6 +138,9 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
     yield f"rollout.dtype={args.dtype}"
     yield f"policy.dtype={args.dtype}"
     yield "policy.num_workers=1"
+    if args.side == "torch":
+        # One engine per core: the operations of a decoding step are too short to be shared by threads.
+        yield f"rollout.num_engines={args.threads}"
     yield f"run.num_steps={args.steps + WARM_UP + 1}"
     yield f"run.seed={SEED}"
     yield f"batch.prompts_per_step={PROMPTS}"
