@@ -1,7 +1,8 @@
 """Lengths of sequences -> ranks of bins of indices: which sequences share a forward, and on which rank. No torch.
 
-A bin is one micro-batch. `trainer/attention.py` pads the n sequences of a bin to the longest one, L, so that a bin
-costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second long one.
+A bin is one micro-batch. On a GPU `trainer/attention.py` pads the n sequences of a bin to the longest one, L, so that a
+bin costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second long
+one. On a CPU nothing is padded; the plans are the same, and some bins take less than they were counted for.
 
 Three rules hold always: no bin holds more tokens than the cap; attention never pads a bin to more than MAX_PADDING
 times the cap; every rank gets equally many bins. Beyond them few bins and little padding conflict, because a bin is

@@ -11,7 +11,7 @@ from torch import Tensor
 from algorithms.kl import k3
 from rollout.hf import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import FinishReason, Sample
-from trainer.attention import PACKED_ATTENTION, token_grid
+from trainer.attention import PACKED_ATTENTION, attend_by_run, attend_padded, token_grid
 from trainer.forward import ScoringModel
 from trainer.packing import micro_batch
 
@@ -143,6 +143,32 @@ def test_token_grid() -> None:
     rows, columns = token_grid(torch.tensor([0, 2, 5], dtype=torch.int32), 5)
     assert rows.tolist() == [0, 0, 1, 1, 1]
     assert columns.tolist() == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("lengths", [[7], [5, 5, 3, 1, 1, 4], [2, 3, 2]])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_attention_is_the_same_by_run_as_padded(lengths: list[int], kv_heads: int) -> None:
+    tokens, generator = sum(lengths), torch.Generator().manual_seed(3)
+    shapes = ((4, tokens, 8), (kv_heads, tokens, 8), (kv_heads, tokens, 8))
+    states = [torch.randn(1, *shape, generator=generator, requires_grad=True) for shape in shapes]
+    grid = token_grid(torch.tensor([0, *lengths]).cumsum(0), tokens)
+    padded = attend_padded(*states, grid, shape=(len(lengths), max(lengths)))
+    by_run = attend_by_run(*states, lengths)
+    assert by_run.shape == (1, tokens, 4, 8)
+    torch.testing.assert_close(by_run, padded)
+    upstream = torch.randn(by_run.shape, generator=generator)
+    gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, padded))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_attention_by_run_is_float32_within() -> None:
+    generator = torch.Generator().manual_seed(3)
+    states = [torch.randn(1, 2, 24, 8, generator=generator, dtype=torch.bfloat16) for _ in range(3)]
+    out = attend_by_run(*states, [16, 8])
+    exact = attend_by_run(*(state.float() for state in states), [16, 8])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, exact.to(torch.bfloat16))
 
 
 def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
