@@ -94,11 +94,11 @@ def attend_by_run(
     runs = [(length, len(list(same))) for length, same in groupby(lengths)]
     sizes = [length * number for length, number in runs]
     wide = torch.promote_types(query.dtype, torch.float32)
-    split = (states.to(wide).split(sizes, dim=2) for states in (query, key, value))
+    split = (states.to(wide).squeeze(0).split(sizes, dim=1) for states in (query, key, value))
     outs = []
     for (length, number), *parts in zip(runs, *split, strict=True):
-        # [1, H, number * length, D] -> [number, H, length, D]
-        q, k, v = (part[0].unflatten(1, (number, length)).transpose(0, 1) for part in parts)
+        # [H, number * length, D] -> [number, H, length, D]
+        q, k, v = (part.unflatten(1, (number, length)).transpose(0, 1) for part in parts)
         out = scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
