@@ -84,6 +84,7 @@ class FreedMemory:
     """
 
     def __init__(self) -> None:
+        self._process = psutil.Process()
         self._steps = 0
         """Since it was given back."""
         self._first = 0
@@ -92,7 +93,7 @@ class FreedMemory:
     def end_step(self) -> bool:
         """Call after every step; whether freed memory was given back."""
         self._steps += 1
-        private = _private(psutil.Process())
+        private = _private(self._process)
         if self._steps == 1:
             self._first = private
         if self._steps < STEPS_KEPT and private <= GROWTH_KEPT * self._first:

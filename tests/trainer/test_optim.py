@@ -32,6 +32,27 @@ def test_vectors_are_not_decayed() -> None:
     ]
 
 
+def test_the_update_at_once_on_a_cpu_is_that_of_adamw() -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(7, 5), nn.Linear(7, 5)
+    plain.load_state_dict(model.state_dict())
+    config = OptimConfig(lr=1e-2, weight_decay=0.1)
+    optimizer = build_optimizer(model, config)
+    assert optimizer.defaults["fused"] is True
+    groups = [{"params": [plain.weight], "weight_decay": 0.1}, {"params": [plain.bias], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(
+        groups, lr=1e-2, betas=(config.beta1, config.beta2), eps=config.epsilon, foreach=False, fused=False
+    )
+    for _ in range(3):
+        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+            own.grad = torch.randn_like(own)
+            other.grad = own.grad.clone()
+        optimizer.step()
+        reference.step()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
+
+
 def test_clipping_reports_the_norm_before_it() -> None:
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.tensor([[3.0]])
