@@ -29,6 +29,9 @@ CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
 GPU_BLOCK_ELEMENTS = 2**24
 """Logits per block elsewhere: 64 MiB in float32, large against the cost of a kernel launch."""
+MIN_AHEAD_LOGITS = 2**20
+"""Logits of a chunk from which on computing them twice takes longer than asking for their gradient on the way: that is
+some hundred small operations."""
 
 
 TokenGradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -67,8 +70,8 @@ def token_logprobs(
         targets: [N] int64, token ids in [0, V).
         weight: [V, H] of the dtype of `hidden`.
         bias: [V] or None.
-        gradient_of: Called for every chunk if there are several; backward then computes no logits, and raises a
-            RuntimeError if it brings another gradient.
+        gradient_of: Called for every chunk if there are several of at least MIN_AHEAD_LOGITS; backward then computes no
+            logits, and raises a RuntimeError if it brings another gradient.
 
     The gradient of the weight is summed over chunks in float32 and rounded once. Differentiable once.
     Nothing is read on the host; N = 0 gives empty outputs and zero gradients.
@@ -122,6 +125,11 @@ class _Head:
         num_rows = self._hidden.shape[0]
         starts = range(0, num_rows, self._chunk_tokens)
         return [slice(start, min(start + self._chunk_tokens, num_rows)) for start in starts]
+
+    @property
+    def chunk_logits(self) -> int:
+        """Logits of a full chunk."""
+        return self._shape[0] * self._shape[1]
 
     def hidden(self, chunk: slice) -> Tensor:
         """[C, H] in the head's dtype."""
@@ -287,7 +295,8 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty_like(statistics.total)
         is_trained, chunks = any(ctx.needs_input_grad), head.chunks()
         ahead = None
-        if gradient_of is not None and is_trained and len(chunks) > 1:  # one chunk is never computed twice
+        is_worth_it = len(chunks) > 1 and head.chunk_logits >= MIN_AHEAD_LOGITS  # one chunk is never computed twice
+        if gradient_of is not None and is_trained and is_worth_it:
             ahead = _Ahead(gradient_of, _Gradients(head, statistics, targets, ctx.needs_input_grad), statistics)
         for chunk in chunks:
             logits = head.logits(chunk)

@@ -260,11 +260,32 @@ def test_no_more_than_one_chunk_of_logits_exists_and_the_last_is_computed_once(
     assert largest.products == 4 + 3 + 2 * 4
 
 
+@pytest.fixture
+def small_chunks_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head asks for the gradient whatever the size of a chunk."""
+    monkeypatch.setattr(logprob_head, "MIN_AHEAD_LOGITS", 1)
+
+
+def test_chunks_of_few_logits_ask_for_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, targets, weight, bias = inputs()
+    calls: list[slice] = []
+
+    def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
+        calls.append(chunk)
+        return torch.ones_like(logprobs), None
+
+    for threshold, asked in ((4 * VOCAB, 3), (4 * VOCAB + 1, 0)):
+        monkeypatch.setattr(logprob_head, "MIN_AHEAD_LOGITS", threshold)
+        calls.clear()
+        token_logprobs(hidden, targets, weight, bias, options(chunk_tokens=4), gradient_of)[0].sum().backward()
+        assert len(calls) == asked
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_that_is_known_while_scoring_is_the_same_without_computing_logits_again(
-    bias: bool, with_entropy: bool, dtype: torch.dtype
+    bias: bool, with_entropy: bool, dtype: torch.dtype, small_chunks_ask: None
 ) -> None:
     leaves = inputs(bias=bias, dtype=dtype)
     hidden, targets, weight, offset = leaves
@@ -291,7 +312,7 @@ def test_a_gradient_that_is_known_while_scoring_is_the_same_without_computing_lo
         assert relative(gradient, reference) < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
-def test_a_wrong_known_gradient_ends_the_backward() -> None:
+def test_a_wrong_known_gradient_ends_the_backward(small_chunks_ask: None) -> None:
     hidden, targets, weight, bias = inputs()
 
     def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
@@ -302,7 +323,7 @@ def test_a_wrong_known_gradient_ends_the_backward() -> None:
         logprobs.sum().backward()
 
 
-def test_one_chunk_asks_for_no_gradient() -> None:
+def test_one_chunk_asks_for_no_gradient(small_chunks_ask: None) -> None:
     hidden, targets, weight, bias = inputs()
     calls: list[slice] = []
 

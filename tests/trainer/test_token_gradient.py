@@ -21,6 +21,7 @@ from algorithms.config import (
 )
 from algorithms.config.combine import is_token_local
 from rollout.types import Sample
+from trainer import logprob_head
 from trainer import micro_loss as micro_loss_module
 from trainer import step_totals as step_totals_module
 from trainer import training_step as training_step_module
@@ -41,6 +42,12 @@ LOCAL = {
     "bypass_pg_token_icepop",
 }
 """Of MODES, what weighs and judges tokens by themselves. The veto of MIS judges responses."""
+
+
+@pytest.fixture(autouse=True)
+def small_chunks_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head asks for the gradient whatever the size of a chunk."""
+    monkeypatch.setattr(logprob_head, "MIN_AHEAD_LOGITS", 1)
 
 
 @pytest.fixture(scope="module")
