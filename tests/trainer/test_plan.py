@@ -18,7 +18,7 @@ from algorithms.config import (
     ReferenceKLConfig,
     RejectedDenominator,
 )
-from rollout.config import DType, SamplingConfig, SGLangConfig
+from rollout.config import DType, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.cli.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.cli.plan import Machine, forwards, render_plan
@@ -144,6 +144,10 @@ def test_memory_by_hand() -> None:
     assert engine.weights == 2 * n
     # 9 samples on 2 engines are at most 5 on one; 6 + 16 tokens; keys and values of 3 layers of width 128, bfloat16.
     assert engine.kv_cache == 5 * 22 * 3 * 2 * 128 * 2
+    # The torch engine keeps them in float32 on a CPU, in its own type on a GPU.
+    for gpus, number in ((0.0, 4), (1.0, 2)):
+        embedded = replace(config, rollout=TorchEngineConfig(num_engines=2, gpus_per_engine=gpus))
+        assert engine_memory(embedded, shape).kv_cache == 5 * 22 * 3 * 2 * 128 * number
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import DType
+from rollout.config import DType, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.components import ArithmeticModelConfig, HFModelConfig, Offload
 from trainer.config import TrainConfig
@@ -151,13 +151,16 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
 
     Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
     residual's width for the norms, two for what follows them; queries, keys, values and twice the attention's output;
-    four of the MLP's width). A checkpointed layer keeps its input; one at a time is there in full.
+    four of the MLP's width). On a CPU attention and what it takes are float32. A checkpointed layer keeps its input;
+    one at a time is there in full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
     mlp_size = max(0, shape.layer_parameters - attention_parameters) // (3 * hidden)
     norms = 2 * hidden * (MASTER_BYTES + number)
-    products = (2 * hidden + 3 * shape.attention_size + shape.kv_size + 4 * mlp_size) * number
+    attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
+    products = (2 * hidden + shape.attention_size + 4 * mlp_size) * number
+    products += (2 * shape.attention_size + shape.kv_size) * attention_number
     every = config.policy.activation_checkpoint_every
     checkpointed = math.ceil(shape.num_layers / every) if every else 0
     in_full = min(shape.num_layers, shape.num_layers - checkpointed + bool(checkpointed))
@@ -173,13 +176,15 @@ def _whole_parameters(shape: ModelShape) -> int:
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
-    """Memory of one rollout engine."""
-    number_bytes = DTYPE_BYTES[config.rollout.dtype]
+    """Memory of one rollout engine. The torch engine keeps keys and values in float32 on a CPU."""
+    number_bytes = kv_bytes = DTYPE_BYTES[config.rollout.dtype]
+    if isinstance(config.rollout, TorchEngineConfig) and not config.rollout.gpus_per_engine:
+        kv_bytes = DTYPE_BYTES[DType.float32]
     samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
     tokens = samples * batch_shape(config).tokens_per_sample
     return EngineMemory(
         weights=shape.num_parameters * number_bytes,
-        kv_cache=tokens * shape.num_layers * shape.kv_size * number_bytes,
+        kv_cache=tokens * shape.num_layers * shape.kv_size * kv_bytes,
     )
 
 
