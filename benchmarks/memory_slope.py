@@ -6,7 +6,8 @@ Ray, two FSDP2 ranks, one engine, GRPO on arithmetic, a checkpoint every 50 step
 model is built in a hurry (once, then cached), because what it knows does not matter here. The learning rate is 1e-12,
 so that responses stay as long as they are: memory follows the largest batch so far, and a policy that learns to write
 longer ones would show that instead of a leak. The slope is that of Theil and Sen over the later half of the steps, with
-the lower end of its interval; private memory, without pages that processes share. Exit status 1 if the alarm of
+the lower end of its interval, of what a process cannot give back: its smallest memory in any 16 steps, after which a
+rank gives back what it kept; private memory, without pages that processes share. Exit status 1 if the alarm of
 `trainer/memory.py` was raised. Prints Markdown.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from rollout.process_memory import STEPS_KEPT
 from trainer.cli.compose import resolve
 from trainer.loop import train
 from trainer.memory import MIB, theil_sen
@@ -70,7 +72,8 @@ def main() -> int:
     ]
     for key in sorted(key for key in rows[0] if key.startswith(PREFIX)):
         series = [row[key] * MIB_PER_GIB for row in rows]
-        slope = theil_sen([value * MIB for value in series[len(series) // 2 :]])
+        low_points = [min(series[end - STEPS_KEPT : end]) for end in range(STEPS_KEPT, len(series) + 1)]
+        slope = theil_sen([value * MIB for value in low_points[len(low_points) // 2 :]])
         shown = [series[0], series[min(9, len(series) - 1)], series[len(series) // 2], series[-1]]
         lines.append(
             f"| {key.removeprefix(PREFIX).replace('_', ' ')} | {' | '.join(f'{value:.1f}' for value in shown)} | "

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout.process_memory import MemoryUse
+from rollout.process_memory import STEPS_KEPT, MemoryUse
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ MIB, GIB = 2**20, 2**30
 WARM_UP_STEPS = 10
 """First steps that are not looked at: caches and allocators fill up."""
 WINDOW_STEPS = 60
-"""Steps over which the slope is taken."""
+"""Steps over which the slope is taken, of the low points: a rank keeps freed memory for STEPS_KEPT steps, and until it
+gives that back it follows the largest batch. What it cannot give back is its smallest memory in as many steps."""
 CONFIDENCE_Z = 3.0
 """Standard deviations of Kendall's score by which the slope must differ from 0."""
 LEAST_SLOPE = 0.05 * MIB
@@ -60,6 +61,7 @@ class SlopeAlarm:
     def __init__(self, name: str) -> None:
         self._name = name
         self._seen = 0
+        self._recent: deque[int] = deque(maxlen=STEPS_KEPT)
         self._window: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._told_at: float | None = None
         self.slope: float | None = None
@@ -70,7 +72,10 @@ class SlopeAlarm:
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return None
-        self._window.append(float(use.private))
+        self._recent.append(use.private)
+        if len(self._recent) < STEPS_KEPT:
+            return None
+        self._window.append(float(min(self._recent)))
         if len(self._window) < WINDOW_STEPS:
             return None
         whole = theil_sen(self._window)

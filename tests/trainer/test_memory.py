@@ -27,6 +27,8 @@ from trainer.cluster import RANK_HEAP, RANK_KERNELS
 from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, theil_sen
 
 AVAILABLE = 10 * 2**30
+FULL_WINDOW = WARM_UP_STEPS + STEPS_KEPT + WINDOW_STEPS - 1
+"""Steps after which there is a slope."""
 
 
 def warnings_of(series: Callable[[int], float], num_steps: int) -> list[tuple[int, str]]:
@@ -47,7 +49,7 @@ def noisy(level: Callable[[int], float], size: float) -> Callable[[int], float]:
 
 def test_a_leak_is_told_once_with_name_slope_and_steps_left() -> None:
     [(step, warning)] = warnings_of(noisy(lambda step: 500 + 2.0 * step, 5.0), 240)
-    assert step < 2 * (WARM_UP_STEPS + WINDOW_STEPS)
+    assert step < 2 * FULL_WINDOW
     assert warning.startswith("the memory of engine 1 grows by ")
     slope = float(warning.split()[7])
     assert slope == pytest.approx(2.0, rel=0.1)
@@ -70,6 +72,7 @@ def test_a_leak_that_goes_on_is_told_again_when_the_memory_has_doubled() -> None
         pytest.param(lambda step: 500 + 400 * (1 - math.exp(-step / 15)), id="plateau"),
         pytest.param(lambda step: 500 + 100 * (step % 50 == 0), id="spikes"),
         pytest.param(lambda step: 500 + 2.0 * (step % 20), id="saw teeth"),
+        pytest.param(lambda step: 350 + (20 + 0.4 * step) * (step % STEPS_KEPT > 0), id="peaks that rise, given back"),
         pytest.param(lambda step: 900 - 2.0 * step, id="shrinking"),
         pytest.param(lambda step: 500 + 0.01 * step, id="too slow to matter"),
     ],
@@ -97,7 +100,7 @@ def test_theil_sen_against_a_line_with_outliers() -> None:
 def test_the_watch_names_metrics_and_logs_the_warning(caplog: pytest.LogCaptureFixture) -> None:
     watch = MemoryWatch()
     with caplog.at_level(logging.WARNING):
-        for step in range(WARM_UP_STEPS + WINDOW_STEPS):
+        for step in range(FULL_WINDOW):
             metrics = watch.metrics(
                 {"driver": MemoryUse(2**30, AVAILABLE), "policy 0": MemoryUse(2**30 + 3 * step * MIB, AVAILABLE)}
             )
@@ -110,16 +113,16 @@ def test_the_watch_names_metrics_and_logs_the_warning(caplog: pytest.LogCaptureF
 def test_a_real_leak_is_told_and_real_work_without_one_is_not() -> None:
     leaking, steady, kept = SlopeAlarm("leaking"), SlopeAlarm("steady"), []
     told = []
-    for _ in range(WARM_UP_STEPS + WINDOW_STEPS):
+    for _ in range(FULL_WINDOW):
         kept.append(np.ones(MIB, dtype=np.uint8))
         told.append(leaking.add(memory_use()))
-    for _ in range(WARM_UP_STEPS + WINDOW_STEPS):
+    for _ in range(FULL_WINDOW):
         np.ones(MIB, dtype=np.uint8).sum()
         told.append(steady.add(memory_use()))
     [warning] = [warning for warning in told if warning is not None]
     assert "leaking grows by 1.0" in warning
     assert steady.slope is not None and abs(steady.slope) < 0.1 * MIB
-    assert len(kept) == WARM_UP_STEPS + WINDOW_STEPS
+    assert len(kept) == FULL_WINDOW
 
 
 def test_a_real_process_sees_what_it_holds_and_its_peak() -> None:
