@@ -48,7 +48,8 @@ def check_installation(*, device: str) -> str:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
         raise EngineError(
-            "rollout=sglang needs SGLang: pip install 'parity-rl[sglang]', or use rollout=torch"
+            "rollout=sglang needs SGLang: make setup in the checkout, or pip install '.[sglang]' there, or use "
+            "rollout=torch"
         ) from error
     check_release(version)
     platforms = importlib.metadata.entry_points(group="sglang.srt.platforms")

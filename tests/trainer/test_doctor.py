@@ -41,7 +41,7 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
     assert findings.engines == ("torch",)
     assert findings.can_run
     assert by_name(findings)["sglang"].status is Status.missing
-    assert 'pip install "parity-rl[sglang]"' in doctor.render(findings)
+    assert 'pip install ".[sglang]"' in doctor.render(findings)
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

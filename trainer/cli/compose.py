@@ -114,7 +114,7 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     """What stands in the way of really starting the runs: a directory in use, a package that is not installed."""
     problems = _directory_problems(resolution)
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
-        remedy = 'pip install "parity-rl[sglang]", or use rollout=torch.'
+        remedy = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch.'
         problems.append(
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )

@@ -152,7 +152,7 @@ def _sglang(*, gpus: list[str]) -> Finding:
     """Whether rollout=sglang can run: the package, its floor, and the CPU platform where there is no GPU."""
     floor = ".".join(str(part) for part in SGLANG_FLOOR)
     if importlib.util.find_spec("sglang") is None:
-        remedy = 'pip install "parity-rl[sglang]", or use rollout=torch'
+        remedy = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
         return Finding(name="sglang", status=Status.missing, found="not installed", remedy=remedy)
     installed = version("sglang")
     if release(installed) < SGLANG_FLOOR:

@@ -57,5 +57,5 @@ def missing_tensorboard() -> Problem | None:
         key="tracking.tensorboard",
         rule=f"must be false without the package {PACKAGE}",
         value=True,
-        remedy='pip install "parity-rl[tensorboard]".',
+        remedy='pip install ".[tensorboard]" in the checkout.',
     )
