@@ -45,13 +45,15 @@ def prefers_onednn() -> bool:
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As torch.nn.functional.linear: states [.., I], weight [O, I], bias [O] -> [.., O]; differentiable once."""
     is_fast = states.dtype == weight.dtype == torch.float32 and prefers_onednn()
-    if states.device.type != "cpu" or not (is_fast or weight.dtype == torch.bfloat16):
+    needs_grad = states.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    is_trained = torch.is_grad_enabled() and needs_grad
+    is_filled = weight.dtype == torch.bfloat16 and not is_trained
+    if states.device.type != "cpu" or not (is_fast or is_filled):
         return functional.linear(states, weight, bias)
     rows = states.reshape(-1, states.shape[-1]).contiguous()
-    needs_grad = states.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if len(rows) < MIN_ROWS or (torch.is_grad_enabled() and needs_grad and not is_fast):
+    if len(rows) < MIN_ROWS:
         return functional.linear(states, weight, bias)
-    if torch.is_grad_enabled() and needs_grad:
+    if is_trained:
         out: Tensor = _Linear.apply(rows, weight, bias)
     else:
         missing = -len(rows) % ROWS_STEP if len(rows) <= MAX_FILLED_ROWS else 0
