@@ -125,6 +125,8 @@ class PauseMode(Enum):
     """They end; the collection may resume them."""
 
 
+SGLANG_REMEDY = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
+"""What helps where SGLang is not installed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that only this machine can reach."""
 

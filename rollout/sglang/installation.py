@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rollout.config import Quantization, SGLangConfig
+from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.loader import LOADER
@@ -47,10 +47,7 @@ def check_installation(*, device: str) -> str:
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
-        raise EngineError(
-            "rollout=sglang needs SGLang: make setup in the checkout, or pip install '.[sglang]' there, or use "
-            "rollout=torch"
-        ) from error
+        raise EngineError(f"rollout=sglang needs SGLang: {SGLANG_REMEDY}") from error
     check_release(version)
     platforms = importlib.metadata.entry_points(group="sglang.srt.platforms")
     if device == "cpu" and PLATFORM_NAME not in platforms.names:

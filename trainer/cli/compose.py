@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import Checked, Problem
-from rollout.config import SGLangConfig
+from rollout.config import SGLANG_REMEDY, SGLangConfig
 from rollout.rewards import function_problem, rule_names
 from trainer.cli import keys
 from trainer.cli.diagnose import diagnose, order_problem
@@ -114,7 +114,7 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     """What stands in the way of really starting the runs: a directory in use, a package that is not installed."""
     problems = _directory_problems(resolution)
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
-        remedy = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch.'
+        remedy = f"{SGLANG_REMEDY}."
         problems.append(
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from rollout.config import SGLANG_REMEDY
 from trainer.wording import size
 
 SGLANG_FLOOR = (0, 5, 23)
@@ -152,8 +153,7 @@ def _sglang(*, gpus: list[str]) -> Finding:
     """Whether rollout=sglang can run: the package, its floor, and the CPU platform where there is no GPU."""
     floor = ".".join(str(part) for part in SGLANG_FLOOR)
     if importlib.util.find_spec("sglang") is None:
-        remedy = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
-        return Finding(name="sglang", status=Status.missing, found="not installed", remedy=remedy)
+        return Finding(name="sglang", status=Status.missing, found="not installed", remedy=SGLANG_REMEDY)
     installed = version("sglang")
     if release(installed) < SGLANG_FLOOR:
         remedy = f'pip install "sglang>={floor}": older releases let a request run code'
