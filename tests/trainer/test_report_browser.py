@@ -160,7 +160,18 @@ async def visit(file: Path, out: Path) -> None:
             await page.mouse("mouseMoved", at["x"], at["y"])
             shown_at = f"document.querySelector('figure[data-chart={chart}] .at').textContent"
             await page.wait_for(f"/{said}/.test({shown_at})")
+
+        # The cursor goes on to another chart before the next frame: the one that it has left says nothing any more.
+        await page.evaluate(
+            "{ const held = [], frame = requestAnimationFrame; window.requestAnimationFrame = (one) => held.push(one);"
+            " window.release = () => { window.requestAnimationFrame = frame; held.forEach((one) => frame(one)); } }"
+        )
+        await page.mouse("mouseMoved", 1, 1)
         box = await plot_box(page, "k3")
+        await page.mouse("mouseMoved", box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        await page.evaluate("release()")
+        await page.wait_for("document.querySelector('figure[data-chart=k3] .at').textContent !== 'step 40'")
+        await page.wait_for(f"{shown_at} === ''")
 
         # A click on a name hides its curve, a second one brings it back.
         button = "document.querySelector('[data-name=\"k3/0\"]')"
@@ -190,6 +201,10 @@ async def visit(file: Path, out: Path) -> None:
         # A phone: nothing is wider than the screen.
         await page.look(width=400, height=900)
         await page.wait_for("document.documentElement.scrollWidth <= 400")
+        at = await place_of_a_value(page, "joint-1")
+        await page.mouse("mouseMoved", at["x"], at["y"])
+        await page.wait_for(f"{shown_at} !== ''")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 400, "what a chart says is too wide"
         assert not page.problems, page.problems
         assert [url for url in page.requests if not url.startswith(("file://", "data:", "about:"))] == []
 

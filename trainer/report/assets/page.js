@@ -122,15 +122,14 @@
     };
     const together = cards.filter((card) => "shared" in card.dataset);
 
-    let waiting = false, wanted = null;
+    // By card: a move onto one chart must not lose that the cursor has left another in the same frame.
+    const wanted = new Map();
     const readSoon = (card, at) => {
-      wanted = { card, at };
-      if (waiting) return;
-      waiting = true;
-      requestAnimationFrame(() => {
-        waiting = false;
-        for (const one of together.includes(wanted.card) ? together : [wanted.card]) read(one, wanted.at);
+      if (!wanted.size) requestAnimationFrame(() => {
+        for (const [one, place] of wanted) read(one, place);
+        wanted.clear();
       });
+      for (const one of together.includes(card) ? together : [card]) wanted.set(one, at);
     };
 
     const toggle = (button, shown) => {
