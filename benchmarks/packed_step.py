@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from rollout.types import FinishReason, Sample
 from trainer.attention import PACKED_ATTENTION
 from trainer.forward import ScoringModel
 from trainer.packing import micro_batch
-from trainer.planner import plan
+from trainer.planner import DEFAULT_COST, plan
 
 LONGEST = 512
 PROMPT = 6
@@ -144,7 +145,7 @@ def main() -> None:
             scratch, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         ).eval()
     ours = ScoringModel(packing, chunk_tokens=512)
-    [bins] = plan(lengths, cap=CAP, num_ranks=1)
+    [bins] = plan(lengths, cap=CAP, num_ranks=1, cost=replace(DEFAULT_COST, pads=False))
     variants: dict[str, tuple[list[list[int]], Callable[[list[list[Sample]]], list[list[Tensor]]]]] = {
         "padded": ([list(range(len(samples)))], lambda batches: padded_step(plain, batches)),
         "sorted": (sorted_batches(samples, len(bins)), lambda batches: padded_step(plain, batches)),

@@ -13,6 +13,8 @@ pace     FLOPs over all ranks if they wait for each other after every micro-batc
          attention padded, and (in brackets) by a kernel that does not pad
 ms       processor time, the shortest of --repeats
 
+A second table has our plans for attention that does not pad, as on a CPU, with imbalance and pace without padding.
+
 FLOPs are those of `trainer.planner.DEFAULT_COST`, for both planners. verl's balances whole samples over ranks with
 `get_seqlen_balanced_partitions` on `calculate_workload`, then `rearrange_micro_batches` splits every rank; the count
 of the rank with most is then required of the others, as its all-reduce does. Its time is the first step and the
@@ -30,12 +32,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainer.planner import DEFAULT_COST, attention_cells, best_fit_decreasing, plan
+from trainer.planner import DEFAULT_COST, BinCost, best_fit_decreasing, plan
 
 MAX_LENGTH = 8192
 MIN_LENGTH = 64
+UNPADDED_COST = replace(DEFAULT_COST, pads=False)
 
 Ranks = list[list[list[int]]]
 """[ranks][bins] indices."""
@@ -92,7 +96,7 @@ def draw_lengths(draw: Callable[[random.Random], float], count: int, seed: int =
 
 def relative_cells(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
     """Cells of attention over those without padding."""
-    return sum(attention_cells(indices, lengths) for indices in bins) / sum(length**2 for length in lengths)
+    return sum(DEFAULT_COST.cells(indices, lengths) for indices in bins) / sum(length**2 for length in lengths)
 
 
 def check(ranks: Ranks, lengths: Sequence[int], cap: int) -> None:
@@ -104,13 +108,9 @@ def check(ranks: Ranks, lengths: Sequence[int], cap: int) -> None:
         raise ValueError("the plan breaks the cap or gives ranks different numbers of bins")
 
 
-def bin_costs(ranks: Ranks, lengths: Sequence[int], *, padded: bool) -> list[list[float]]:
+def bin_costs(ranks: Ranks, lengths: Sequence[int], cost: BinCost) -> list[list[float]]:
     """[ranks][bins] estimated FLOPs, dearest bin first: the order within a rank is free."""
-
-    def of(indices: list[int]) -> float:
-        return DEFAULT_COST.of(indices, lengths) if padded else sum(DEFAULT_COST.of([i], lengths) for i in indices)
-
-    return [sorted((of(indices) for indices in bins), reverse=True) for bins in ranks]
+    return [sorted((cost.of(indices, lengths) for indices in bins), reverse=True) for bins in ranks]
 
 
 def pace(costs: list[list[float]]) -> float:
@@ -122,7 +122,7 @@ def measure(planned: Sequence[tuple[Ranks, float]], lengths: Sequence[int], cap:
     """Rate a plan that was made once or several times, each with its seconds."""
     ranks = planned[0][0]
     check(ranks, lengths, cap)
-    with_padding, without = (bin_costs(ranks, lengths, padded=flag) for flag in (True, False))
+    with_padding, without = (bin_costs(ranks, lengths, cost) for cost in (DEFAULT_COST, UNPADDED_COST))
     loads = [sum(row) for row in (with_padding if padded else without)]
     unpadded = sum(map(sum, without))
     return Result(
@@ -135,10 +135,10 @@ def measure(planned: Sequence[tuple[Ranks, float]], lengths: Sequence[int], cap:
     )
 
 
-def ours(lengths: Sequence[int], cap: int, num_ranks: int) -> tuple[Ranks, float]:
+def ours(lengths: Sequence[int], cap: int, num_ranks: int, cost: BinCost) -> tuple[Ranks, float]:
     """Our plan and its seconds."""
     started = time.process_time()
-    ranks = plan(lengths, cap=cap, num_ranks=num_ranks)
+    ranks = plan(lengths, cap=cap, num_ranks=num_ranks, cost=cost)
     return ranks, time.process_time() - started
 
 
@@ -192,11 +192,11 @@ def rows(arguments: argparse.Namespace, peer: Peer | None) -> list[list[str]]:
     for name, draw in DRAWS.items():
         for count in arguments.sequences:
             lengths, cap = draw_lengths(draw, count), arguments.cap
-            tight = best_fit_decreasing(lengths, cap)
+            tight = best_fit_decreasing(lengths, cap, pads=True)
             bound = -(-sum(lengths) // cap)
             facts = [name, str(count), str(bound), str(len(tight)), f"{relative_cells(tight, lengths):.2f}"]
             for num_ranks in arguments.ranks:
-                runs = [ours(lengths, cap, num_ranks) for _ in range(arguments.repeats)]
+                runs = [ours(lengths, cap, num_ranks, DEFAULT_COST) for _ in range(arguments.repeats)]
                 mine = measure(runs, lengths, cap, padded=True).columns()
                 theirs = ["-"] * len(mine)
                 if peer is not None and count / num_ranks <= arguments.peer_limit:
@@ -206,8 +206,22 @@ def rows(arguments: argparse.Namespace, peer: Peer | None) -> list[list[str]]:
     return found
 
 
+def unpadded_rows(arguments: argparse.Namespace) -> list[list[str]]:
+    """The body of the second table."""
+    found = []
+    for name, draw in DRAWS.items():
+        for count in arguments.sequences:
+            lengths, cap = draw_lengths(draw, count), arguments.cap
+            for num_ranks in arguments.ranks:
+                runs = [ours(lengths, cap, num_ranks, UNPADDED_COST) for _ in range(arguments.repeats)]
+                mine = measure(runs, lengths, cap, padded=False)
+                rating = [f"{100 * mine.imbalance:.1f}", f"{mine.pace_unpadded:.2f}", f"{mine.milliseconds:,.1f}"]
+                found.append([name, str(count), str(num_ranks), str(mine.bins), *rating])
+    return found
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cap", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 512, 1024, 4096])
@@ -223,6 +237,8 @@ def main() -> None:
         "|---|" + "--:|" * 10,
     ]
     lines += ["| " + " | ".join(row) + " |" for row in rows(arguments, peer)]
+    lines += ["", "| lengths | n | ranks | bins | imb % | pace | ms |", "|---|" + "--:|" * 6]
+    lines += ["| " + " | ".join(row) + " |" for row in unpadded_rows(arguments)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

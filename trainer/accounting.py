@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rollout.actor_calls import WorkerError
@@ -76,12 +76,15 @@ class StepAccounting:
 
     @property
     def bin_cost(self) -> BinCost:
-        """FLOPs of a micro-batch of this model, for the planner."""
-        shape = self._hardware.shape
+        """FLOPs of a micro-batch of this model on its device, for the planner."""
+        shape, pads = self._hardware.shape, self._config.policy.gpus_per_worker > 0
         if shape is None:
-            return DEFAULT_COST
+            return replace(DEFAULT_COST, pads=pads)
         return BinCost.of_model(
-            num_parameters=shape.matrix_parameters, num_layers=shape.num_layers, attention_size=shape.attention_size
+            num_parameters=shape.matrix_parameters,
+            num_layers=shape.num_layers,
+            attention_size=shape.attention_size,
+            pads=pads,
         )
 
     def assumptions(self) -> list[str]:

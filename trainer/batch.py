@@ -148,13 +148,13 @@ class PackingStats:
     fill_frac: float
     """Tokens / (micro-batches of all ranks x cap)."""
     imbalance: float
-    """Estimated FLOPs of the dearest rank / mean over ranks - 1, all mini-batches together, attention as padded: what
-    `trainer/planner.py` balances, not tokens."""
+    """Estimated FLOPs of the dearest rank / mean over ranks - 1, all mini-batches together, with the padding of
+    attention where there is any: what `trainer/planner.py` balances, not tokens."""
     attention_pad_frac: float
-    """Share of the (query, key) cells of attention that are padding: 1 - sum of length^2 / sum of sequences x
-    longest^2 over micro-batches."""
+    """Share of the (query, key) cells of attention that are padding: on a GPU 1 - sum of length^2 / sum of sequences x
+    longest^2 over micro-batches; 0 on a CPU, where attention does not pad."""
     padding_efficiency: float
-    """Estimated FLOPs of all sequences by themselves / those of the micro-batches, attention as padded."""
+    """Estimated FLOPs of all sequences by themselves / those of the micro-batches with their padding; 1 on a CPU."""
 
     def metrics(self) -> dict[str, float | None]:
         return {

@@ -17,7 +17,7 @@ from algorithms.advantage import ADVANTAGES
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import Sample, SampleGroup
 from trainer.batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
-from trainer.planner import DEFAULT_COST, BinCost, attention_pad_frac, plan
+from trainer.planner import DEFAULT_COST, BinCost, attention_pad_frac, padding_efficiency, plan
 
 
 def micro_batch(
@@ -122,8 +122,8 @@ def _packing_stats(
         num_tokens=num_tokens,
         fill_frac=num_tokens / (len(bins) * max_tokens),
         imbalance=max(costs) * len(costs) / sum(costs) - 1,
-        attention_pad_frac=attention_pad_frac(bins, lengths),
-        padding_efficiency=sum(cost.of([i], lengths) for indices in bins for i in indices) / sum(costs),
+        attention_pad_frac=attention_pad_frac(bins, lengths, cost),
+        padding_efficiency=padding_efficiency(bins, lengths, cost),
     )
 
 

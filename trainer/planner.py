@@ -2,7 +2,8 @@
 
 A bin is one micro-batch. On a GPU `trainer/attention.py` pads the n sequences of a bin to the longest one, L, so that a
 bin costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second long
-one. On a CPU nothing is padded; the plans are the same, and some bins take less than they were counted for.
+one. On a CPU nothing is padded, and a sequence of s tokens costs per_token * s + per_cell * s^2 in whatever bin it is:
+only the number of bins and how even they are remain to be planned.
 
 Three rules hold always: no bin holds more tokens than the cap; attention never pads a bin to more than MAX_PADDING
 times the cap; every rank gets equally many bins. Beyond them few bins and little padding conflict, because a bin is
@@ -19,6 +20,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 MAX_PADDING = 4
@@ -39,15 +41,17 @@ SLACK = 1.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BinCost:
-    """Estimated cost of a bin, in any unit: per_token * tokens + per_cell * sequences * longest^2."""
+    """Estimated cost of a bin, in any unit: per_token * tokens + per_cell * cells."""
 
     per_token: float
     """Cost of the matrices, of one token."""
     per_cell: float
-    """Cost of attention, of one (query, key) cell of the padded square."""
+    """Cost of attention, of one (query, key) cell."""
+    pads: bool = True
+    """Whether attention pads the sequences of a bin to the longest one, as on a GPU; on a CPU it does not."""
 
     @classmethod
-    def of_model(cls, *, num_parameters: int, num_layers: int, attention_size: int) -> BinCost:
+    def of_model(cls, *, num_parameters: int, num_layers: int, attention_size: int, pads: bool) -> BinCost:
         """FLOPs of a forward; a backward pass multiplies both terms alike.
 
         A token meets every parameter once (2 FLOPs). A cell takes 2 * attention_size FLOPs in the scores and as many
@@ -55,14 +59,26 @@ class BinCost:
         counts once, as the head; an embedding of its own is looked up and must not be counted.
         Source: Kaplan et al., "Scaling Laws for Neural Language Models", Table 1, https://arxiv.org/abs/2001.08361
         """
-        return cls(per_token=2.0 * num_parameters, per_cell=2.0 * num_layers * attention_size)
+        return cls(per_token=2.0 * num_parameters, per_cell=2.0 * num_layers * attention_size, pads=pads)
+
+    def cells(self, indices: Sequence[int], lengths: Sequence[int]) -> int:
+        """(query, key) cells that attention computes for one bin: sequences x longest^2, or the sum of length^2."""
+        if self.pads:
+            return len(indices) * max((lengths[i] for i in indices), default=0) ** 2
+        return sum(lengths[i] ** 2 for i in indices)
 
     def of(self, indices: Sequence[int], lengths: Sequence[int]) -> float:
         """Cost of the bin of these sequences; 0 of an empty bin."""
-        return self.per_token * sum(lengths[i] for i in indices) + self.per_cell * attention_cells(indices, lengths)
+        return self.per_token * sum(lengths[i] for i in indices) + self.per_cell * self.cells(indices, lengths)
+
+    def longest_within(self, budget: float) -> float:
+        """Tokens of the longest sequence that costs at most `budget` by itself; negative without budget."""
+        if budget < 0:
+            return -1.0
+        return 2 * budget / (self.per_token + math.sqrt(self.per_token**2 + 4 * self.per_cell * budget))
 
 
-DEFAULT_COST = BinCost.of_model(num_parameters=494_032_768, num_layers=24, attention_size=896)
+DEFAULT_COST = BinCost.of_model(num_parameters=494_032_768, num_layers=24, attention_size=896, pads=True)
 """Qwen2.5-0.5B: one token costs as much as 22,974 cells. Larger models weigh tokens more (7B: 70,000)."""
 
 
@@ -74,15 +90,18 @@ class Bin(NamedTuple):
     """Longest sequence first; ties by index."""
 
 
-def attention_cells(indices: Sequence[int], lengths: Sequence[int]) -> int:
-    """(query, key) cells that attention computes for one bin: sequences x longest^2."""
-    return len(indices) * max((lengths[i] for i in indices), default=0) ** 2
-
-
-def attention_pad_frac(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
+def attention_pad_frac(bins: Sequence[Sequence[int]], lengths: Sequence[int], cost: BinCost) -> float:
     """Share of the cells of all bins that are padding: 1 - sum of length^2 / cells; 0 without cells."""
-    cells = sum(attention_cells(indices, lengths) for indices in bins)
+    cells = sum(cost.cells(indices, lengths) for indices in bins)
     return 1 - sum(lengths[i] ** 2 for indices in bins for i in indices) / cells if cells else 0.0
+
+
+def padding_efficiency(bins: Sequence[Sequence[int]], lengths: Sequence[int], cost: BinCost) -> float:
+    """Cost of the sequences of all bins by themselves / cost of the bins; 1 where attention does not pad."""
+    indices = [i for bin_ in bins for i in bin_]
+    matrices = cost.per_token * sum(lengths[i] for i in indices)
+    alone = matrices + cost.per_cell * sum(lengths[i] ** 2 for i in indices)
+    return alone / (matrices + cost.per_cell * sum(cost.cells(bin_, lengths) for bin_ in bins))
 
 
 def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DEFAULT_COST) -> list[list[list[int]]]:
@@ -101,7 +120,7 @@ def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DE
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    tight = [Bin(cost.of(indices, lengths), indices) for indices in best_fit_decreasing(lengths, cap)]
+    tight = [Bin(cost.of(indices, lengths), indices) for indices in best_fit_decreasing(lengths, cap, pads=cost.pads)]
     needed = -(-len(tight) // num_ranks) * num_ranks
     free = max(needed, int(len(tight) * (1 + FREE_BINS)) // num_ranks * num_ranks)
     plans = [tight, *_search(lengths, tight, num_bins=free, cap=cap, num_ranks=num_ranks, cost=cost)]
@@ -115,8 +134,9 @@ def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DE
     return _deal(min(filled, key=expense), num_ranks)
 
 
-def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
-    """Bins of indices into `lengths`, the sum of each bin at most `cap`, its padded size at most MAX_PADDING * cap.
+def best_fit_decreasing(lengths: Sequence[int], cap: int, *, pads: bool) -> list[list[int]]:
+    """Bins of indices into `lengths`, the sum of each bin at most `cap`, and so that it `pads` to MAX_PADDING * cap at
+    most.
 
     Each item, longest first, goes where the least room is left over. Ties are broken by index, so equal inputs
     give equal bins. Raises ValueError naming the length if one item exceeds the cap.
@@ -137,14 +157,14 @@ def best_fit_decreasing(lengths: Sequence[int], cap: int) -> list[list[int]]:
         else:
             room, chosen = rooms.pop(slot)
         bins[chosen].append(index)
-        if len(bins[chosen]) < _most_sequences(lengths[bins[chosen][0]], cap):
+        if len(bins[chosen]) < _most_sequences(lengths[bins[chosen][0]], cap, pads=pads):
             insort(rooms, (room - length, chosen))
     return bins
 
 
-def _most_sequences(longest: int, cap: int) -> int:
+def _most_sequences(longest: int, cap: int, *, pads: bool) -> int:
     """Sequences that fit in a bin with this longest one before padding exceeds its bound."""
-    return MAX_PADDING * cap // max(longest, 1)
+    return MAX_PADDING * cap // max(longest, 1) if pads else cap
 
 
 # -------------------------------------------------------------------- candidates
@@ -165,19 +185,23 @@ def _search(
     """Plans of at most `num_bins` bins with little padding, with an even cost of bins, and with both; and one of as
     many bins as pay for themselves.
 
-    With one rank, or with many bins per rank, there is no pace to keep and only padding counts.
+    With one rank, or with many bins per rank, there is no pace to keep and only padding counts. Without padding only
+    an even cost does: the other plans could not be any cheaper.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     items = _Items([lengths[i] for i in order], order, cap, cost)
     is_paced = num_ranks > 1 and num_bins < MANY_ROUNDS * num_ranks
     tries = max(3, min(MAX_TRIES, MAX_WORK // (2 if is_paced else 1) // len(lengths)))
+    mean, dearest = sum(b.cost for b in tight) / num_bins, max(b.cost for b in tight)
+    even_out = partial(
+        _tighten, lambda limit: _fill(items, num_bins, max_cost=limit), high=max(mean, dearest), tries=tries
+    )
+    if not cost.pads:
+        return even_out(low=mean)[1] if is_paced else []
     low, high = (bound * cap for bound in GAPS)
     _, plans = _tighten(lambda gap: _fill(items, num_bins, gap=gap), low=low, high=high, tries=tries)
     if is_paced:
-        mean, dearest = sum(b.cost for b in tight) / num_bins, max(b.cost for b in tight)
-        tightest, even = _tighten(
-            lambda limit: _fill(items, num_bins, max_cost=limit), low=mean / 2, high=max(mean, dearest), tries=tries
-        )
+        tightest, even = even_out(low=mean / 2)
         _, both = _tighten(
             lambda gap: _fill(items, num_bins, gap=gap, max_cost=SLACK * tightest), low=low, high=high, tries=tries
         )
@@ -210,8 +234,8 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
     wastes L^2 - s^2 cells and uses s tokens of room: it is worth it while the waste per token is at most `gap`. Then
     the bin closes, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of several sequences.
     """
-    lengths, order, cap = items.lengths[:], items.order[:], items.cap
-    per_token, per_cell = items.cost.per_token, items.cost.per_cell
+    lengths, order, cap, cost = items.lengths[:], items.order[:], items.cap, items.cost
+    per_token, per_cell, pads = cost.per_token, cost.per_cell, cost.pads
     bins: list[Bin] = []
     while lengths:
         if len(bins) == num_bins:
@@ -219,18 +243,26 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
         longest = lengths.pop()
         indices = [order.pop()]
         tokens, square = longest, longest * longest
+        cells = square
         # The smallest s with (L^2 - s^2) / s <= gap.
         shortest = 0.0 if gap == math.inf else (math.sqrt(gap * gap + 4 * square) - gap) / 2
-        for count in range(2, _most_sequences(longest, cap) + 1):
+        for count in range(2, _most_sequences(longest, cap, pads=pads) + 1):
             room: float = cap - tokens
             if max_cost < math.inf:
-                room = min(room, (max_cost - per_cell * count * square) / per_token - tokens)
+                # Of another sequence: padded, it takes as many cells as the longest one.
+                if pads:
+                    bound = (max_cost - per_cell * count * square) / per_token - tokens
+                else:
+                    bound = cost.longest_within(max_cost - per_token * tokens - per_cell * cells)
+                room = min(room, bound)
             slot = bisect_right(lengths, room) - 1
             if slot < 0 or lengths[slot] < shortest:
                 break
-            tokens += lengths.pop(slot)
+            length = lengths.pop(slot)
+            tokens += length
+            cells += square if pads else length * length
             indices.append(order.pop(slot))
-        bins.append(Bin(per_token * tokens + per_cell * len(indices) * square, indices))
+        bins.append(Bin(per_token * tokens + per_cell * cells, indices))
     return bins
 
 
@@ -259,11 +291,16 @@ def _halves(whole: Bin, lengths: Sequence[int], cost: BinCost) -> tuple[Bin, Bin
     """The longer and the shorter sequences of a bin, cut where the dearer part is cheapest."""
     indices = whole.indices
     total, tokens = sum(lengths[i] for i in indices), 0
+    squares, square = sum(lengths[i] ** 2 for i in indices), 0
     cuts: list[tuple[float, int, float, float]] = []
     for cut in range(1, len(indices)):
         tokens += lengths[indices[cut - 1]]
-        first = cost.per_token * tokens + cost.per_cell * cut * lengths[indices[0]] ** 2
-        rest = cost.per_token * (total - tokens) + cost.per_cell * (len(indices) - cut) * lengths[indices[cut]] ** 2
+        square += lengths[indices[cut - 1]] ** 2
+        cells = (square, squares - square)
+        if cost.pads:
+            cells = (cut * lengths[indices[0]] ** 2, (len(indices) - cut) * lengths[indices[cut]] ** 2)
+        first = cost.per_token * tokens + cost.per_cell * cells[0]
+        rest = cost.per_token * (total - tokens) + cost.per_cell * cells[1]
         cuts.append((max(first, rest), cut, first, rest))
     _, cut, first, rest = min(cuts)
     return Bin(first, indices[:cut]), Bin(rest, indices[cut:])

@@ -122,11 +122,14 @@ def test_the_assumption_names_formula_and_ceiling() -> None:
     assert len(lines) == 3 and "a rank" in lines[1] and "an engine" in lines[2]
 
 
-def test_the_planner_gets_the_cost_of_this_model() -> None:
+@pytest.mark.parametrize(("gpus_per_worker", "pads"), [(0.0, False), (0.5, True)])
+def test_the_planner_gets_the_cost_of_this_model_on_its_device(gpus_per_worker: float, pads: bool) -> None:
     config = make_config(Path("nowhere"))
+    share = replace(config.rollout, gpus_per_engine=gpus_per_worker)
+    config = replace(config, policy=replace(config.policy, gpus_per_worker=gpus_per_worker), rollout=share)
     cost = StepAccounting(config, KNOWN).bin_cost
-    assert (cost.per_token, cost.per_cell) == (2 * 800, 2 * 2 * 8)
-    assert StepAccounting(config, replace(KNOWN, shape=None)).bin_cost == DEFAULT_COST
+    assert (cost.per_token, cost.per_cell, cost.pads) == (2 * 800, 2 * 2 * 8, pads)
+    assert StepAccounting(config, replace(KNOWN, shape=None)).bin_cost == replace(DEFAULT_COST, pads=pads)
 
 
 def test_sequences_that_an_engine_runs_together() -> None:

@@ -44,7 +44,18 @@ def test_statistics_by_hand() -> None:
     assert metrics["perf/train_tokens"] == 25
     assert metrics["perf/fill_frac"] == pytest.approx(25 / 26)
     assert metrics["perf/attention_pad_frac"] == pytest.approx(1 - (64 + 25 + 36 + 36) / (128 + 72))
+    assert metrics["perf/padding_efficiency"] == pytest.approx((25 + 16.1) / (25 + 20.0))
     assert metrics["perf/dp_imbalance"] == pytest.approx(25.8 / ((25.8 + 19.2) / 2) - 1)
+
+
+def test_statistics_where_attention_does_not_pad() -> None:
+    # 13 + 0.1 * (64 + 25) on one rank, 12 + 0.1 * 2 * 36 on the other.
+    samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3, 4, 4))]
+    cost = BinCost(per_token=1.0, per_cell=0.1, pads=False)
+    metrics = pack([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost).stats.metrics()
+    assert metrics["perf/attention_pad_frac"] == 0.0
+    assert metrics["perf/padding_efficiency"] == 1.0
+    assert metrics["perf/dp_imbalance"] == pytest.approx(21.9 / ((21.9 + 19.2) / 2) - 1)
 
 
 def test_statistics_cover_every_optimizer_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -14,9 +15,9 @@ from trainer.planner import (
     FREE_BINS,
     MAX_PADDING,
     BinCost,
-    attention_cells,
     attention_pad_frac,
     best_fit_decreasing,
+    padding_efficiency,
     plan,
 )
 
@@ -25,6 +26,9 @@ CELLS = BinCost(per_token=1.0, per_cell=1.0)
 LENGTHS = st.lists(st.integers(1, CAP), min_size=1, max_size=60)
 RANKS = st.integers(1, 6)
 COSTS = st.sampled_from([CELLS, DEFAULT_COST, BinCost(per_token=100.0, per_cell=1.0)])
+UNPADDED = replace(DEFAULT_COST, pads=False)
+"""Of attention on a CPU."""
+UNPADDED_COSTS = COSTS.map(lambda cost: replace(cost, pads=False))
 
 
 def heavy_tailed(count: int, *, cap: int = 8192, seed: int = 0) -> list[int]:
@@ -49,7 +53,7 @@ def imbalance(ranks: list[list[list[int]]], lengths: list[int], cost: BinCost) -
 # -------------------------------------------------------------------- what always holds
 
 
-@given(LENGTHS, RANKS, COSTS)
+@given(LENGTHS, RANKS, COSTS | UNPADDED_COSTS)
 def test_every_sequence_is_planned_once_under_the_caps_in_equally_many_bins(
     lengths: list[int], num_ranks: int, cost: BinCost
 ) -> None:
@@ -59,12 +63,13 @@ def test_every_sequence_is_planned_once_under_the_caps_in_equally_many_bins(
     assert len({len(rank) for rank in ranks}) == 1
     assert sorted(index for indices in bins for index in indices) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in indices) <= CAP for indices in bins)
-    assert all(len(indices) * max(lengths[i] for i in indices) <= MAX_PADDING * CAP for indices in bins if indices)
+    if cost.pads:
+        assert all(len(indices) * max(lengths[i] for i in indices) <= MAX_PADDING * CAP for indices in bins if indices)
 
 
-@given(LENGTHS, COSTS)
+@given(LENGTHS, COSTS | UNPADDED_COSTS)
 def test_more_bins_than_free_ones_pay_for_themselves(lengths: list[int], cost: BinCost) -> None:
-    tight = best_fit_decreasing(lengths, CAP)
+    tight = best_fit_decreasing(lengths, CAP, pads=cost.pads)
     [bins] = plan(lengths, cap=CAP, num_ranks=1, cost=cost)
     extra = max(0, len(bins) - int(len(tight) * (1 + FREE_BINS)))
     costs = [sum(cost.of(indices, lengths) for indices in b) for b in (tight, bins)]
@@ -76,7 +81,7 @@ def test_more_bins_than_free_ones_pay_for_themselves(lengths: list[int], cost: B
 def test_bins_stay_under_the_bound_of_first_fit(lengths: list[int], num_ranks: int) -> None:
     # Lengths within a factor of MAX_PADDING, so that the bound on padding never binds; attention is all but free.
     cost = BinCost(per_token=1e6, per_cell=1.0)
-    tight = len(best_fit_decreasing(lengths, CAP))
+    tight = len(best_fit_decreasing(lengths, CAP, pads=True))
     # Any two bins of first-fit hold more than one cap together.
     assert tight <= 2 * sum(lengths) / CAP + 1
     bins = len(bins_of(plan(lengths, cap=CAP, num_ranks=num_ranks, cost=cost)))
@@ -100,7 +105,7 @@ def test_the_plan_is_deterministic_and_ties_go_by_index(lengths: list[int], num_
 
 def test_equal_lengths_are_taken_in_order_of_index() -> None:
     assert plan([30, 30, 30, 30, 30, 30], cap=90, num_ranks=2) == [[[0, 1, 2]], [[3, 4, 5]]]
-    assert best_fit_decreasing([30, 30, 30, 30], 90) == [[0, 1, 2], [3]]
+    assert best_fit_decreasing([30, 30, 30, 30], 90, pads=True) == [[0, 1, 2], [3]]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -118,21 +123,36 @@ def test_nothing_to_plan_gives_ranks_without_bins() -> None:
 
 def test_cells_and_costs_by_hand() -> None:
     lengths = [5, 3, 2]
-    assert attention_cells([0, 1, 2], lengths) == 3 * 25
-    assert attention_cells([], lengths) == 0
-    assert attention_pad_frac([[0, 1, 2]], lengths) == pytest.approx(1 - 38 / 75)
-    assert attention_pad_frac([[0], [1, 2]], lengths) == pytest.approx(1 - 38 / (25 + 18))
-    assert attention_pad_frac([[]], lengths) == 0.0
-    assert BinCost(per_token=7.0, per_cell=2.0).of([1, 2], lengths) == 7 * 5 + 2 * 18
+    cost = BinCost(per_token=7.0, per_cell=2.0)
+    assert cost.cells([0, 1, 2], lengths) == 3 * 25
+    assert cost.cells([], lengths) == 0
+    assert attention_pad_frac([[0, 1, 2]], lengths, cost) == pytest.approx(1 - 38 / 75)
+    assert attention_pad_frac([[0], [1, 2]], lengths, cost) == pytest.approx(1 - 38 / (25 + 18))
+    assert attention_pad_frac([[]], lengths, cost) == 0.0
+    assert padding_efficiency([[0], [1, 2]], lengths, cost) == pytest.approx((70 + 2 * 38) / (70 + 2 * 43))
+    assert cost.of([1, 2], lengths) == 7 * 5 + 2 * 18
     # One layer of width 4, ten parameters: 20 FLOPs per token; scores and values 16 per cell, half of them masked.
-    assert BinCost.of_model(num_parameters=10, num_layers=1, attention_size=4) == BinCost(per_token=20.0, per_cell=8.0)
+    of_model = BinCost.of_model(num_parameters=10, num_layers=1, attention_size=4, pads=True)
+    assert of_model == BinCost(per_token=20.0, per_cell=8.0)
     assert DEFAULT_COST.per_token / DEFAULT_COST.per_cell == pytest.approx(22_974, abs=1)
+
+
+def test_cells_and_costs_without_padding_by_hand() -> None:
+    lengths = [5, 3, 2]
+    cost = BinCost(per_token=7.0, per_cell=2.0, pads=False)
+    assert cost.cells([0, 1, 2], lengths) == 25 + 9 + 4
+    assert cost.of([1, 2], lengths) == cost.of([1], lengths) + cost.of([2], lengths) == 7 * 5 + 2 * 13
+    assert attention_pad_frac([[0, 1], [2]], lengths, cost) == 0.0
+    assert padding_efficiency([[0, 1], [2]], lengths, cost) == 1.0
+    # 7 * 4 + 2 * 16 = 60.
+    assert cost.longest_within(60.0) == pytest.approx(4.0)
+    assert cost.longest_within(-1.0) < 0
 
 
 def test_similar_lengths_share_a_bin_where_that_costs_no_bin() -> None:
     # Three ranks need three bins, and 60 sets the pace. 40 + 20 would pad 40^2 - 20^2 = 1,200 cells; 40 + 40 none.
     lengths = [60, 40, 40, 20]
-    assert best_fit_decreasing(lengths, 100) == [[0, 1], [2, 3]]
+    assert best_fit_decreasing(lengths, 100, pads=True) == [[0, 1], [2, 3]]
     assert sorted(bins_of(plan(lengths, cap=100, num_ranks=3, cost=CELLS))) == [[0], [1, 2], [3]]
 
 
@@ -146,7 +166,10 @@ def test_one_more_bin_is_used_only_if_it_saves_a_full_one() -> None:
 
 def test_padding_of_a_bin_is_bounded_however_short_the_rest_is() -> None:
     # 50 + 50 * 1 tokens would fit in one bin, padded to 51 * 50 = 2,550 tokens; the bound is 400.
-    assert [len(indices) for indices in best_fit_decreasing([50] + [1] * 50, 100)] == [8, 43]
+    lengths = [50] + [1] * 50
+    assert [len(indices) for indices in best_fit_decreasing(lengths, 100, pads=True)] == [8, 43]
+    assert [len(indices) for indices in best_fit_decreasing(lengths, 100, pads=False)] == [51]
+    assert plan(lengths, cap=100, num_ranks=1, cost=replace(CELLS, pads=False)) == [[list(range(51))]]
 
 
 def test_the_dearest_bin_of_a_rank_comes_first() -> None:
@@ -167,12 +190,12 @@ def test_fewer_sequences_than_ranks_leave_empty_bins() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 8])
 def test_padding_shrinks_on_ragged_lengths_for_two_percent_of_bins(cap: int, num_ranks: int) -> None:
     lengths = heavy_tailed(1024)
-    tight = best_fit_decreasing(lengths, cap)
+    tight = best_fit_decreasing(lengths, cap, pads=True)
     bins = bins_of(plan(lengths, cap=cap, num_ranks=num_ranks))
     assert len(tight) <= -(-sum(lengths) // cap) + 2
     assert len(bins) <= rounded_up(int(1.02 * len(tight)), num_ranks)
     squares = sum(length**2 for length in lengths)
-    padding = [sum(attention_cells(indices, lengths) for indices in b) - squares for b in (tight, bins)]
+    padding = [sum(DEFAULT_COST.cells(indices, lengths) for indices in b) - squares for b in (tight, bins)]
     assert padding[1] < 0.5 * padding[0]
 
 
@@ -196,12 +219,35 @@ def test_a_heavy_tail_is_balanced_better_than_by_tokens(num_ranks: int) -> None:
     assert by_cost < 0.1 * by_tokens
 
 
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_ranks_are_even_in_sums_of_squares_where_attention_does_not_pad(num_ranks: int) -> None:
+    lengths, cap = heavy_tailed(512), 16384
+    padded, unpadded = (plan(lengths, cap=cap, num_ranks=num_ranks, cost=cost) for cost in (DEFAULT_COST, UNPADDED))
+    assert imbalance(unpadded, lengths, UNPADDED) < 0.2 * imbalance(padded, lengths, UNPADDED)
+    assert len(bins_of(unpadded)) == rounded_up(len(best_fit_decreasing(lengths, cap, pads=False)), num_ranks)
+
+
+def test_two_ranks_share_what_attention_computes() -> None:
+    # Cells of 10 + 3 next to 9 + 3, and of 10 next to 9 + 3 + 3: padded 200 + 162 and 100 + 243, else 109 + 90 and
+    # 100 + 99.
+    lengths = [10, 9, 3, 3]
+    padded, unpadded = (
+        sorted(bins_of(plan(lengths, cap=1000, num_ranks=2, cost=replace(CELLS, pads=pads)))) for pads in (True, False)
+    )
+    assert padded == [[0, 2], [1, 3]]
+    assert unpadded == [[0], [1, 2, 3]]
+    # 33 bins for two ranks: that of the short ones is halved.
+    bins = bins_of(plan([100] * 32 + lengths, cap=100, num_ranks=2, cost=replace(CELLS, pads=False)))
+    assert sorted(bins)[32:] == [[32], [33, 34, 35]]
+
+
+@pytest.mark.parametrize("cost", [DEFAULT_COST, UNPADDED])
 @pytest.mark.parametrize("num_ranks", [1, 8, 64])
-def test_four_thousand_sequences_are_planned_fast(num_ranks: int) -> None:
+def test_four_thousand_sequences_are_planned_fast(num_ranks: int, cost: BinCost) -> None:
     lengths = heavy_tailed(4096)
     seconds = []
     for _ in range(3):
         started = time.process_time()
-        plan(lengths, cap=16384, num_ranks=num_ranks)
+        plan(lengths, cap=16384, num_ranks=num_ranks, cost=cost)
         seconds.append(time.process_time() - started)
     assert min(seconds) < 0.05
