@@ -21,10 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollout.process_memory import STEPS_KEPT
 from trainer.cli.compose import resolve
 from trainer.loop import train
-from trainer.memory import MIB, theil_sen
+from trainer.memory import MIB, low_points, theil_sen
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
 PREFIX = "perf/memory_gib/"
@@ -72,8 +71,8 @@ def main() -> int:
     ]
     for key in sorted(key for key in rows[0] if key.startswith(PREFIX)):
         series = [row[key] * MIB_PER_GIB for row in rows]
-        low_points = [min(series[end - STEPS_KEPT : end]) for end in range(STEPS_KEPT, len(series) + 1)]
-        slope = theil_sen([value * MIB for value in low_points[len(low_points) // 2 :]])
+        lowest = low_points([value * MIB for value in series])
+        slope = theil_sen(lowest[len(lowest) // 2 :])
         shown = [series[0], series[min(9, len(series) - 1)], series[len(series) // 2], series[-1]]
         lines.append(
             f"| {key.removeprefix(PREFIX).replace('_', ' ')} | {' | '.join(f'{value:.1f}' for value in shown)} | "

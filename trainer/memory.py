@@ -55,14 +55,18 @@ def theil_sen(values: Sequence[float]) -> Slope:
     return Slope(median=float(np.median(slopes)), low=float(slopes[rank]) if rank >= 0 else -math.inf)
 
 
+def low_points(values: Sequence[float]) -> list[float]:
+    """The smallest of every STEPS_KEPT neighbours of `values`, one per step: STEPS_KEPT - 1 fewer, or none."""
+    return [min(values[start : start + STEPS_KEPT]) for start in range(len(values) - STEPS_KEPT + 1)]
+
+
 class SlopeAlarm:
     """Tells once that one actor's memory grows; again only after it stood still, or grew `AGAIN` times as large."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._seen = 0
-        self._recent: deque[int] = deque(maxlen=STEPS_KEPT)
-        self._window: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS + STEPS_KEPT - 1)
         self._told_at: float | None = None
         self.slope: float | None = None
         """Bytes per step over the window; None until it is full."""
@@ -72,16 +76,14 @@ class SlopeAlarm:
         self._seen += 1
         if self._seen <= WARM_UP_STEPS:
             return None
-        self._recent.append(use.private)
-        if len(self._recent) < STEPS_KEPT:
+        self._recent.append(float(use.private))
+        values = low_points(list(self._recent))
+        if len(values) < WINDOW_STEPS:
             return None
-        self._window.append(float(min(self._recent)))
-        if len(self._window) < WINDOW_STEPS:
-            return None
-        whole = theil_sen(self._window)
+        whole = theil_sen(values)
         self.slope = whole.median
         # A step up, or a curve that flattens out, has a slope too; a leak has it in the later half as well as before.
-        values, half = list(self._window), WINDOW_STEPS // 2
+        half = WINDOW_STEPS // 2
         halves = (theil_sen(values[:half]), theil_sen(values[half:]))
         steady = halves[1].median >= FLATTENED * halves[0].median
         if not (steady and all(slope.low > 0 and slope.median >= LEAST_SLOPE for slope in (whole, *halves))):

@@ -24,7 +24,7 @@ from rollout.process_memory import (
     reset_peak,
 )
 from trainer.cluster import RANK_HEAP, RANK_KERNELS
-from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, theil_sen
+from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, low_points, theil_sen
 
 AVAILABLE = 10 * 2**30
 FULL_WINDOW = WARM_UP_STEPS + STEPS_KEPT + WINDOW_STEPS - 1
@@ -95,6 +95,14 @@ def test_theil_sen_against_a_line_with_outliers() -> None:
     assert slope.median == pytest.approx(3.0)
     assert theil_sen([5.0] * 30).median == 0
     assert theil_sen([5.0] * 30).low == 0
+
+
+def test_low_points_are_the_smallest_of_every_few_steps_in_a_row() -> None:
+    values = [float(abs(step - STEPS_KEPT)) for step in range(2 * STEPS_KEPT)]
+    # The smallest value, 0, stands at STEPS_KEPT: the first stretch ends before it, all others hold it.
+    assert low_points(values) == [1.0] + [0.0] * STEPS_KEPT
+    assert low_points(values[:STEPS_KEPT]) == [1.0]
+    assert low_points(values[: STEPS_KEPT - 1]) == []
 
 
 def test_the_watch_names_metrics_and_logs_the_warning(caplog: pytest.LogCaptureFixture) -> None:
