@@ -122,7 +122,8 @@ def _profile(axis: str, parts: Sequence[Part], tables: dict[str, Table]) -> Char
     note = (
         "Rare tokens, on the left, differ most in every engine pair. A rise on the right is a defect."
         if axis == _PROBABILITY
-        else "Flat is healthy. A rise with the position is an error that grows along the response (a cache, positions)."
+        else "K3 is larger where the model is unsure; where it is as sure everywhere, flat is healthy. A rise that "
+        "goes on to the end of the response is an error that grows along it (a cache, positions)."
     )
     return Chart(
         id=axis, title=f"K3 by {name}", unit="nats per token", form="exponent", log=True, note=note,

@@ -45,7 +45,9 @@ MISMATCH = Section(
     charts=(
         Chart(
             id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True,
-            note="Flat and near the floor is healthy. A rise against its own past is the earliest warning there is.",
+            note="Flat and near the floor is healthy. A rise against its own past is the earliest warning there is. "
+            "Single tokens can jump far above the floor, which covers the head only: where a prefix is "
+            "ill-conditioned, a small change of the hidden state moves the logits a lot.",
             series=(
                 Series(key="mismatch/k3", label="K3", slot=0),
                 Series(key="mismatch/k3_floor", label="floor", slot=6, dash=Dash.dashed),
