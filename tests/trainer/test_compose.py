@@ -283,11 +283,28 @@ def test_build_config_does_not_raise_and_collects_every_component() -> None:
         ("batch.num_generations=3", "Here it is batch.group_size."),
         ("learning_rate=1e-6", "Here it is optim.lr."),
         ("data.train_files=train.parquet", "Here it is data.train_path."),
+        ("actor_rollout_ref.rollout.n=8", "Here it is batch.group_size."),
+        ("rollout.n=8", "Here it is batch.group_size."),
+        ("actor_rollout_ref.rollout.val_kwargs.n=4", "Here it is eval.samples."),
+        ("trainer.total_epochs=15", "Here it is run.num_steps: rollout steps, of which an epoch has prompts / batch."),
     ],
 )
 def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> None:
     [found] = messages(word)
     assert expected in found
+
+
+def test_the_sections_are_listed_once_for_all_unknown_keys() -> None:
+    sections = f"Sections: {', '.join(TrainConfig.__dataclass_fields__)}."
+    words = ("actor_rollout_ref.rollout.n=8", "zzz=3", "optim.lr=-1", "trainer.total_training_steps=15")
+    assert messages(*words) == [
+        "actor_rollout_ref.rollout.n is not a key, got 8. Here it is batch.group_size.",
+        "zzz is not a key, got 3.",
+        f"trainer.total_training_steps is not a key, got 15. Here it is run.num_steps. {sections}",
+        "optim.lr must be > 0, got -1.0.",
+    ]
+    one_of_two = messages("lose.x=1,2", "zzz=3", multirun=True)
+    assert [sections in message for message in one_of_two] == [False, False, True]
 
 
 def test_nested_keys_are_checked_like_any_other() -> None:

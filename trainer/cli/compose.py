@@ -105,8 +105,11 @@ def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multiru
     return Resolution(
         runs=runs,
         multirun=multirun,
-        problems=(*unreadable, *_together(runs, [run.problems for run in runs])),
-        composition_problems=(*unreadable, *_together(runs, [run.composition_problems for run in runs])),
+        problems=(*unreadable, *keys.sections_once(_together(runs, [run.problems for run in runs]))),
+        composition_problems=(
+            *unreadable,
+            *keys.sections_once(_together(runs, [run.composition_problems for run in runs])),
+        ),
     )
 
 

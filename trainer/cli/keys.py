@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -102,14 +102,26 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return nearest(word, list(known)) or ""
 
 
+def _sections() -> str:
+    return f"Sections: {', '.join(field_names(TrainConfig))}."
+
+
+def sections_once(problems: Sequence[Problem]) -> list[Problem]:
+    """The same `problems`; of those that end with the list of sections only the last one keeps it."""
+    sections, kept = _sections(), list(problems)
+    listed = [index for index, problem in enumerate(kept) if problem.remedy.endswith(sections)]
+    for index in listed[:-1]:
+        kept[index] = replace(kept[index], remedy=kept[index].remedy.removesuffix(sections).rstrip())
+    return kept
+
+
 def unknown_key(path: Sequence[str], depth: int, value: object, *, root: DictConfig) -> Problem:
     """The Problem of `path`, whose part number `depth` is not a key of the config that holds it."""
     key, holder, name = ".".join(path), ".".join(path[:depth]), path[depth]
     renamed = renamed_hint(list(path))
     if not holder:
-        sections = ", ".join(field_names(TrainConfig))
         hint = renamed or did_you_mean(path, root)
-        return Problem(key=key, rule="is not a key", value=value, remedy=f"{hint} Sections: {sections}.".strip())
+        return Problem(key=key, rule="is not a key", value=value, remedy=f"{hint} {_sections()}".strip())
     kind = node_type(root, path[:depth]) or object
     own = ", ".join(field_names(kind)) or "none"
     if holder in GROUPS:

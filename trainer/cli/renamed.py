@@ -45,6 +45,9 @@ RENAMED: Final[dict[str, str]] = {
     "train_batch_size": "batch.prompts_per_step",
     "ppo_mini_batch_size": "batch.mini_batch_prompts",
     "total_training_steps": "run.num_steps",
+    "total_epochs": "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step",
+    "n": "batch.group_size",
+    "val_kwargs.n": "eval.samples",
     "test_freq": "eval.every",
     # miles and slime
     "partial_rollout": "collect.partial=true",
@@ -115,10 +118,11 @@ RENAMED: Final[dict[str, str]] = {
     "critic_learning_rate": "critic.optim.lr",
     "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
-"""Last part of a key elsewhere -> what to write here."""
+"""Last part of a key elsewhere, or its last two -> what to write here."""
 
 
 def renamed_hint(path: list[str]) -> str:
     """A sentence for a key that another trainer has; empty for all others."""
-    here = RENAMED.get(path[-1].replace("-", "_"))
+    parts = [part.replace("-", "_") for part in path]
+    here = RENAMED.get(".".join(parts[-2:])) or RENAMED.get(parts[-1])
     return "" if here is None else f"Here it is {here}."
