@@ -14,6 +14,7 @@ readonly venv=${VENV:-.venv}
 readonly state=$venv/.parity
 readonly log=$state/pip.log
 readonly unfinished=$state/unfinished
+readonly began=$state/began # when pip was last started
 readonly recent_python='import sys; sys.exit(sys.version_info < (3, 11))'
 
 say() { printf '[setup] %s\n' "$*"; }
@@ -71,17 +72,19 @@ make_venv() {
     mkdir -p "$state"
 }
 
-num_installed() { find "$venv/lib" -maxdepth 3 -name '*.dist-info' | wc -l; }
+# New ones, and those that replace another version.
+num_installed() { find "$venv/lib" -maxdepth 3 -name '*.dist-info' -newer "$began" | wc -l; }
 
 # One line every five seconds until the caller ends: what pip does, or how far the installation is.
-show_progress() { # NUM_PACKAGES
-    local before started latest
-    before=$(num_installed)
+show_progress() {
+    local started latest chosen
     started=$SECONDS
     # The sleep must not hold the caller's output open after the caller has ended.
     while sleep 5 </dev/null >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-        if grep -q 'Installing collected packages' "$log" 2>/dev/null; then
-            latest="installed $(($(num_installed) - before)) of $1"
+        # What pip chose: more than the list where torch brings packages along, fewer where some are there already.
+        chosen=$(grep -m 1 'Installing collected packages' "$log" 2>/dev/null | tr ',' '\n' | wc -l) || true
+        if [ "$chosen" -gt 0 ]; then
+            latest="installed $(num_installed) of $chosen"
         else
             latest=$(grep -oE '(Collecting|Downloading|Retrying|Building wheel for) ?[^ ]+' "$log" 2>/dev/null | tail -n 1)
         fi
@@ -94,11 +97,11 @@ stop_progress() {
     progress_pid=
 }
 
-run_pip() { # NUM_PACKAGES PIP_ARGUMENT...
-    local num=$1 status=0
-    shift
+run_pip() { # PIP_ARGUMENT...
+    local status=0
     : >"$log"
-    show_progress "$num" 9>&- &
+    touch "$began"
+    show_progress 9>&- &
     progress_pid=$!
     PYTHONUNBUFFERED=1 "$venv/bin/python" -m pip install --no-input --disable-pip-version-check \
         --progress-bar off "$@" >"$log" 2>&1 || status=$?
@@ -108,15 +111,14 @@ run_pip() { # NUM_PACKAGES PIP_ARGUMENT...
 }
 
 install_layer() { # NAME
-    local list num stamp
+    local list stamp
     list=$(list_of "$1")
     stamp=$(stamp_of "$1" <"$list")
     [ ! -e "$stamp" ] || return 0
-    num=$(grep -c '==' "$list")
-    say "$1: $num packages of $list"
+    say "$1: $(grep -c '^[^#]*==' "$list") packages of $list$([ "$1" != core ] || echo ', and what torch brings along')"
     touch "$unfinished"
     # Only torch's own requirements depend on the build that the index serves; everything else is pinned whole.
-    if ! run_pip "$num" $([ "$1" = core ] || echo --no-deps) -r "$list"; then
+    if ! run_pip $([ "$1" = core ] || echo --no-deps) -r "$list"; then
         grep -q 'Installing collected packages' "$log" || rm -f "$unfinished" # nothing was changed yet
         fail "pip could not install $list; its log is $log." "Repeat the command to try again."
     fi
@@ -132,7 +134,7 @@ install_project() {
     stamp=$({ pwd && cat pyproject.toml; } | stamp_of project)
     [ ! -e "$stamp" ] || return 0
     say "project: parity-rl, editable"
-    run_pip 1 --no-deps --no-build-isolation --editable . || fail "pip could not install the project; its log is $log."
+    run_pip --no-deps --no-build-isolation --editable . || fail "pip could not install the project; its log is $log."
     rm -f "$state"/project-*
     touch "$stamp"
 }
