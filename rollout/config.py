@@ -125,6 +125,8 @@ class PauseMode(Enum):
     """They end; the collection may resume them."""
 
 
+MAX_PACKED_BYTES = 2**30
+"""Weights of decoder layers that are more are not held a second time, packed, by the torch engine on a CPU."""
 SGLANG_REMEDY = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
 """What helps where SGLang is not installed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

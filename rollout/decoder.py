@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import embedding, pad, rms_norm, silu
 
+from rollout.config import MAX_PACKED_BYTES
 from rollout.hf import PreTrainedModel
-from rollout.products import linear
+from rollout.products import Projection, filled_rows
 from rollout.quantized_activations import Rounding
 from rollout.slots import Prefill, Step
 
@@ -106,29 +107,25 @@ class ModuleDecoder(_HiddenDecoder):
 
 @dataclass(kw_only=True, slots=True)
 class _Block:
-    """The parameters of one layer, or views of them."""
+    """One layer: its parameters, or views of them."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    """[(H + 2 K) D, hidden]: the three projections of attention as one matrix."""
-    qkv_bias: Tensor | None
+    qkv: Projection
+    """hidden -> (H + 2 K) D: the three projections of attention as one."""
     query_norm: Tensor | None
     key_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
+    out: Projection
     mlp_norm: Tensor
-    gate_up: Tensor
-    """[2 I, hidden]: gate above up."""
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    """hidden -> 2 I: gate, then up."""
+    down: Projection
 
 
 class FusedDecoder(_HiddenDecoder):
     """The blocks of Llama and its kin as plain functions: norms, one product for q, k and v, one for gate and up.
 
-    Projections that are computed together lie in one buffer, of which the model's parameters become views.
-    Agrees with `ModuleDecoder` to rounding.
+    Projections that are computed together lie in one buffer, of which the model's parameters become views. On a CPU
+    they are packed besides: build a new one when the parameters have changed. Agrees with `ModuleDecoder` to rounding.
     """
 
     def __init__(self, model: PreTrainedModel, rounding: Rounding | None = None) -> None:
@@ -144,7 +141,8 @@ class FusedDecoder(_HiddenDecoder):
         self._num_heads = int(config.num_attention_heads)
         self._num_kv = int(config.num_key_value_heads)
         self._head_dim = int(decoder.layers[0].self_attn.head_dim)
-        self._blocks = [_block(layer) for layer in decoder.layers]
+        size = sum(parameter.nbytes for parameter in decoder.layers.parameters())
+        self._blocks = [_block(layer, may_pack=size <= MAX_PACKED_BYTES) for layer in decoder.layers]
         self._rotary = decoder.rotary_emb
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -157,34 +155,40 @@ class FusedDecoder(_HiddenDecoder):
         return self._embedding.dtype
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
-        """Final hidden states [B, T, hidden] of tokens and positions [B, T], before the last norm."""
+        """Final hidden states [B, T, hidden] of tokens and positions [B, T], before the last norm.
+
+        In between they are rows, one per token, filled up once for all products (`rollout/products.py`).
+        """
         cos, sin = self._rotation(positions, longest=forward.longest)
-        states = embedding(token_ids, self._embedding)
+        num_tokens = token_ids.numel()
+        tokens = pad(token_ids.reshape(-1), (0, filled_rows(num_tokens) - num_tokens))
+        states = embedding(tokens, self._embedding)
         for index, block in enumerate(self._blocks):
             normed = rms_norm(states, block.attention_norm.shape, block.attention_norm, self._epsilon)
-            states = states + self._attention(index, block, normed, cos, sin, forward)
+            qkv = block.qkv(self._input(normed))
+            heads = qkv[:num_tokens].view(*token_ids.shape, -1, self._head_dim)
+            out = self._attention(index, block, heads, cos, sin, forward)
+            states = states + block.out(self._input(pad(out, (0, 0, 0, len(states) - num_tokens))))
             normed = rms_norm(states, block.mlp_norm.shape, block.mlp_norm, self._epsilon)
-            gate, up = linear(self._input(normed), block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-            states = states + linear(self._input(silu(gate) * up), block.down, block.down_bias)
-        return states
+            gate, up = block.gate_up(self._input(normed)).chunk(2, dim=-1)
+            states = states + block.down(self._input(silu(gate).mul_(up)))
+        return states[:num_tokens].view(*token_ids.shape, -1)
 
     def _attention(
-        self, index: int, block: _Block, normed: Tensor, cos: Tensor, sin: Tensor, forward: Prefill | Step
+        self, index: int, block: _Block, heads: Tensor, cos: Tensor, sin: Tensor, forward: Prefill | Step
     ) -> Tensor:
-        rows, tokens, _ = normed.shape
-        qkv = linear(self._input(normed), block.qkv, block.qkv_bias).view(rows, tokens, -1, self._head_dim)
-        rotated, value = qkv.split([self._num_heads + self._num_kv, self._num_kv], dim=2)
+        """Projections [B, T, H + 2 K, D] of the tokens -> what they attend to, [B * T, H * D]."""
+        rotated, value = heads.split([self._num_heads + self._num_kv, self._num_kv], dim=2)
         if block.query_norm is not None and block.key_norm is not None:
             query, key = rotated.split([self._num_heads, self._num_kv], dim=2)
             query = rms_norm(query, block.query_norm.shape, block.query_norm, self._epsilon)
             key = rms_norm(key, block.key_norm.shape, block.key_norm, self._epsilon)
             rotated = torch.cat([query, key], dim=2)
-        half = self._head_dim // 2
-        swapped = torch.cat([rotated[..., half:], rotated[..., :half]], dim=-1)
-        rotated = torch.addcmul(rotated * cos, swapped, sin)
+        swapped = rotated.roll(self._head_dim // 2, dims=-1)
+        rotated = (rotated * cos).addcmul_(swapped, sin)
         query, key = rotated.split([self._num_heads, self._num_kv], dim=2)
         out = forward.attend(index, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None)
-        return linear(self._input(out.transpose(1, 2).reshape(rows, tokens, -1)), block.out, block.out_bias)
+        return out.transpose(1, 2).reshape(-1, self._num_heads * self._head_dim)
 
     def _rotation(self, positions: Tensor, *, longest: int) -> tuple[Tensor, Tensor]:
         """cos and sin of the angles [B, T, 1, D], the first half of the sines negated."""
@@ -221,22 +225,22 @@ def _same(states: Tensor) -> Tensor:
     return states
 
 
-def _block(layer: Any) -> _Block:
+def _block(layer: Any, *, may_pack: bool) -> _Block:
     attention, mlp = layer.self_attn, layer.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+
+    def projection(*modules: Any) -> Projection:
+        bias = None if modules[0].bias is None else _joined([each.bias for each in modules])
+        return Projection(_joined([each.weight for each in modules]), bias, may_pack=may_pack)
+
     return _Block(
         attention_norm=layer.input_layernorm.weight,
-        qkv=_joined([each.weight for each in projections]),
-        qkv_bias=None if attention.q_proj.bias is None else _joined([each.bias for each in projections]),
+        qkv=projection(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
+        out=projection(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=_joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        gate_up_bias=None if mlp.gate_proj.bias is None else _joined([mlp.gate_proj.bias, mlp.up_proj.bias]),
-        down=mlp.down_proj.weight,
-        down_bias=mlp.down_proj.bias,
+        gate_up=projection(mlp.gate_proj, mlp.up_proj),
+        down=projection(mlp.down_proj),
     )
 
 

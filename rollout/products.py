@@ -18,11 +18,14 @@ from torch.nn import functional
 
 MIN_ROWS = 2
 """Of one row, MKL multiplies a vector, which is faster."""
+FEW_ROWS = (4, 8)
 ROWS_STEP = 16
 """oneDNN compiles code for every new number of rows, which takes longer than a product of a decoding step. The rows of
-such a step are filled up to a multiple of this, so that the few numbers that are left fit its cache."""
+such a step are filled up to one of FEW_ROWS or to a multiple of this: the numbers that are left fit its cache."""
 MAX_FILLED_ROWS = 256
 """With more rows the product takes longer than the compilation."""
+PACKED_ROWS = 32
+"""Number of rows for which weights are packed; oneDNN packs the same way for others."""
 
 
 @cache
@@ -42,6 +45,23 @@ def prefers_onednn() -> bool:
     )
 
 
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU multiplies `dtype` with oneDNN, and this torch can pack weights for it."""
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 and prefers_onednn()
+
+
+def filled_rows(count: int) -> int:
+    """The number of rows that `count` rows of a decoding step are filled up to."""
+    if count > MAX_FILLED_ROWS:
+        return count
+    return next((few for few in FEW_ROWS if count <= few), count + -count % ROWS_STEP)
+
+
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As torch.nn.functional.linear: states [.., I], weight [O, I], bias [O] -> [.., O]; differentiable once."""
     is_fast = states.dtype == weight.dtype == torch.float32 and prefers_onednn()
@@ -56,10 +76,31 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if is_trained:
         out: Tensor = _Linear.apply(rows, weight, bias)
     else:
-        missing = -len(rows) % ROWS_STEP if len(rows) <= MAX_FILLED_ROWS else 0
+        missing = filled_rows(len(rows)) - len(rows)
         filled = functional.pad(rows, (0, 0, 0, missing)) if missing else rows
         out = (_product if is_fast else functional.linear)(filled, weight, bias)[: len(rows)]
     return out.view(*states.shape[:-1], out.shape[-1])
+
+
+class Projection:
+    """rows [N, I] -> rows W^T + b [N, O] of a weight [O, I] that does not change any more, without a gradient.
+
+    On a CPU the weight is packed: held a second time, in the order in which oneDNN reads it. The few rows of a decoding
+    step, which wait for weights more than they compute, take two thirds of the time. `filled_rows` says how many rows
+    there should be.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, may_pack: bool) -> None:
+        self._weight = weight
+        self._bias = bias
+        self._packed: Tensor | None = None
+        if may_pack and weight.device.type == "cpu" and _packs(weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._packed is None:
+            return linear(rows, self._weight, self._bias)
+        return _product(rows, self._packed, self._bias)
 
 
 class Linear(nn.Linear):
@@ -77,8 +118,9 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, I] times the transpose of weight [O, I] -> [N, O]; both contiguous, or transposed from that. For other
-    strides, those of an expanded gradient among them, oneDNN has only reference code: thousands of times as slow."""
+    """rows [N, I] times the transpose of weight [O, I] -> [N, O]; both contiguous, or transposed from that, or the
+    weight packed. For other strides, those of an expanded gradient among them, oneDNN has only reference code:
+    thousands of times as slow."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out
 

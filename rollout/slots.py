@@ -25,11 +25,11 @@ FIRST_COLUMNS = 64
 """Columns beyond the first prompts; memory doubles when they are used up."""
 
 
-def stored_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values of `dtype` are kept and multiplied in: on a CPU float32, which loses nothing.
+def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of `dtype` are multiplied in: on a CPU float32, which loses nothing.
 
-    There torch copies bfloat16 matrices that have room between them before it multiplies them, and that takes longer
-    than to read twice the bytes.
+    There torch copies bfloat16 matrices that have room between them before it multiplies them, and slowly; to widen
+    them first takes less, and they are kept, and read, in half the bytes.
     """
     return torch.float32 if device.type == "cpu" else dtype
 
@@ -51,7 +51,7 @@ class KVSlots:
     def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
 
-        `like` [.., K, .., D] gives shape, dtype (`stored_dtype`) and device.
+        `like` [.., K, .., D] gives shape, dtype and device.
         """
         held = self._layers.get(index)
         slots, room = (0, 0) if held is None else (held[0].shape[0], held[0].shape[2])
@@ -63,8 +63,7 @@ class KVSlots:
             room = min(max(columns, 2 * room), self._max_columns)
         shape = (self._num_slots, like.shape[1], room, like.shape[3])
         # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
-        dtype = stored_dtype(like.dtype, like.device)
-        grown = (like.new_zeros(shape, dtype=dtype), like.new_zeros(shape, dtype=dtype))
+        grown = (like.new_zeros(shape), like.new_zeros(shape))
         if held is not None:
             for new, old in zip(grown, held, strict=True):
                 new[: old.shape[0], :, : old.shape[2]] = old
@@ -108,35 +107,36 @@ class Step:
         self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
         self.longest = longest
+        self._dtype = multiplied_dtype(dtype, positions.device)
         self._mask: Tensor | None = None
         if int(positions.min()) + 1 < longest:
             behind = torch.arange(longest, device=positions.device) > positions[:, None]
-            shape = (len(positions), 1, longest)
-            self._mask = torch.zeros(shape, dtype=stored_dtype(dtype, positions.device), device=positions.device)
-            self._mask.masked_fill_(behind[:, None], -torch.inf)
+            mask = torch.zeros(behind.shape, dtype=self._dtype, device=positions.device)
+            self._mask = mask.masked_fill_(behind, -torch.inf)[:, None]
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Store the new token and attend to all of its sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
         count, num_heads, _, size = query.shape
         num_kv = key.shape[1]
-        keys, values = self._slots.reserve(index, key, columns=self.longest)
-        keys[self._rows, :, self._positions] = key[:, :, 0].to(keys.dtype)
-        values[self._rows, :, self._positions] = value[:, :, 0].to(values.dtype)
-        # [N * K, C, D], without a copy: active slots lie together. Batched products beat the fused attention of
-        # torch 2.13 two to three times on a CPU when there is one query per sequence.
-        past_keys = keys[:count].view(count * num_kv, -1, size)[:, : self.longest]
-        past_values = values[:count].view(count * num_kv, -1, size)[:, : self.longest]
+        past = []
+        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+            memory[self._rows, :, self._positions] = new[:, :, 0]
+            held = memory[:count, :, : self.longest].to(self._dtype)
+            # [N * K, C, D], without a further copy: active slots lie together. Batched products beat the fused
+            # attention of torch 2.13 two to three times on a CPU when there is one query per sequence.
+            past.append(held.flatten(0, 1))
+        keys, values = past
         scale = size**-0.5 if scaling is None else scaling
-        scaled = query.reshape(count * num_kv, num_heads // num_kv, size).to(keys.dtype) * scale
+        queries = query.reshape(count * num_kv, num_heads // num_kv, size).to(self._dtype) * scale
         if self._mask is None:
-            scores = torch.bmm(scaled, past_keys.transpose(1, 2))
+            scores = torch.bmm(queries, keys.transpose(1, 2))
         else:
             if len(self._mask) != count * num_kv:
                 # Once for all layers.
                 self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
-            scores = torch.baddbmm(self._mask, scaled, past_keys.transpose(1, 2))
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-        return torch.bmm(weights, past_values).view(count, num_heads, 1, size).to(query.dtype)
+            scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2))
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)
+        return torch.bmm(weights, values).view(count, num_heads, 1, size).to(query.dtype)
 
 
 def slot_attention(

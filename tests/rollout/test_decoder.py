@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
 
+import rollout.decoder
+import rollout.products
 from rollout.config import TorchEngineConfig
 from rollout.decoder import FusedDecoder, ModuleDecoder, build_decoder
 from rollout.engine import EngineError
@@ -71,7 +73,7 @@ def test_logits_are_those_of_the_models_own_forward(tmp_path, kind, model_type, 
 
 
 @pytest.mark.parametrize("positions", [[5, 5, 1, 3], [5, 5, 5, 5]])
-def test_half_precision_is_kept_and_attended_to_in_float32_on_a_cpu(positions):
+def test_half_precision_is_attended_to_in_float32_on_a_cpu(positions):
     """With a mask and without: attention to what was stored, no more rounded than its inputs and its output."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(4, heads, 6, 8, generator=generator).bfloat16() for heads in (4, 2, 2))
@@ -79,7 +81,7 @@ def test_half_precision_is_kept_and_attended_to_in_float32_on_a_cpu(positions):
     Prefill(slots, first_slot=0, prompt_of_slot=torch.arange(4), longest=5).attend(
         0, *(tensor[:, :, :5] for tensor in (query, key, value)), None
     )
-    assert {memory.dtype for memory in slots.reserve(0, key, columns=5)} == {torch.float32}
+    assert {memory.dtype for memory in slots.reserve(0, key, columns=5)} == {torch.bfloat16}
     step = Step(slots, positions=torch.tensor(positions), longest=6, dtype=torch.bfloat16)
     found = step.attend(0, *(tensor[:, :, 5:] for tensor in (query, key, value)), None)
     assert found.dtype == torch.bfloat16
@@ -103,10 +105,26 @@ def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
     assert (logits - expected).abs().max() < TOLERANCE
 
 
-def test_projections_share_the_memory_of_the_parameters_and_see_new_weights(tmp_path):
+@pytest.mark.parametrize("most", [0, 2**30])
+def test_a_decoder_is_packed_where_it_may_be_and_computes_the_same(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(rollout.decoder, "MAX_PACKED_BYTES", most)
+    monkeypatch.setattr(rollout.products, "prefers_onednn", lambda: True)
+    rollout.products._packs.cache_clear()
+    packed = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: packed.append(args) or reorder(*args))
+    decoder = FusedDecoder(load(tmp_path))
+    rollout.products._packs.cache_clear()
+    assert len(packed) == (4 * len(decoder._blocks) if most else 0)
+    logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
+    expected = plain_logits(tmp_path, [PROMPTS[index] for index in PROMPT_OF_SLOT])
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
+def test_projections_share_the_memory_of_the_parameters_and_take_new_weights(tmp_path):
     model = load(tmp_path / "old")
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    decoder = FusedDecoder(model)
+    FusedDecoder(model)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
     for first, second in ((attention.q_proj, attention.k_proj), (mlp.gate_proj, mlp.up_proj)):
@@ -118,7 +136,7 @@ def test_projections_share_the_memory_of_the_parameters_and_see_new_weights(tmp_
     with torch.no_grad():
         for (_, mine), (_, theirs) in zip(model.named_parameters(), new.named_parameters(), strict=True):
             mine.copy_(theirs)
-    logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
+    logits = read_prompts(FusedDecoder(model), KVSlots(num_slots=4, max_columns=20))
     expected = plain_logits(tmp_path / "new", [PROMPTS[index] for index in PROMPT_OF_SLOT])
     assert (logits - expected).abs().max() < TOLERANCE
 

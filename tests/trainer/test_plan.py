@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer.cli.estimate
 from algorithms.config import (
     AdvantageConfig,
     BaselineScope,
@@ -123,7 +124,7 @@ def _rows(directory: Path) -> FileDataConfig:
     return FileDataConfig(train_path=str(directory / "rows.jsonl"), eval_path=str(directory / "rows.jsonl"))
 
 
-def test_memory_by_hand() -> None:
+def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(
         arithmetic_config(),
         model=ArithmeticModelConfig(hidden_size=128, num_layers=3),
@@ -144,10 +145,12 @@ def test_memory_by_hand() -> None:
     assert engine.weights == 2 * n
     # 9 samples on 2 engines are at most 5 on one; 6 + 16 tokens; keys and values of 3 layers of width 128, bfloat16.
     assert engine.kv_cache == 5 * 22 * 3 * 2 * 128 * 2
-    # The torch engine keeps them in float32 on a CPU, in its own type on a GPU.
-    for gpus, number in ((0.0, 4), (1.0, 2)):
+    # On a CPU the torch engine holds its layers a second time, packed, unless they are too large for that.
+    for gpus, most, weights in ((1.0, 2**30, 2 * n), (0.0, 2**30, 2 * n + 6 * layer), (0.0, 6 * layer - 1, 2 * n)):
+        monkeypatch.setattr(trainer.cli.estimate, "MAX_PACKED_BYTES", most)
         embedded = replace(config, rollout=TorchEngineConfig(num_engines=2, gpus_per_engine=gpus))
-        assert engine_memory(embedded, shape).kv_cache == 5 * 22 * 3 * 2 * 128 * number
+        found = engine_memory(embedded, shape)
+        assert (found.weights, found.kv_cache) == (weights, engine.kv_cache)
 
 
 @pytest.mark.parametrize(

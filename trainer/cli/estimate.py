@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import DType, TorchEngineConfig
+from rollout.config import MAX_PACKED_BYTES, DType, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.components import ArithmeticModelConfig, HFModelConfig, Offload
 from trainer.config import TrainConfig
@@ -176,15 +176,17 @@ def _whole_parameters(shape: ModelShape) -> int:
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
-    """Memory of one rollout engine. The torch engine keeps keys and values in float32 on a CPU."""
-    number_bytes = kv_bytes = DTYPE_BYTES[config.rollout.dtype]
-    if isinstance(config.rollout, TorchEngineConfig) and not config.rollout.gpus_per_engine:
-        kv_bytes = DTYPE_BYTES[DType.float32]
+    """Memory of one rollout engine. On a CPU the torch engine may hold its layers twice (`rollout/products.py`)."""
+    number_bytes = DTYPE_BYTES[config.rollout.dtype]
     samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
     tokens = samples * batch_shape(config).tokens_per_sample
+    packed = 0
+    if isinstance(config.rollout, TorchEngineConfig) and not config.rollout.gpus_per_engine:
+        layers = shape.num_layers * shape.layer_parameters * number_bytes
+        packed = layers if layers <= MAX_PACKED_BYTES else 0
     return EngineMemory(
-        weights=shape.num_parameters * number_bytes,
-        kv_cache=tokens * shape.num_layers * shape.kv_size * kv_bytes,
+        weights=shape.num_parameters * number_bytes + packed,
+        kv_cache=tokens * shape.num_layers * shape.kv_size * number_bytes,
     )
 
 
