@@ -1,7 +1,7 @@
 """One GRPO step, end to end: Parity's own loop against TRL's GRPOTrainer, with the same model on the same cores.
 
     python benchmarks/grpo_step.py [--rounds 3] [--steps 12] [--sides trl torch sglang] [--regimes equal ragged]
-        [--dtype float32]
+        [--dtype float32] [--size wide]
 
 Needs TRL beside Parity (`pip install --no-deps trl==1.16.0`). The sides take turns, each in a fresh process that has
 the machine to itself, so that neither is slowed by the other's idle threads or daemons.
@@ -18,10 +18,11 @@ Parity lets its workers spin: TRL gets the same GOMP_SPINCOUNT, which makes it f
 
 Both run in --dtype, which is that of forward and backward: float32 master weights under autocast in TRL, under FSDP2
 and in the engine in Parity. TRL's own default is bfloat16. Both have beta=0, one optimizer step per rollout, no
-forward for pi_old and one process that trains. The model is the demo's architecture at a width of 256 with random
-weights, of which one row of the head gives the end-of-sequence token the same odds at every position:
+forward for pi_old and one process that trains. --size demo is the step of `make demo`: its network, prompts, group size
+and longest response; wide is four times as wide, with half the groups and five times as long responses. The weights are
+random, and one row of the head gives the end-of-sequence token the same odds at every position:
     equal    it never comes: every response has the maximal length
-    ragged   it comes with probability 1/32: lengths are geometric, cut at the maximum
+    ragged   it comes with a probability of four to its maximum: lengths are geometric, cut there
 """
 
 from __future__ import annotations
@@ -44,15 +45,33 @@ import psutil
 
 from trainer.cluster import SPINS
 
-PROMPTS = 8
-GROUP_SIZE = 8
-MAX_NEW_TOKENS = 128
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
 WIDTH, LAYERS = 256, 3
-END_PROBABILITY = {"equal": 0.0, "ragged": 1 / 32}
+REGIMES = ("equal", "ragged")
 WARM_UP = 4
 """Steps at the start that are not counted."""
 SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What both sides compute in a step."""
+
+    prompts: int
+    group_size: int
+    max_new_tokens: int
+    width: int
+    trl_batch: int
+    """Samples of one forward of TRL: what it is fastest with here."""
+
+    def end_probability(self, regime: str) -> float:
+        return 4 / self.max_new_tokens if regime == "ragged" else 0.0
+
+
+SIZES = {
+    "demo": Size(prompts=16, group_size=8, max_new_tokens=24, width=64, trl_batch=128),
+    "wide": Size(prompts=8, group_size=8, max_new_tokens=128, width=WIDTH, trl_batch=16),
+}
 
 
 class ProcessorClock:
@@ -143,9 +162,10 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
         yield f"rollout.num_engines={args.threads}"
     yield f"run.num_steps={args.steps + WARM_UP + 1}"
     yield f"run.seed={SEED}"
-    yield f"batch.prompts_per_step={PROMPTS}"
-    yield f"batch.group_size={GROUP_SIZE}"
-    yield f"sampling.max_new_tokens={MAX_NEW_TOKENS}"
+    size = SIZES[args.size]
+    yield f"batch.prompts_per_step={size.prompts}"
+    yield f"batch.group_size={size.group_size}"
+    yield f"sampling.max_new_tokens={size.max_new_tokens}"
     yield "model=hf"
     yield f"model.path={args.model}"
     yield f"reward.function={REWARD_FILE}:rewarded"
@@ -212,7 +232,7 @@ def child(args: argparse.Namespace) -> None:
 def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
     """The same script in a fresh process."""
     command = [sys.executable, __file__, "--side", side, "--model", str(model), "--steps", str(args.steps)]
-    command += ["--trl-batch", str(args.trl_batch), "--threads", str(args.threads), "--dtype", args.dtype]
+    command += ["--size", args.size, "--threads", str(args.threads), "--dtype", args.dtype]
     for word in args.word:
         command += ["--word", word]
     environment = os.environ | {
@@ -232,10 +252,11 @@ def run_side(args: argparse.Namespace, side: str, model: Path) -> list[Step]:
 
 
 def table(results: dict[tuple[str, str], list[list[Step]]], args: argparse.Namespace) -> str:
+    size = SIZES[args.size]
     lines = [
-        f"{PROMPTS * GROUP_SIZE} samples of at most {MAX_NEW_TOKENS} tokens, groups of {GROUP_SIZE}; {args.threads} "
-        f"threads; {args.dtype}; {args.rounds} rounds of {args.steps} steps; medians, in brackets the range of the "
-        "rounds. Ratios are of response tokens per second.",
+        f"{size.prompts * size.group_size} samples of at most {size.max_new_tokens} tokens, groups of "
+        f"{size.group_size}; width {size.width}; {args.threads} threads; {args.dtype}; {args.rounds} rounds of "
+        f"{args.steps} steps; medians, in brackets the range of the rounds. Ratios are of response tokens per second.",
         "",
         "| lengths | side | s / step | processor s / step | tokens / step | times TRL, clock | times TRL, processor "
         "| anatomy, s |",
@@ -278,8 +299,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     present = [side for side in ("trl", "torch", "sglang") if importlib.util.find_spec(side)]
     parser.add_argument("--sides", nargs="+", default=present)
-    parser.add_argument("--regimes", nargs="+", default=sorted(END_PROBABILITY))
-    parser.add_argument("--trl-batch", type=int, default=16, help="samples of one forward of TRL")
+    parser.add_argument("--regimes", nargs="+", default=REGIMES, choices=REGIMES)
+    parser.add_argument("--size", choices=sorted(SIZES), default="wide")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--word", action="append", default=[], help="one more word for Parity's command line")
     parser.add_argument("--side", help="run this side, in this process")
@@ -294,7 +315,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for regime in args.regimes:
             (Path(scratch) / regime).mkdir()
-            build_model(Path(scratch) / regime, end_probability=END_PROBABILITY[regime])
+            size = SIZES[args.size]
+            build_model(Path(scratch) / regime, end_probability=size.end_probability(regime), width=size.width)
         for number in range(args.rounds):
             for regime, side in results:
                 steps = run_side(args, side, Path(scratch) / regime)

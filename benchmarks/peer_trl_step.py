@@ -12,7 +12,7 @@ importlib.import_module("rollout.hf")  # declares torchvision's operators, befor
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
-from grpo_step import GROUP_SIZE, MAX_NEW_TOKENS, PROMPTS, SEED, WARM_UP, ProcessorClock, Step  # noqa: E402
+from grpo_step import SEED, SIZES, WARM_UP, ProcessorClock, Step  # noqa: E402
 from half_rewarded import rewarded  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
@@ -58,7 +58,8 @@ class Clock(TrainerCallback):
 def trl_steps(args: argparse.Namespace) -> list[Step]:
     """Train for WARM_UP + args.steps steps, one optimizer step per generation of all samples."""
     torch.set_num_threads(args.threads)
-    samples = PROMPTS * GROUP_SIZE
+    size = SIZES[args.size]
+    samples = size.prompts * size.group_size
     problems = arithmetic_problems(ArithmeticDataConfig()).train
     clock = Clock(args.steps)
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,10 +74,10 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
                 use_cpu=True,
                 bf16=args.dtype == "bfloat16",
                 gradient_checkpointing=False,
-                per_device_train_batch_size=args.trl_batch,
-                gradient_accumulation_steps=samples // args.trl_batch,
-                num_generations=GROUP_SIZE,
-                max_completion_length=MAX_NEW_TOKENS,
+                per_device_train_batch_size=size.trl_batch,
+                gradient_accumulation_steps=samples // size.trl_batch,
+                num_generations=size.group_size,
+                max_completion_length=size.max_new_tokens,
                 temperature=1.0,
                 beta=0.0,
                 learning_rate=1e-6,
