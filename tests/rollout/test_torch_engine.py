@@ -363,7 +363,7 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         assert worker.load_weights(shared).in_place
         held = worker._shared._regions[shared.address.region_id].data
         places = range(held.ctypes.data, held.ctypes.data + held.nbytes)
-        # Joined projections too: what the engine computes with is the memory that was checked.
+        # Joined projections too: what the engine computes with, or packs, is the memory that was checked.
         assert all(parameter.data_ptr() in places for parameter in worker._engine._model.parameters())
         outcomes.append(logprobs_of(worker, requests))
     assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]

@@ -16,6 +16,7 @@ from policy_cases import lone_worker, make_config, save_policy
 from torch import Tensor
 
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
+from rollout.decoder import build_decoder
 from rollout.torch_engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, Prompt
 from trainer.batch import MicroBatch
@@ -98,6 +99,8 @@ def started(model_path: Path, dtype: DType) -> Iterator[TorchEngine]:
     with torch.no_grad():
         for parameter in made._model.parameters():
             parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    # As after a sync: the weights that are multiplied may be packed copies.
+    made._loop.load(build_decoder(made._model), policy_version=0)
     yield made
     made.stop()
 
