@@ -27,6 +27,10 @@ IDLE_S = 60.0
 """Seconds after which a thread that waits looks around, though nobody woke it."""
 
 
+GATHER_S = 0.02
+"""Seconds that a poll waits for further completions."""
+
+
 class _Work(NamedTuple):
     """What the thread is told before a token."""
 
@@ -115,7 +119,10 @@ class DecodeLoop:
             self._changed.notify_all()
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll; then, if there is nothing, a failure or what ends in `timeout_s`."""
+        """What has ended since the last poll; then, if there is nothing, a failure or what ends in `timeout_s`.
+
+        With the first one it waits GATHER_S for others, within `timeout_s`: every answer takes time from sampling.
+        """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not self._completions:
@@ -128,6 +135,9 @@ class DecodeLoop:
                 # Woken for every completion and failure; a request's own deadline may come before ours.
                 due = deadline if self._oldest is None else self._oldest[0] + self._request_timeout_s
                 self._changed.wait(max(0.001, min(deadline, due) - now))
+            if self._completions:
+                left = max(0.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: not self._unfinished, min(GATHER_S, left))
             completions, self._completions = self._completions, []
             return completions
 

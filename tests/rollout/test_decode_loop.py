@@ -9,6 +9,7 @@ import torch
 from test_torch_engine import TOLERANCE, forward_logprobs, make_requests, shared_weights_of, start, weights_of
 from tiny_model import write_tiny_model
 
+import rollout.decode_loop
 import rollout.torch_engine
 from rollout.engine import EngineError, WeightSyncError
 from rollout.types import FinishReason
@@ -64,6 +65,18 @@ def test_when_one_polls_changes_no_bit(model_path):
     late = wait_for(engine, range(100, 124))
     assert [late[ticket] for ticket in range(100, 124)] == once
     assert engine.poll(0.0) == []
+
+
+@pytest.mark.parametrize(("seconds", "together"), [(0.0, False), (60.0, True)])
+def test_a_poll_waits_a_little_for_further_completions(model_path, monkeypatch, seconds, together):
+    monkeypatch.setattr(rollout.decode_loop, "GATHER_S", seconds)
+    engine = start(model_path)
+    engine.submit(range(4), long_requests(4, short=2, max_new_tokens=200))
+    first = engine.poll(60.0)
+    assert (len(first) == 4) is together
+    assert len(first) == 4 or {completion.ticket for completion in first} == {0, 1}
+    engine.abort(None)
+    assert len(first) + len(engine.poll(60.0) if not together else []) == 4
 
 
 def test_an_aborted_response_resumes_as_if_nothing_had_been(model_path):
