@@ -312,10 +312,10 @@ def main() -> None:
     results: dict[tuple[str, str], list[list[Step]]] = {
         (regime, side): [] for regime in args.regimes for side in args.sides
     }
+    size = SIZES[args.size]
     with tempfile.TemporaryDirectory() as scratch:
         for regime in args.regimes:
             (Path(scratch) / regime).mkdir()
-            size = SIZES[args.size]
             build_model(Path(scratch) / regime, end_probability=size.end_probability(regime), width=size.width)
         for number in range(args.rounds):
             for regime, side in results:

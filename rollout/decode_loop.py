@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
 """Seconds after which a thread that waits looks around, though nobody woke it."""
-
-
 GATHER_S = 0.02
 """Seconds that a poll waits for further completions."""
 

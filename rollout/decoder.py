@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, pad, rms_norm, silu
 
 from rollout.config import MAX_PACKED_BYTES
 from rollout.hf import PreTrainedModel
-from rollout.products import Projection, filled_rows
+from rollout.products import Projection, filled_rows, packs
 from rollout.quantized_activations import Rounding
 from rollout.slots import Prefill, Step
 
@@ -143,6 +143,7 @@ class FusedDecoder(_HiddenDecoder):
         self._head_dim = int(decoder.layers[0].self_attn.head_dim)
         size = sum(parameter.nbytes for parameter in decoder.layers.parameters())
         self._blocks = [_block(layer, may_pack=size <= MAX_PACKED_BYTES) for layer in decoder.layers]
+        self._is_filled = self.device.type == "cpu" and packs(self.dtype)
         self._rotary = decoder.rotary_emb
         self._angles: tuple[Tensor, Tensor] | None = None
 
@@ -157,18 +158,20 @@ class FusedDecoder(_HiddenDecoder):
     def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
         """Final hidden states [B, T, hidden] of tokens and positions [B, T], before the last norm.
 
-        In between they are rows, one per token, filled up once for all products (`rollout/products.py`).
+        In between they are rows, one per token, filled up once for all products where oneDNN multiplies
+        (`rollout/products.py`).
         """
         cos, sin = self._rotation(positions, longest=forward.longest)
         num_tokens = token_ids.numel()
-        tokens = pad(token_ids.reshape(-1), (0, filled_rows(num_tokens) - num_tokens))
-        states = embedding(tokens, self._embedding)
+        missing = filled_rows(num_tokens) - num_tokens if self._is_filled else 0
+        tokens = token_ids.reshape(-1)
+        states = embedding(pad(tokens, (0, missing)) if missing else tokens, self._embedding)
         for index, block in enumerate(self._blocks):
             normed = rms_norm(states, block.attention_norm.shape, block.attention_norm, self._epsilon)
             qkv = block.qkv(self._input(normed))
             heads = qkv[:num_tokens].view(*token_ids.shape, -1, self._head_dim)
             out = self._attention(index, block, heads, cos, sin, forward)
-            states = states + block.out(self._input(pad(out, (0, 0, 0, len(states) - num_tokens))))
+            states = states + block.out(self._input(pad(out, (0, 0, 0, missing)) if missing else out))
             normed = rms_norm(states, block.mlp_norm.shape, block.mlp_norm, self._epsilon)
             gate, up = block.gate_up(self._input(normed)).chunk(2, dim=-1)
             states = states + block.down(self._input(silu(gate).mul_(up)))

@@ -46,7 +46,7 @@ def prefers_onednn() -> bool:
 
 
 @cache
-def _packs(dtype: torch.dtype) -> bool:
+def packs(dtype: torch.dtype) -> bool:
     """Whether this machine's CPU multiplies `dtype` with oneDNN, and this torch can pack weights for it."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
@@ -94,7 +94,7 @@ class Projection:
         self._weight = weight
         self._bias = bias
         self._packed: Tensor | None = None
-        if may_pack and weight.device.type == "cpu" and _packs(weight.dtype):
+        if may_pack and weight.device.type == "cpu" and packs(weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
     def __call__(self, rows: Tensor) -> Tensor:

@@ -109,12 +109,12 @@ def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
 def test_a_decoder_is_packed_where_it_may_be_and_computes_the_same(tmp_path, monkeypatch, most):
     monkeypatch.setattr(rollout.decoder, "MAX_PACKED_BYTES", most)
     monkeypatch.setattr(rollout.products, "prefers_onednn", lambda: True)
-    rollout.products._packs.cache_clear()
+    rollout.products.packs.cache_clear()
     packed = []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: packed.append(args) or reorder(*args))
     decoder = FusedDecoder(load(tmp_path))
-    rollout.products._packs.cache_clear()
+    rollout.products.packs.cache_clear()
     assert len(packed) == (4 * len(decoder._blocks) if most else 0)
     logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
     expected = plain_logits(tmp_path, [PROMPTS[index] for index in PROMPT_OF_SLOT])

@@ -139,9 +139,9 @@ def test_a_packed_weight_multiplies_as_the_weight_does(dtype: torch.dtype, count
     generator = torch.Generator().manual_seed(4)
     rows, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (count, 160))
     added = torch.randn(160, generator=generator).to(dtype) if bias else None
-    rollout.products._packs.cache_clear()
+    rollout.products.packs.cache_clear()
     packed = Projection(weight, added, may_pack=True)
-    rollout.products._packs.cache_clear()
+    rollout.products.packs.cache_clear()
     assert (packed._packed is not None) == (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     expected = functional.linear(rows.double(), weight.double(), None if added is None else added.double())
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
