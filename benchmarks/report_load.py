@@ -70,7 +70,7 @@ async def measure(path: Path, name: str, *, images: Path | None, pictures: tuple
     found = []
     for _ in range(REPEATS):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-            found.append(await browser.loading_s(chromium, path, Path(scratch), until=DRAWN))
+            found.append(await browser.loading(chromium, path, Path(scratch), until=DRAWN))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         async with browser.open_page(chromium, path, Path(scratch) / "profile", width=WIDTH) as page:
             await page.wait_for(DRAWN)
@@ -84,8 +84,8 @@ async def measure(path: Path, name: str, *, images: Path | None, pictures: tuple
         name=name,
         num_bytes=path.stat().st_size,
         num_charts=num_charts,
-        clock_s=statistics.median(clock for clock, _ in found),
-        processor_s=statistics.median(processor for _, processor in found),
+        clock_s=statistics.median(each.clock_s for each in found),
+        processor_s=statistics.median(each.processor_s for each in found),
     )
 
 

@@ -20,8 +20,8 @@ CHROMIUM = browser.find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
 
 DRAWN = "document.documentElement?.dataset.charts !== undefined"
-MAX_LOAD_S = 2.0
-"""Until every chart is drawn."""
+MAX_LOAD = 4.0
+"""Until every chart is drawn, in multiples of browser.REFERENCE: 2.6 when this was written."""
 
 CHARTS = """JSON.stringify([...document.querySelectorAll("figure[data-chart]")].map((card) => {
     const model = (name) => Bokeh.documents[0].get_model_by_name(name);
@@ -214,14 +214,15 @@ def test_in_a_browser(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_it_loads_fast(run_dir: Path, tmp_path: Path) -> None:
-    """In processor time, which an idle machine takes by the clock: this one may be busy. The best of three."""
+    """In units of what the same browser takes for known work: a machine may be slow, or busy. The best of three."""
     assert CHROMIUM is not None
     found: list[float] = []
-    while len(found) < 3 and min(found, default=MAX_LOAD_S) >= MAX_LOAD_S:
+    while len(found) < 3 and min(found, default=MAX_LOAD) >= MAX_LOAD:
         scratch = tmp_path / str(len(found))
         scratch.mkdir()
-        found.append(asyncio.run(browser.loading_s(CHROMIUM, run_dir / "report.html", scratch, until=DRAWN))[1])
-    assert 0.1 < min(found) < MAX_LOAD_S, found
+        took = asyncio.run(browser.loading(CHROMIUM, run_dir / "report.html", scratch, until=DRAWN))
+        found.append(took.processor_s / took.reference_s)
+    assert 0.2 < min(found) < MAX_LOAD, found
 
 
 def test_a_run_of_one_step_and_runs_beside_each_other(run_dir: Path, tmp_path: Path) -> None:
