@@ -22,7 +22,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from algorithms.config import TISConfig
 from rollout.config import TorchEngineConfig
@@ -52,10 +54,10 @@ def make_batch(arguments: argparse.Namespace) -> TrainBatch:
             Sample(
                 prompt_id=number // GROUP_SIZE,
                 sample_index=number % GROUP_SIZE,
-                token_ids=torch.randint(150_000, (length,), generator=generator).tolist(),
-                response_mask=[False] * arguments.prompt + [True] * arguments.response,
-                rollout_logprobs=[0.0] * arguments.prompt + logprobs.tolist(),
-                token_versions=[0] * length,
+                token_ids=torch.randint(150_000, (length,), generator=generator).numpy(),
+                response_mask=np.arange(length) >= arguments.prompt,
+                rollout_logprobs=pad(logprobs.double(), (arguments.prompt, 0)).numpy(),
+                token_versions=np.zeros(length, dtype=np.int64),
                 finish_reason=FinishReason.stop,
                 reward=float(number % 2),
                 advantage=float(number % 2) - 0.5,

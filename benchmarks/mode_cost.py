@@ -20,6 +20,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from algorithms.config import (
@@ -93,10 +94,10 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
                 Sample(
                     prompt_id=prompt_id,
                     sample_index=index,
-                    token_ids=[draw.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + count)],
-                    response_mask=[False] * PROMPT_TOKENS + [True] * count,
-                    rollout_logprobs=[0.0] * PROMPT_TOKENS + [-1.0] * count,
-                    token_versions=[0] * (PROMPT_TOKENS + count),
+                    token_ids=np.array([draw.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS + count)]),
+                    response_mask=np.arange(PROMPT_TOKENS + count) >= PROMPT_TOKENS,
+                    rollout_logprobs=np.zeros(PROMPT_TOKENS + count),
+                    token_versions=np.zeros(PROMPT_TOKENS + count, dtype=np.int64),
                     finish_reason=FinishReason.stop,
                     reward=draw.random(),
                     advantage=draw.gauss(0, 1),
@@ -107,14 +108,12 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
 
 def score(worker: PolicyWorker, samples: list[Sample]) -> None:
     """Give every sample the policy's own log-probs plus noise of 0.05 nats."""
-    noise = random.Random(1)  # noqa: S311 - made-up noise
+    noise = np.random.default_rng(1)
     for sample in samples:
         [mini] = pack([[sample]], num_ranks=1, max_tokens=MAX_TOKENS, policy_version=0).ranks[0]
-        own = worker.logprobs(mini.micro_batches)[0].tolist()
-        sample.rollout_logprobs = [
-            min(0.0, value + noise.gauss(0, 0.05)) if masked else 0.0
-            for value, masked in zip(own, sample.response_mask, strict=True)
-        ]
+        own = worker.logprobs(mini.micro_batches)[0].numpy()
+        shifted = np.minimum(own + noise.normal(0, 0.05, own.shape), 0.0)
+        sample.rollout_logprobs = np.where(sample.response_mask, shifted, 0.0)
 
 
 def measure(

@@ -25,9 +25,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from grpo_step import build_model
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rollout.hf import AutoModelForCausalLM, PreTrainedModel
 from rollout.types import FinishReason, Sample
@@ -56,10 +58,10 @@ def make_samples(args: argparse.Namespace) -> list[Sample]:
             Sample(
                 prompt_id=index,
                 sample_index=0,
-                token_ids=[generator.randrange(2, 16) for _ in range(PROMPT + response)],
-                response_mask=[False] * PROMPT + [True] * response,
-                rollout_logprobs=[0.0] * (PROMPT + response),
-                token_versions=[0] * (PROMPT + response),
+                token_ids=np.array([generator.randrange(2, 16) for _ in range(PROMPT + response)]),
+                response_mask=np.arange(PROMPT + response) >= PROMPT,
+                rollout_logprobs=np.zeros(PROMPT + response),
+                token_versions=np.zeros(PROMPT + response, dtype=np.int64),
                 finish_reason=FinishReason.stop,
                 reward=0.0,
                 advantage=1.0,
@@ -76,7 +78,7 @@ def chosen(logits: Tensor, token_ids: Tensor) -> Tensor:
 def exact(model: PreTrainedModel, samples: list[Sample]) -> list[Tensor]:
     """Log-probs of every response, one forward each."""
     with torch.no_grad():
-        rows = [torch.tensor([sample.token_ids]) for sample in samples]
+        rows = [torch.from_numpy(sample.token_ids)[None] for sample in samples]
         return [chosen(model(input_ids=row, use_cache=False).logits, row)[0, PROMPT - 1 :] for row in rows]
 
 
@@ -85,7 +87,7 @@ def padded_step(model: PreTrainedModel, batches: list[list[Sample]]) -> list[lis
     results = []
     for batch in batches:
         longest = max(len(sample.token_ids) for sample in batch)
-        ids = torch.tensor([sample.token_ids + [0] * (longest - len(sample.token_ids)) for sample in batch])
+        ids = pad_sequence([torch.from_numpy(sample.token_ids) for sample in batch], batch_first=True)
         lengths = torch.tensor([len(sample.token_ids) for sample in batch])
         mask = torch.arange(longest) < lengths[:, None]
         logprobs = chosen(model(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits, ids)
@@ -109,7 +111,7 @@ def packed_step(model: ScoringModel, batches: list[list[Sample]]) -> list[list[T
 def packed_by_transformers(model: PreTrainedModel, batch: list[Sample], *, use_cache: bool) -> list[Tensor]:
     """The negative control: transformers on packed sequences, told their boundaries by position_ids only."""
     lengths = [len(sample.token_ids) for sample in batch]
-    ids = torch.tensor([[token for sample in batch for token in sample.token_ids]])
+    ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in batch]))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     with torch.no_grad():
         logits = model(input_ids=ids, position_ids=positions, use_cache=use_cache).logits[0]

@@ -95,7 +95,9 @@ class CollectStats:
         rewards = np.array([reward for group in self.kept for reward in group.rewards])
         truncated = [sample.finish_reason is FinishReason.length for sample in samples]
         distinct = {
-            (position, tuple(sample.token_ids)) for position, group in enumerate(self.kept) for sample in group.samples
+            (position, sample.token_ids.tobytes())
+            for position, group in enumerate(self.kept)
+            for sample in group.samples
         }
         counts = {
             "policy_version": self.policy_version,
@@ -138,8 +140,8 @@ def _lags(samples: Sequence[Sample], num_tokens: int, *, policy_version: int) ->
     total, oldest, mixed = 0, policy_version, 0
     for sample in samples:
         versions = sample.response_versions
-        lowest, highest = min(versions), max(versions)
-        total += policy_version * len(versions) - sum(versions)
+        lowest, highest = int(versions.min()), int(versions.max())
+        total += policy_version * len(versions) - int(versions.sum())
         oldest = min(oldest, lowest)
         mixed += lowest != highest
     return {

@@ -6,14 +6,12 @@ The order of a table is the order of precedence: a sample or group is counted on
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rollout.types import FinishReason, GenerateRequest, Generation, SampleGroup
+import numpy as np
 
-MAX_LOGPROB = 1e-4
-"""A log-prob may exceed 0 by rounding only; the bound of `rollout.types.Sample`."""
+from rollout.types import FinishReason, GenerateRequest, Generation, SampleGroup, are_logprobs
 
 
 class Versions(NamedTuple):
@@ -58,7 +56,7 @@ def is_wrong_version(request: GenerateRequest, generation: Generation, versions:
     How old a token may be for training is another question, which the schedule answers: see `TOO_OLD`.
     """
     new = generation.token_versions[_num_resumed(request) :]
-    return any(not versions.oldest <= version <= versions.newest for version in new)
+    return any(not versions.oldest <= version <= versions.newest for version in set(new))
 
 
 def is_empty(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
@@ -86,7 +84,7 @@ def has_wrong_length(request: GenerateRequest, generation: Generation, versions:
 
 def has_bad_logprob(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:
     """A value that is no log-probability: NaN, infinite or positive."""
-    return any(not (math.isfinite(value) and value <= MAX_LOGPROB) for value in generation.logprobs or ())
+    return not are_logprobs(np.array(generation.logprobs or (), dtype=np.float64)).all()
 
 
 def has_lost_resumed(request: GenerateRequest, generation: Generation, versions: Versions) -> bool:

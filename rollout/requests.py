@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
+import numpy as np
 import xxhash
 
 from rollout.config import SamplingConfig
@@ -51,15 +52,20 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
     if generation.logprobs is None:
         raise ValueError(f"sample {request.prompt_id}/{request.sample_index}: no log-probs")
     prompt = request.prompt_token_ids
-    sampled = generation.sampled or [True] * len(generation.token_ids)
-    versions = [version if own else 0 for version, own in zip(generation.token_versions, sampled, strict=True)]
+    num_prompt, num_tokens = len(prompt), len(prompt) + len(generation.token_ids)
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    mask[num_prompt:] = True if generation.sampled is None else generation.sampled
+    logprobs = np.zeros(num_tokens, dtype=np.float64)
+    logprobs[num_prompt:] = generation.logprobs
+    versions = np.zeros(num_tokens, dtype=np.int64)
+    versions[num_prompt:] = generation.token_versions
     return Sample(
         prompt_id=request.prompt_id,
         sample_index=request.sample_index,
-        token_ids=[*prompt, *generation.token_ids],
-        response_mask=[False] * len(prompt) + sampled,
-        rollout_logprobs=[0.0] * len(prompt) + generation.logprobs,
-        token_versions=[0] * len(prompt) + versions,
+        token_ids=np.array([*prompt, *generation.token_ids], dtype=np.int64),
+        response_mask=mask,
+        rollout_logprobs=logprobs,
+        token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
         quantized=generation.quantized,
     )

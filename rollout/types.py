@@ -1,19 +1,23 @@
 """The nouns of a rollout: Prompt -> GenerateRequest -> Generation -> Sample -> SampleGroup. Plain, picklable, no torch.
 
-Every per-token list of a `Sample` has len(token_ids) entries and index t describes token t.
+Requests and generations are lists, as engines and functions of the user write them. A `Sample` holds arrays: the driver
+goes over every token of a step several times. Each of them has len(token_ids) entries, and index t describes token t.
 T: tokens of one sample (prompt and response), R: response tokens.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout.config import Quantization
+
+MAX_LOGPROB = 1e-4
+"""A log-prob may exceed 0 by rounding only."""
 
 
 class FinishReason(Enum):
@@ -122,19 +126,24 @@ class Completion(NamedTuple):
     generation: Generation
 
 
-@dataclass(kw_only=True, slots=True)
+def are_logprobs(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which of `values` [N] are log-probabilities: numbers, finite, and at most 0 but for rounding -> [N]."""
+    return np.isfinite(values) & (values <= MAX_LOGPROB)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
     """One trainable token sequence, prompt and response."""
 
     prompt_id: int
     sample_index: int
-    token_ids: list[int]
+    token_ids: NDArray[np.int64]
     """[T] prompt and everything after it."""
-    response_mask: list[bool]
+    response_mask: NDArray[np.bool_]
     """[T] True where pi_rollout sampled the token. Never overwritten."""
-    rollout_logprobs: list[float]
+    rollout_logprobs: NDArray[np.float64]
     """[T] log pi_rollout at the sampling temperature; 0.0 off the mask."""
-    token_versions: list[int]
+    token_versions: NDArray[np.int64]
     """[T] completed optimizer steps of the weights that sampled the token; 0 off the mask."""
     finish_reason: FinishReason
     quantized: bool = False
@@ -148,6 +157,11 @@ class Sample:
     advantage: float | None = None
 
     def __post_init__(self) -> None:
+        """Takes sequences of numbers too. Raises ValueError for what cannot be trained on."""
+        self.token_ids = np.asarray(self.token_ids, dtype=np.int64)
+        self.response_mask = np.asarray(self.response_mask, dtype=np.bool_)
+        self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float64)
+        self.token_versions = np.asarray(self.token_versions, dtype=np.int64)
         lengths = [
             len(values) for values in (self.token_ids, self.response_mask, self.rollout_logprobs, self.token_versions)
         ]
@@ -156,30 +170,43 @@ class Sample:
                 f"sample {self.prompt_id}/{self.sample_index}: token_ids, response_mask, rollout_logprobs and "
                 f"token_versions differ in length: {', '.join(map(str, lengths))}"
             )
-        if not any(self.response_mask):
+        if not self.response_mask.any():
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: no response token")
         if self.response_mask[0]:
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index}: the first token cannot be a response")
-        for token, (masked, logprob) in enumerate(zip(self.response_mask, self.rollout_logprobs, strict=True)):
-            if masked and not (math.isfinite(logprob) and logprob <= 1e-4):
-                raise ValueError(
-                    f"sample {self.prompt_id}/{self.sample_index}: log-prob {logprob} of token {token} "
-                    "is not a log-probability"
-                )
+        wrong = self.response_mask & ~are_logprobs(self.rollout_logprobs)
+        if wrong.any():
+            token = int(wrong.argmax())
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.sample_index}: log-prob {self.rollout_logprobs[token]} "
+                f"of token {token} is not a log-probability"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every field is the same, number by number."""
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
 
     @property
     def num_response_tokens(self) -> int:
-        return sum(self.response_mask)
+        return int(np.count_nonzero(self.response_mask))
 
     @property
-    def response_versions(self) -> list[int]:
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first that was sampled."""
+        return int(self.response_mask.argmax())
+
+    @property
+    def response_versions(self) -> NDArray[np.int64]:
         """[R] policy version of every response token."""
-        return [version for version, on in zip(self.token_versions, self.response_mask, strict=True) if on]
+        versions: NDArray[np.int64] = self.token_versions[self.response_mask]
+        return versions
 
     @property
     def policy_version(self) -> int:
         """The oldest version of the response."""
-        return min(self.response_versions)
+        return int(self.response_versions.min())
 
 
 @dataclass(kw_only=True, slots=True)

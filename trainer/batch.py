@@ -6,9 +6,11 @@ T: packed tokens, N: sequences, R: response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +50,11 @@ class MicroBatch:
     """[T] float32, values before the first update of the step in units of reward, set by the critic."""
     returns: Tensor | None = None
     """[T] float32, what the values are trained towards, in units of reward, set by the critic."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as arrays, which Ray passes on as they lie in memory; torch writes a tensor to a file first."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        return _received, ([value.cpu().numpy() if isinstance(value, Tensor) else value for value in values],)
 
     @property
     def num_tokens(self) -> int:
@@ -89,6 +96,13 @@ class MicroBatch:
             old_values=None if self.old_values is None else self.old_values.to(device),
             returns=None if self.returns is None else self.returns.to(device),
         )
+
+
+def _received(values: Sequence[Any]) -> MicroBatch:
+    """A micro-batch from what `MicroBatch.__reduce__` gave; arrays are copied, for Ray's cannot be written to."""
+    known: dict[str, Any] = {each.name: value for each, value in zip(fields(MicroBatch), values, strict=True)}
+    arrays = {name: value for name, value in known.items() if isinstance(value, np.ndarray)}
+    return MicroBatch(**known | {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()})
 
 
 class TokenScores(NamedTuple):

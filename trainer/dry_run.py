@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from rollout.types import FinishReason, Sample
@@ -84,10 +85,10 @@ def _sample(index: int, length: int) -> Sample:
     return Sample(
         prompt_id=index,
         sample_index=0,
-        token_ids=[0] * length,
-        response_mask=[False] + [True] * (length - 1),
-        rollout_logprobs=[0.0] * length,
-        token_versions=[0] * length,
+        token_ids=np.zeros(length, dtype=np.int64),
+        response_mask=np.arange(length) > 0,
+        rollout_logprobs=np.zeros(length),
+        token_versions=np.zeros(length, dtype=np.int64),
         finish_reason=FinishReason.length,
         advantage=0.0,
     )

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
@@ -28,37 +31,37 @@ def micro_batch(
     `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is that of the
     weights that the step starts with; None leaves the lags of single tokens out.
     """
-    token_ids = [token for sample in samples for token in sample.token_ids] or [0]
     lengths = [len(sample.token_ids) for sample in samples] or [1]
-    response_mask = torch.tensor([m for sample in samples for m in sample.response_mask] or [False])
-    advantages = [advantage_of(sample) if masked else 0.0 for sample in samples for masked in sample.response_mask]
+    ends = np.cumsum([0, *lengths])
+    mask = _joined([sample.response_mask for sample in samples], np.bool_)
+    advantages = np.repeat(np.array([advantage_of(sample) for sample in samples] or [0.0]), lengths)
+    response_mask = torch.from_numpy(mask)
     return MicroBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        token_ids=torch.from_numpy(_joined([sample.token_ids for sample in samples], np.int64)),
+        position_ids=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(ends).to(torch.int32),
         max_seqlen=max(lengths),
         response_index=response_mask.nonzero().flatten(),
         response_mask=response_mask,
-        rollout_logprobs=torch.tensor(
-            [logprob for sample in samples for logprob in sample.rollout_logprobs] or [0.0], dtype=torch.float32
-        ),
-        advantages=torch.tensor(advantages or [0.0], dtype=torch.float32),
+        rollout_logprobs=torch.from_numpy(_joined([sample.rollout_logprobs for sample in samples], np.float32)),
+        advantages=torch.from_numpy(np.where(mask, advantages, 0.0).astype(np.float32)),
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
         token_lags=None if policy_version is None else _token_lags(samples, policy_version),
     )
 
 
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """One array with all of them, or with one zero for none."""
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(1, dtype)
+
+
 def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None:
     """[T] int64, 0 off the mask; None if no response has tokens of several versions."""
-    if all(len(set(sample.response_versions)) == 1 for sample in samples):
+    if all(np.ptp(sample.response_versions) == 0 for sample in samples):
         return None
-    lags = [
-        policy_version - version if sampled else 0
-        for sample in samples
-        for version, sampled in zip(sample.token_versions, sample.response_mask, strict=True)
-    ]
-    return torch.tensor(lags, dtype=torch.int64)
+    lags = [np.where(sample.response_mask, policy_version - sample.token_versions, 0) for sample in samples]
+    return torch.from_numpy(np.concatenate(lags))
 
 
 def advantage_of(sample: Sample) -> float:

@@ -104,7 +104,7 @@ class Scorer:
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; it comes back by `poll`."""
         # From the first sampled token on: what a tool said belongs to the response too.
-        sample.text = self._decode(sample.token_ids[sample.response_mask.index(True) :])
+        sample.text = self._decode(sample.token_ids[sample.num_prompt_tokens :].tolist())
         key = next(self._keys)
         if not self._waiting:
             self._last_sign = time.monotonic()

@@ -81,7 +81,7 @@ def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_
 
 
 def verdicts(group):
-    return {parity(sample.token_ids[len(group.prompt.token_ids) :]) for sample in group.samples}
+    return {parity(sample.token_ids[len(group.prompt.token_ids) :].tolist()) for sample in group.samples}
 
 
 def test_fixed_returns_every_group_of_the_step_as_it_was_sampled(engine):
@@ -96,9 +96,9 @@ def test_fixed_returns_every_group_of_the_step_as_it_was_sampled(engine):
     for sample, request, generation in zip(samples, requests, generations, strict=True):
         prompt = request.prompt_token_ids
         assert (sample.prompt_id, sample.sample_index) == (request.prompt_id, request.sample_index)
-        assert sample.token_ids == prompt + generation.token_ids
-        assert sample.response_mask == [False] * len(prompt) + [True] * len(generation.token_ids)
-        assert sample.rollout_logprobs == [0.0] * len(prompt) + generation.logprobs
+        assert sample.token_ids.tolist() == prompt + generation.token_ids
+        assert sample.response_mask.tolist() == [False] * len(prompt) + [True] * len(generation.token_ids)
+        assert sample.rollout_logprobs.tolist() == [0.0] * len(prompt) + generation.logprobs
         assert sample.text == parity(generation.token_ids)
         assert sample.correct is (sample.text == "even")
         assert sample.reward == float(sample.correct)

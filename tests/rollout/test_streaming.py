@@ -181,9 +181,9 @@ def test_what_a_step_leaves_unfinished_goes_on_in_the_next(engine):  # noqa: F81
             continue  # still under way
         first = len(request.prompt_token_ids)
         end = first + len(begun.token_ids)
-        assert sample.token_ids[first:end] == begun.token_ids
-        assert sample.rollout_logprobs[first:end] == begun.logprobs
-        assert sample.token_versions[first:end] == begun.token_versions
+        assert sample.token_ids[first:end].tolist() == begun.token_ids
+        assert sample.rollout_logprobs[first:end].tolist() == begun.logprobs
+        assert sample.token_versions[first:end].tolist() == begun.token_versions
         assert set(sample.token_versions[end:]) <= {begun.token_versions[-1] + 1}
         assert sample.num_response_tokens <= MAX_NEW_TOKENS
         is_full = sample.num_response_tokens == MAX_NEW_TOKENS

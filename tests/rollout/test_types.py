@@ -21,6 +21,12 @@ def test_the_version_of_a_sample_is_its_oldest():
     assert Sample(**{**GOOD, "token_versions": [0, 5, 5]}).policy_version == 5
 
 
+def test_samples_are_equal_number_by_number():
+    assert Sample(**GOOD) == Sample(**GOOD) != Sample(**{**GOOD, "rollout_logprobs": [0.0, -1.0, -0.25]})
+    assert Sample(**GOOD) != Sample(**GOOD, text="else")
+    assert Sample(**GOOD) != GOOD
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from policy_cases import (
@@ -91,13 +92,11 @@ def near_policy(model_path: Path) -> list[Sample]:
         starts = micro.cu_seqlens.tolist()
         scored = {key: logprobs[starts[n] : starts[n + 1]].tolist() for n, key in enumerate(micro.sample_keys)}
     for number, sample in enumerate(samples):
-        own = scored[sample.prompt_id, sample.sample_index]
-        shift = [0.3 * math.sin(7.0 * number + 1.3 * t) for t in range(len(own))]
-        sample.rollout_logprobs = [
-            min(own[t] + shift[t], 0.0) if masked else 0.0 for t, masked in enumerate(sample.response_mask)
-        ]
+        own = np.array(scored[sample.prompt_id, sample.sample_index])
+        shift = 0.3 * np.sin(7.0 * number + 1.3 * np.arange(len(own)))
+        sample.rollout_logprobs = np.where(sample.response_mask, np.minimum(own + shift, 0.0), 0.0)
         sample.reward = float((number * 5) % 3)
-    first = samples[0].response_mask.index(True)
+    first = samples[0].num_prompt_tokens
     samples[0].rollout_logprobs[first] -= 3.0  # rho = 20: beyond every bound
     return samples
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from critic_ranks import set_output, two_ranks
@@ -86,7 +87,7 @@ def rewarded() -> list[Sample]:
     samples = make_samples()
     for number, sample in enumerate(samples):
         sample.reward, sample.advantage = float((number * 5) % 3), math.nan
-        sample.rollout_logprobs = [-4.2 if masked else 0.0 for masked in sample.response_mask]  # 1/64 is -4.16
+        sample.rollout_logprobs = np.where(sample.response_mask, -4.2, 0.0)  # 1/64 is -4.16
     return samples
 
 
@@ -322,7 +323,7 @@ def test_a_baseline_of_what_is_kept_forgets_rejected_responses(model_path: Path)
         for reward in (0.0, 50.0):
             samples = rewarded()
             samples[0].reward = reward
-            samples[0].rollout_logprobs = [-40.0 if masked else 0.0 for masked in samples[0].response_mask]
+            samples[0].rollout_logprobs = np.where(samples[0].response_mask, -40.0, 0.0)
             config = ppo_config(model_path, correction=correction, advantage={"baseline_scope": scope})
             with lone_worker(config, model_path) as worker:
                 step_of(worker, [samples], 1)
@@ -353,7 +354,7 @@ def test_the_critic_learns_what_the_prompt_tells_about_the_reward(model_path: Pa
     config = ppo_config(model_path, critic=critic)
     samples = rewarded()
     for sample in samples:
-        sample.reward = sample.token_ids[0] / 10
+        sample.reward = float(sample.token_ids[0]) / 10
     with lone_worker(config, model_path) as worker:
         reports = [
             critic_of(worker).train(*minis_of(samples), step=step)["critic/explained_variance"] for step in range(1, 31)

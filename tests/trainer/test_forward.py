@@ -59,10 +59,10 @@ def reference_logprobs(sample: Sample, *, temperature: float) -> Tensor:
     """Log-probs [T] of one sequence from the plain transformers forward (sdpa, full logits)."""
     model = make_model(attention="sdpa").causal_lm
     with torch.no_grad():
-        logits = model(torch.tensor([sample.token_ids]), use_cache=False).logits[0]
+        logits = model(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0]
     logprobs = torch.log_softmax(logits / temperature, dim=-1)[:-1]
-    chosen = logprobs.gather(-1, torch.tensor(sample.token_ids)[1:, None]).squeeze(-1)
-    return torch.cat([torch.zeros(1), chosen]) * torch.tensor(sample.response_mask)
+    chosen = logprobs.gather(-1, torch.from_numpy(sample.token_ids)[1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros(1), chosen]) * torch.from_numpy(sample.response_mask)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -88,9 +88,11 @@ def test_entropy_is_that_of_the_full_distribution() -> None:
     sample = make_samples()[0]
     scores = make_model(chunk_tokens=2)(micro_batch([sample]), temperature=1.0)
     with torch.no_grad():
-        logits = make_model(attention="sdpa").causal_lm(torch.tensor([sample.token_ids]), use_cache=False).logits[0]
+        logits = (
+            make_model(attention="sdpa").causal_lm(torch.from_numpy(sample.token_ids)[None], use_cache=False).logits[0]
+        )
     expected = torch.distributions.Categorical(logits=logits).entropy()[:-1]
-    mask = torch.tensor(sample.response_mask)
+    mask = torch.from_numpy(sample.response_mask)
     torch.testing.assert_close(scores.entropy[mask], expected[mask[1:]], atol=1e-5, rtol=0)
     assert scores.entropy[~mask].eq(0).all()
 

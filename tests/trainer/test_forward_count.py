@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
@@ -97,7 +98,7 @@ def counted(config: TrainConfig, counter: Counter) -> tuple[float, float]:
     samples = make_samples()
     for sample in samples:
         # Near what a random policy over 64 tokens says, so that no correction rejects them.
-        sample.rollout_logprobs = [-math.log(64) if masked else 0.0 for masked in sample.response_mask]
+        sample.rollout_logprobs = np.where(sample.response_mask, -math.log(64), 0.0)
     num_steps = config.batch.optimizer_steps_per_rollout
     size = len(samples) // num_steps
     minis = [samples[first : first + size] for first in range(0, len(samples), size)]

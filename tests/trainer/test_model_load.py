@@ -21,7 +21,7 @@ def test_shards_have_the_bits_of_the_whole_model(tmp_path: Path, tied: bool) -> 
     whole = load_causal_lm(path)
     samples = make_samples()[:4]
     for sample in samples:
-        sample.token_ids = [token % 50 for token in sample.token_ids]
+        sample.token_ids = sample.token_ids % 50
     with lone_worker(make_config(path, num_workers=1), path) as worker:
         model = worker._policy.model
         loaded = dict(full_tensors(model))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import fields
+
+import numpy as np
 import pytest
+import torch
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
@@ -122,8 +127,8 @@ def test_mini_batches_hold_whole_groups_in_order() -> None:
 def test_lags_of_tokens_travel_only_where_they_differ_within_a_response() -> None:
     plain = make_sample(index=0, prompt=2, response=2)
     mixed = make_sample(index=1, prompt=2, response=3)
-    plain.token_versions = [0, 0, 4, 4]
-    mixed.token_versions = [0, 0, 3, 5, 5]
+    plain.token_versions = np.array([0, 0, 4, 4])
+    mixed.token_versions = np.array([0, 0, 3, 5, 5])
     assert micro_batch([plain], policy_version=5).token_lags is None
     assert micro_batch([mixed]).token_lags is None
     lags = micro_batch([plain, mixed], policy_version=5).token_lags
@@ -132,3 +137,36 @@ def test_lags_of_tokens_travel_only_where_they_differ_within_a_response() -> Non
     [micro] = batch.ranks[0][0].micro_batches
     assert micro.token_lags is not None and sorted(micro.token_lags.tolist()) == sorted(lags.tolist())
     assert batch.samples.lags.tolist() == [1, 2]
+
+
+def test_a_micro_batch_arrives_as_it_was_sent_and_can_be_written_to() -> None:
+    lagging = make_sample(index=1, response=2)
+    lagging.token_versions = np.array([0, 0, 0, 1, 2])
+    sent = micro_batch([make_sample(), lagging], [3, 4], policy_version=2)
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(sent, 5, buffer_callback=buffers.append)
+    assert len(buffers) >= 6, "the tensors are not in the text"
+    # As Ray does it: arrays stay in shared memory, and writing to what one got must not change what another gets.
+    held = [bytes(buffer) for buffer in buffers]
+    pickle.loads(text, buffers=held).token_ids.zero_()
+    got = pickle.loads(text, buffers=held)
+    for each in fields(sent):
+        mine, theirs = getattr(sent, each.name), getattr(got, each.name)
+        if isinstance(mine, torch.Tensor):
+            assert theirs.dtype == mine.dtype and torch.equal(theirs, mine), each.name
+        else:
+            assert theirs == mine, each.name
+    assert sent.token_lags is not None and sent.token_lags.tolist()[-2:] == [1, 0]
+
+
+def test_tensors_of_a_micro_batch_by_hand() -> None:
+    two = micro_batch([make_sample(prompt=1, response=2), make_sample(index=2, prompt=2, response=1)], [5, 7])
+    assert two.token_ids.tolist() == [0, 1, 2, 14, 15, 16] and two.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert two.cu_seqlens.tolist() == [0, 3, 6] and two.cu_seqlens.dtype == torch.int32
+    assert two.response_index.tolist() == [1, 2, 5] and two.response_mask.dtype == torch.bool
+    assert two.rollout_logprobs.tolist() == pytest.approx([0.0, -0.5, -0.51, 0.0, 0.0, -0.5])
+    assert two.advantages.tolist() == [0.0, 0.25, 0.25, 0.0, 0.0, 0.75] and two.advantages.dtype == torch.float32
+    assert two.sample_numbers.tolist() == [5, 7] and two.token_lags is None
+    nothing = micro_batch([])
+    assert (nothing.token_ids.tolist(), nothing.response_mask.tolist()) == ([0], [False])
+    assert (nothing.advantages.tolist(), nothing.cu_seqlens.tolist()) == ([0.0], [0, 1])

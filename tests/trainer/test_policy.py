@@ -277,7 +277,7 @@ def test_policy_and_engines_that_take_turns_train_to_the_same_bits(model_path: P
                 sync_weights(policy, engines, policy_version=step)
             with policy.resident():
                 weights = weights_of(policy)
-            return [sample.token_ids for sample in samples], weights, cluster.metrics()
+            return [sample.token_ids.tolist() for sample in samples], weights, cluster.metrics()
 
     tokens, weights, moving = result(Residency.always)
     expected_tokens, expected_weights, none = result(Residency.auto)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from policy_cases import count_forwards, lone_worker, make_config, make_samples, save_policy
@@ -60,7 +61,7 @@ def on_policy(model_path: Path, reward: float) -> list[Sample]:
     with lone_worker(make_config(model_path, num_workers=1), model_path) as worker:
         for sample in samples:
             [micro] = pack([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
-            sample.rollout_logprobs = worker.logprobs([micro])[0].tolist()
+            sample.rollout_logprobs = worker.logprobs([micro])[0].numpy()
             sample.reward = sample.advantage = reward
     return samples
 
@@ -153,9 +154,9 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     # log mu = -12 of a token with pi = 0.5: rho is 81,000, and an unbounded pi_theta / mu would own the gradient.
     config = config_with(model_path, ReferenceKLConfig(coef=0.01), MISConfig())
     samples = make_samples()[:1]
-    first = samples[0].response_mask.index(True)
+    first = samples[0].num_prompt_tokens
     pi = math.log(0.5)
-    samples[0].rollout_logprobs = [pi if masked else 0.0 for masked in samples[0].response_mask]
+    samples[0].rollout_logprobs = np.where(samples[0].response_mask, pi, 0.0)
     samples[0].rollout_logprobs[first] = -12.0
     samples[0].advantage = 0.0
     [mini] = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]

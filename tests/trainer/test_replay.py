@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from full_disk import full_disk
@@ -95,10 +96,8 @@ def close_samples() -> list[Sample]:
     for number, sample in enumerate(samples):
         sample.reward = float(5 * number % 3)
         sample.advantage = 0.25 * (number % 4 + 1) * (-1) ** (number // 2)
-        sample.rollout_logprobs = [
-            -4.16 + 0.4 * ((7 * number + 3 * place) % 5 - 2) / 2 if sampled else 0.0
-            for place, sampled in enumerate(sample.response_mask)
-        ]
+        shift = (7 * number + 3 * np.arange(len(sample.response_mask))) % 5 - 2
+        sample.rollout_logprobs = np.where(sample.response_mask, -4.16 + 0.2 * shift, 0.0)
     return samples
 
 
@@ -398,7 +397,7 @@ def test_what_is_written_down_is_what_was_trained_on(model_path: Path, one_step:
                 sample = samples[key]
                 assert micro.token_ids[tokens].tolist() == list(sample.token_ids)
                 assert micro.response_mask[tokens].tolist() == list(sample.response_mask)
-                assert torch.equal(micro.rollout_logprobs[tokens], torch.tensor(sample.rollout_logprobs))
+                assert torch.equal(micro.rollout_logprobs[tokens], torch.from_numpy(sample.rollout_logprobs).float())
                 assert micro.position_ids[tokens].tolist() == list(range(len(sample.token_ids)))
                 assert float(replay.step.samples.rewards[micro.sample_numbers[place]]) == sample.reward
                 seen.append(key)

@@ -44,9 +44,9 @@ class TokenLog:
             return None
         found = self.deltas[key]
         end = found.first + len(found.token_ids)
-        if sample.token_ids[found.first : end] != found.token_ids:
+        if sample.token_ids[found.first : end].tolist() != found.token_ids:
             return None  # the prompt came back in this step, when an epoch ended: these are tokens of the other one
-        prompt_size = sample.response_mask.index(True)
+        prompt_size = sample.num_prompt_tokens
         texts = {token: str(self.tokenizer.decode([token])) for token in set(found.token_ids)}
         return SampleTokens(
             first=found.first - prompt_size,

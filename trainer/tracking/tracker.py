@@ -85,7 +85,6 @@ def sample_rows(
     rows = []
     for group in groups:
         for sample in group.samples:
-            masked = zip(sample.rollout_logprobs, sample.response_mask, strict=True)
             place = (sample.prompt_id, sample.sample_index)
             rows.append(
                 SampleRow(
@@ -100,7 +99,7 @@ def sample_rows(
                     num_response_tokens=sample.num_response_tokens,
                     finish_reason=sample.finish_reason,
                     policy_version=sample.policy_version,
-                    rollout_logprob_mean=sum(value for value, on in masked if on) / sample.num_response_tokens,
+                    rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
                     k3=k3[place] if k3 is not None and place in k3 else None,
                     tokens=None if tokens is None else tokens.of(sample),
                 )
@@ -236,16 +235,17 @@ class Tracker:
 
         joint holds [bin of pi_old, bin of mu, tokens] of the bins that hold something.
         """
-        row = {"step": step, **asdict(histograms)}
-        row["joint"] = [
+        axes = {"by_probability": asdict(histograms.by_probability), "by_position": asdict(histograms.by_position)}
+        # The last edge of an axis may be infinite, which JSON has no word for.
+        for axis in axes.values():
+            axis["edges"] = [None if _is_nonfinite(edge) else edge for edge in axis["edges"]]
+        joint = [
             [train, rollout, count]
             for train, counts in enumerate(histograms.joint)
             for rollout, count in enumerate(counts)
             if count
         ]
-        # The last edge of an axis may be infinite, which JSON has no word for.
-        for axis in (row["by_probability"], row["by_position"]):
-            axis["edges"] = [None if _is_nonfinite(edge) else edge for edge in axis["edges"]]
+        row = {"step": step, **axes, "joint_edges": histograms.joint_edges, "joint": joint}
         self._guard("histograms.jsonl", lambda: self._write_histograms(row))
         if self._wandb is not None:
             self._wandb.log_histograms(step, mismatch_by_bin(histograms))
