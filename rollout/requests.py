@@ -48,23 +48,25 @@ class SeedSource:
 
 
 def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
-    """Prompt and valid response as one token sequence; the prompt is off the mask with log-prob 0."""
+    """Prompt and valid response as one token sequence; the prompt is off the mask with log-prob 0.
+
+    Raises ValueError for a response that cannot be trained on.
+    """
     if generation.logprobs is None:
         raise ValueError(f"sample {request.prompt_id}/{request.sample_index}: no log-probs")
-    prompt = request.prompt_token_ids
-    num_prompt, num_tokens = len(prompt), len(prompt) + len(generation.token_ids)
-    mask = np.zeros(num_tokens, dtype=np.bool_)
-    mask[num_prompt:] = True if generation.sampled is None else generation.sampled
-    logprobs = np.zeros(num_tokens, dtype=np.float64)
-    logprobs[num_prompt:] = generation.logprobs
-    versions = np.zeros(num_tokens, dtype=np.int64)
-    versions[num_prompt:] = generation.token_versions
+    before = np.zeros(len(request.prompt_token_ids), dtype=np.int64)
+    all_sampled = np.ones(len(generation.token_ids), dtype=np.bool_)
+    mask = np.concatenate([before, all_sampled if generation.sampled is None else generation.sampled])
+    versions = np.concatenate([before, generation.token_versions])
+    if len(mask) != len(versions):
+        where = f"sample {request.prompt_id}/{request.sample_index}"
+        raise ValueError(f"{where}: sampled and token_versions differ in length")
     return Sample(
         prompt_id=request.prompt_id,
         sample_index=request.sample_index,
-        token_ids=np.array([*prompt, *generation.token_ids], dtype=np.int64),
-        response_mask=mask,
-        rollout_logprobs=logprobs,
+        token_ids=np.concatenate([request.prompt_token_ids, generation.token_ids]),
+        response_mask=mask.astype(np.bool_),
+        rollout_logprobs=np.concatenate([before, generation.logprobs]),
         token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
         quantized=generation.quantized,

@@ -384,13 +384,27 @@ def test_seeds_are_stable_unique_and_31_bits():
     assert len(without_memory) < len(many), "no collision arose: the test shows nothing"
 
 
-def test_make_sample_refuses_a_generation_without_logprobs():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logprobs": None}, "no log-probs"),
+        ({"logprobs": [-1.0]}, "differ in length: 4, 4, 2, 4"),
+        ({"token_versions": [0]}, "sampled and token_versions differ in length"),
+        ({"token_versions": []}, "sampled and token_versions differ in length"),
+        ({"sampled": [True]}, "sampled and token_versions differ in length"),
+        ({"sampled": [False] * 3}, "no response token"),
+    ],
+)
+def test_make_sample_refuses_what_does_not_fit_together(change, message):
     request = GenerateRequest(
         prompt_id=1,
         sample_index=2,
         prompt_token_ids=[3],
-        sampling=SamplingParams(temperature=1.0, max_new_tokens=1, seed=0),
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=3, seed=0),
     )
-    generation = Generation(token_ids=[4], logprobs=None, token_versions=[0], finish_reason=FinishReason.stop)
-    with pytest.raises(ValueError, match="sample 1/2: no log-probs"):
-        make_sample(request, generation)
+    whole = Generation(
+        token_ids=[4, 5, 6], logprobs=[-1.0] * 3, token_versions=[0] * 3, finish_reason=FinishReason.stop
+    )
+    assert make_sample(request, whole).token_ids.tolist() == [3, 4, 5, 6]
+    with pytest.raises(ValueError, match=f"sample 1/2: .*{message}"):
+        make_sample(request, replace(whole, **change))
