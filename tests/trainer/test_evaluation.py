@@ -57,8 +57,8 @@ def test_every_set_is_evaluated_on_its_own(tmp_path: Path) -> None:
     assert {name: result.num_prompts for name, result in results.items()} == {"heldout": 20, "aime24": 20, "few": 3}
     # The same prompts: greedy responses agree, sampled ones are drawn anew.
     first, second = ([g.samples for g in results[name].groups] for name in ("heldout", "aime24"))
-    assert [each[0].token_ids for each in first] == [each[0].token_ids for each in second]
-    assert [each[1].token_ids for each in first] != [each[1].token_ids for each in second]
+    assert [each[0].token_ids.tolist() for each in first] == [each[0].token_ids.tolist() for each in second]
+    assert [each[1].token_ids.tolist() for each in first] != [each[1].token_ids.tolist() for each in second]
     metrics = evaluation_metrics(results)
     assert metrics["eval/accuracy"] == metrics["eval/aime24/accuracy"] == results["heldout"].accuracy
     assert metrics["eval/few/avg@2"] == results["few"].accuracy_sampled
