@@ -54,7 +54,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
     """
     if generation.logprobs is None:
         raise ValueError(f"sample {request.prompt_id}/{request.sample_index}: no log-probs")
-    before = np.zeros(len(request.prompt_token_ids), dtype=np.int64)
+    before = np.zeros(len(request.prompt_token_ids), dtype=np.bool_)  # the type of what is joined to it is wider
     all_sampled = np.ones(len(generation.token_ids), dtype=np.bool_)
     mask = np.concatenate([before, all_sampled if generation.sampled is None else generation.sampled])
     versions = np.concatenate([before, generation.token_versions])
@@ -65,7 +65,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         prompt_id=request.prompt_id,
         sample_index=request.sample_index,
         token_ids=np.concatenate([request.prompt_token_ids, generation.token_ids]),
-        response_mask=mask.astype(np.bool_),
+        response_mask=mask,
         rollout_logprobs=np.concatenate([before, generation.logprobs]),
         token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
