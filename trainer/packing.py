@@ -53,7 +53,7 @@ def micro_batch(
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     """One array with all of them, or with one zero for none."""
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(1, dtype)
+    return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(1, dtype)
 
 
 def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None:
