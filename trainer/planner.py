@@ -236,6 +236,7 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
     """
     lengths, order, cap, cost = items.lengths[:], items.order[:], items.cap, items.cost
     per_token, per_cell, pads = cost.per_token, cost.per_cell, cost.pads
+    is_bounded = max_cost < math.inf
     bins: list[Bin] = []
     while lengths:
         if len(bins) == num_bins:
@@ -248,13 +249,14 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
         shortest = 0.0 if gap == math.inf else (math.sqrt(gap * gap + 4 * square) - gap) / 2
         for count in range(2, _most_sequences(longest, cap, pads=pads) + 1):
             room: float = cap - tokens
-            if max_cost < math.inf:
+            if is_bounded:
                 # Of another sequence: padded, it takes as many cells as the longest one.
                 if pads:
                     bound = (max_cost - per_cell * count * square) / per_token - tokens
                 else:
                     bound = cost.longest_within(max_cost - per_token * tokens - per_cell * cells)
-                room = min(room, bound)
+                if bound < room:
+                    room = bound
             slot = bisect_right(lengths, room) - 1
             if slot < 0 or lengths[slot] < shortest:
                 break

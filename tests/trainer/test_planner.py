@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -241,14 +242,29 @@ def test_two_ranks_share_what_attention_computes() -> None:
     assert sorted(bins)[32:] == [[32], [33, 34, 35]]
 
 
+def seconds_of_reference() -> float:
+    """Processor seconds of fixed work in the same interpreter: 50 ms on the machine of docs/performance.md."""
+    started = time.process_time()
+    total = 0
+    for i in range(1_250_000):
+        total += i * i
+    return time.process_time() - started
+
+
 @pytest.mark.parametrize("cost", [DEFAULT_COST, UNPADDED])
 @pytest.mark.parametrize("num_ranks", [1, 8, 64])
 def test_four_thousand_sequences_are_planned_fast(num_ranks: int, cost: BinCost) -> None:
-    """The best of many: other programs slow this one down by what they do to the caches."""
+    """Under 50 ms; on a slower machine in what such a one takes for the same work.
+
+    The best of many: other programs slow this one down by what they do to the caches.
+    """
     lengths = heavy_tailed(4096)
-    seconds: list[float] = []
-    while len(seconds) < 20 and min(seconds, default=1.0) >= 0.05:
+    seconds, allowed = math.inf, seconds_of_reference()
+    for _ in range(20):
         started = time.process_time()
         plan(lengths, cap=16384, num_ranks=num_ranks, cost=cost)
-        seconds.append(time.process_time() - started)
-    assert min(seconds) < 0.05
+        seconds = min(seconds, time.process_time() - started)
+        if seconds < allowed:
+            break
+        allowed = min(allowed, seconds_of_reference())
+    assert seconds < allowed
