@@ -6,13 +6,15 @@ import copy
 import logging
 import os
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -24,6 +26,7 @@ from rollout.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from trainer.config import TrainConfig
 from trainer.memory_plan import may_take_turns, memory_plan
 from trainer.policy_group import PolicyGroup
+from trainer.termination import end_at_sigterm
 from trainer.worker import PolicySetup, PolicyWorker
 
 logger = logging.getLogger(__name__)
@@ -113,14 +116,32 @@ def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
     if address is not None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        end_at_sigterm()
         return
     # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
     # Both must be set, because Ray read the variable when it was imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # "local", or Ray would follow the environment variable RAY_ADDRESS to another cluster.
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with _sessions_of_their_own():
+        # "local", or Ray would follow the environment variable RAY_ADDRESS to another cluster.
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    end_at_sigterm()
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Ray's processes that are started within do not hear what is sent to the driver's process group.
+
+    A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
+    option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills Ray's processes with it.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def spawn_worker(setup: EngineSetup, **options: object) -> ActorHandle[Any]:

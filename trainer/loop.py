@@ -122,8 +122,9 @@ def open_run(
     cluster = within.enter_context(Cluster(config, log_dir=run_dir / "logs"))
     saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
     within.enter_context(closing(task.scorer))
-    # Ray takes SIGTERM for itself when it starts, so requests are heard from here on.
-    termination = within.enter_context(termination_requests())
+    # Starting Ray sets a handler of SIGTERM, so requests are heard from here on.
+    saved = "saved" if config.checkpoint.every else "not saved (checkpoint.every=0)"
+    termination = within.enter_context(termination_requests(f"the running step is finished and {saved}"))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
     engines = cluster.spawn_engines(task.model_path)
     policy.wait_ready()

@@ -46,10 +46,25 @@ class Termination:
     """The signal that asked."""
 
 
+def end_at_sigterm() -> None:
+    """Answer SIGTERM with SystemExit, which lets every `with` clean up, and the exit code of a shell.
+
+    Ray puts a handler there that exits with 15. Outside the main thread nothing can be set, by Ray neither.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(_STDERR, b"\nSIGTERM: ends at once\n")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+
+
 @contextmanager
-def termination_requests() -> Iterator[Termination]:
+def termination_requests(then: str) -> Iterator[Termination]:
     """Record SIGTERM and SIGINT instead of dying of them; a second one of either does what it did before.
 
+    `then` is told to who asks: what happens before the end.
     Signals reach the main thread only: a run in another thread cannot be asked.
     """
     termination = Termination()
@@ -61,7 +76,7 @@ def termination_requests() -> Iterator[Termination]:
         termination.request = signal.Signals(number)
         restore()
         # Not through the console, whose lock the interrupted code may hold.
-        text = f"\n{termination.request.name}: the running step is finished and saved; the next signal ends at once\n"
+        text = f"\n{termination.request.name}: {then}; the next signal ends at once\n"
         os.write(_STDERR, text.encode())
 
     def restore() -> None:

@@ -21,7 +21,7 @@ from trainer.components import HFModelConfig, Resume
 from trainer.config import TrainConfig
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
-from trainer.termination import RunTerminated, termination_requests
+from trainer.termination import RunTerminated, end_at_sigterm, termination_requests
 from trainer.tracking.run_dir import has_checkpoint, is_run, release_directory, take_directory
 from trainer.tracking.tracker import Tracker
 
@@ -257,11 +257,11 @@ def test_the_first_signal_asks_and_the_second_ends(
     handlers: None, first: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for second, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
-        with termination_requests() as termination:
+        with termination_requests("the running step is finished") as termination:
             assert termination.request is None
             os.kill(os.getpid(), first)
             assert termination.request is first
-            assert f"{first.name}: the running step is finished" in capfd.readouterr().err
+            assert f"{first.name}: the running step is finished; the next signal" in capfd.readouterr().err
             with pytest.raises(error):
                 os.kill(os.getpid(), second)
     ended = RunTerminated(first, step=3)
@@ -270,11 +270,21 @@ def test_the_first_signal_asks_and_the_second_ends(
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_second_sigterm_ends_with_the_code_of_a_shell(handlers: None, capfd: pytest.CaptureFixture[str]) -> None:
+    end_at_sigterm()
+    with termination_requests("the running step is finished"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as caught:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert caught.value.code == 143
+    assert "SIGTERM: ends at once" in capfd.readouterr().err
+
+
 def test_a_run_in_a_thread_hears_no_signals(handlers: None) -> None:
     heard: list[object] = []
 
     def run() -> None:
-        with termination_requests() as termination:
+        with termination_requests("") as termination:
             heard.append(termination.request)
 
     thread = threading.Thread(target=run)

@@ -253,10 +253,11 @@ def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [3]
 
 
-def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupted_run_says_so(ended: BaseException, tmp_path: Path) -> None:
     tracker, _ = make_tracker(make_config(), tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt), tracker:
-        raise KeyboardInterrupt
+    with pytest.raises(type(ended)), tracker:
+        raise ended
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "interrupted"
 
 

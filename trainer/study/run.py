@@ -90,7 +90,7 @@ def run_cells(
     cells = _Cells(grid, records, study=study, study_dir=study_dir, console=console)
     cells.waiting.extend(standing for standing in standings if standing.stage is not Stage.finished)
     cells.total = len(cells.waiting)
-    with termination_requests() as termination:
+    with termination_requests("every running cell finishes its step and ends") as termination:
         try:
             while cells.running or (cells.waiting and termination.request is None):
                 while cells.waiting and len(cells.running) < study.parallel and termination.request is None:

@@ -359,7 +359,7 @@ class Tracker:
 def _ended_by(error: BaseException) -> str:
     if isinstance(error, StoppedByGuard):
         return STOPPED
-    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, RunTerminated)) else FAILED
+    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else FAILED
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
