@@ -332,8 +332,8 @@ def test_the_command_with_a_model_adds_the_true_gradients(
         (["RUN", "step=3", "modes=tiss"], ["Did you mean tis?"]),
         (["RUN", "step=3", "mode=tis"], ["mode is not a word of parity replay", "Did you mean modes?"]),
         (["RUN", "step=3", "checkpoint=/nowhere", "draws=1"], ["checkpoint must be a run", "draws must be a whole"]),
-        (["EMPTY"], ["a run writes them with dump.every=<steps>"]),
-        (["EMPTY", "step=1"], ["A run writes them with dump.every=<steps>"]),
+        (["EMPTY"], ["none can be made of it now: run again with dump.every=<steps>"]),
+        (["EMPTY", "step=1"], ["none can be made of it now: run again with dump.every=<steps>"]),
     ],
 )
 def test_what_cannot_be_replayed_is_said_at_once(

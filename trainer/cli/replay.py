@@ -20,7 +20,7 @@ from trainer.cli.keys import nearest
 from trainer.cli.outcome import DONE, REFUSED, report
 from trainer.cli.tables import table_text
 from trainer.config import TrainConfig
-from trainer.replay.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump
+from trainer.replay.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.replay.modes import MODES, RUN, all_names, name_problems
 from trainer.weights_source import BASE, WeightsSource, find_source
 
@@ -130,10 +130,7 @@ def _unknown(key: str, value: str) -> Problem:
 def _step(given: str | None, run_dir: Path | None, problems: list[Problem]) -> int | None:
     if given is not None:
         return _count("step", given, least=1, problems=problems)
-    steps = dumped_steps(run_dir) if run_dir is not None else []
-    remedy = f"Steps with a dump: {', '.join(str(step) for step in steps)}." if steps else ""
-    if run_dir is not None and not steps:
-        remedy = f"{run_dir} has no dump; a run writes them with dump.every=<steps>."
+    remedy = way_to_a_dump(run_dir) if run_dir is not None else ""
     problems.append(Problem(key="step", rule="must be given", value=None, remedy=remedy))
     return None
 

@@ -116,6 +116,14 @@ def dumped_steps(run_dir: Path) -> list[int]:
     return _numbers(run_dir / DUMPS)
 
 
+def way_to_a_dump(run_dir: Path) -> str:
+    """The steps of a run that have a dump, or how a run comes to have any."""
+    there = ", ".join(str(number) for number in dumped_steps(run_dir))
+    if there:
+        return f"Steps with a dump: {there}."
+    return "It wrote none, and none can be made of it now: run again with dump.every=<steps>."
+
+
 def open_dump(run_dir: Path, step: int) -> Dump:
     """The dump of `step`, verified.
 
@@ -123,9 +131,7 @@ def open_dump(run_dir: Path, step: int) -> Dump:
     """
     path = run_dir / DUMPS / _name(step)
     if not path.is_dir():
-        there = ", ".join(str(number) for number in dumped_steps(run_dir))
-        way_out = f"Steps with a dump: {there}." if there else "A run writes them with dump.every=<steps>."
-        raise DumpError(f"{run_dir} has no dump of step {step}. {way_out}")
+        raise DumpError(f"{run_dir} has no dump of step {step}. {way_to_a_dump(run_dir)}")
     try:
         stored = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         written = stored.pop("format")
