@@ -46,7 +46,7 @@ from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
-from trainer.tracking.run_dir import RunDirectoryError
+from trainer.tracking.run_dir import RunDirectoryError, completed_steps
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -79,24 +79,28 @@ class RunResult:
 
     run_dir: Path
     report_path: Path
+    was_complete: bool = False
+    """Whether it had taken all its steps before, so that nothing was started."""
 
 
 def train(config: TrainConfig) -> RunResult:
     """Run `config.run.num_steps` rollout steps; returns the run directory and the path of the report."""
     run_dir = Path(config.run.dir)
     try:
-        run_steps(config, run_dir)
+        checkpoint = checkpoint_to_resume(config, run_dir)
+        was_complete = checkpoint is not None and (completed_steps(run_dir) or 0) >= config.run.num_steps
+        if not was_complete:
+            run_steps(config, run_dir, checkpoint)
     except RunDirectoryError:
         raise  # what is in it belongs to another run
     except BaseException:
         keep_report_of_failure(run_dir)
         raise
-    return RunResult(run_dir=run_dir, report_path=write_report(run_dir))
+    return RunResult(run_dir=run_dir, report_path=write_report(run_dir), was_complete=was_complete)
 
 
-def run_steps(config: TrainConfig, run_dir: Path) -> None:
-    """The run itself; what it has to say goes through the tracker."""
-    checkpoint = checkpoint_to_resume(config, run_dir)
+def run_steps(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> None:
+    """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
     with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
         task = load_task(config, progress=tracker.console.base_model_progress)
         for line in data_notes(task.dataset, run_dir):

@@ -35,7 +35,8 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Train], No
 
 
 def finished(config: TrainConfig) -> SimpleNamespace:
-    return SimpleNamespace(run_dir=Path(config.run.dir), report_path=Path(config.run.dir) / "report.html")
+    report = Path(config.run.dir) / "report.html"
+    return SimpleNamespace(run_dir=Path(config.run.dir), report_path=report, was_complete=False)
 
 
 def test_the_last_line_is_the_report(
@@ -125,6 +126,19 @@ def test_an_unexpected_error_says_its_type_and_place(
     assert "parity train failed: KeyError: 'nosuch' (" in error
     assert "test_launch.py:" in error
     assert "Traceback" not in error
+
+
+def test_a_run_that_was_complete_is_said_to_be(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        result = finished(config)
+        result.was_complete = True
+        return result
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "run.dir=out", "run.num_steps=7"]) == 0
+    assert f"{tmp_path}/out has taken all 7 steps: nothing was started" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_with_130_and_says_what_stays(

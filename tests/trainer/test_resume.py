@@ -19,10 +19,18 @@ from trainer.checkpoint import CheckpointError, Retention, RunState, begin_check
 from trainer.cli.commands import run as parity
 from trainer.components import HFModelConfig, Resume
 from trainer.config import TrainConfig
+from trainer.loop import train
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.termination import RunTerminated, end_at_sigterm, termination_requests
-from trainer.tracking.run_dir import has_checkpoint, is_run, release_directory, take_directory
+from trainer.tracking.run_dir import (
+    completed_steps,
+    has_checkpoint,
+    is_run,
+    newest_saved_step,
+    release_directory,
+    take_directory,
+)
 from trainer.tracking.tracker import Tracker
 
 OFF = TrackingConfig(wandb=WandbMode.disabled)
@@ -118,6 +126,24 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
     assert json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] == 4
 
 
+def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=3), tmp_path / "run"
+    assert completed_steps(run_dir) is None and newest_saved_step(run_dir) is None
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step})
+        save(config, 3)
+        assert completed_steps(run_dir) is None
+    assert completed_steps(run_dir) == newest_saved_step(run_dir) == 3
+    before = {path: path.read_bytes() for path in run_dir.rglob("*.json*")}
+    result = train(config)  # its model does not exist: starting anything would fail
+    assert result.was_complete and result.report_path.is_file()
+    assert {path: path.read_bytes() for path in run_dir.rglob("*.json*")} == before
+    with pytest.raises(ValueError, match="there is no such directory"):
+        train(replace(config, run=replace(config.run, num_steps=4)))
+    assert completed_steps(run_dir) is None, "it failed"
+
+
 # ---------------------------------------------------------------------------------------------------- the directory
 
 
@@ -205,6 +231,28 @@ def test_resume_auto_finds_the_newest_run_of_the_recipe(
     assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
     assert parity(["train", "arithmetic_grpo", *TORCH]) == 0
     assert "2026-01-03_03-04-05" not in capsys.readouterr().out
+
+
+def test_a_dry_run_says_what_it_would_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def plan_of(*words: str) -> str:
+        assert (
+            parity(["train", "arithmetic_grpo", "run.num_steps=5", f"run.dir={tmp_path / 'run'}", *words, *TORCH]) == 0
+        )
+        found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume ")]
+        return found[0] if found else ""
+
+    assert plan_of() == ""
+    assert "no earlier run" in plan_of("resume=auto")
+    leave_run(tmp_path / "run", steps=5)
+    assert "moved aside" in plan_of("resume=auto"), "nothing was saved"
+    save(make(tmp_path), 4)
+    assert "moved aside" in plan_of("resume=clean")
+    assert "has taken all 5 steps: nothing is started" in plan_of("resume=auto")
+    assert "after step 4 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
 
 
 def test_resume_auto_passes_over_runs_without_a_step(

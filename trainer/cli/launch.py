@@ -83,6 +83,9 @@ def run_job(composed: DictConfig) -> int:
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command="parity train")
+    if result.was_complete:
+        more = "run.num_steps=<more> goes on with it"
+        sys.stdout.write(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
     sys.stdout.write(f"{result.report_path}\n")
     return DONE
 

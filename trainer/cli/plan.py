@@ -17,13 +17,14 @@ from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.cli.compose import Resolution
 from trainer.cli.estimate import batch_shape, model_shape
-from trainer.components import ArithmeticModelConfig, HFModelConfig
+from trainer.components import ArithmeticModelConfig, HFModelConfig, Resume
 from trainer.config import TrainConfig
 from trainer.guard.config import MismatchGuardConfig, tightened_corrections
 from trainer.guard.guard import described
 from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.model_shape import UnknownShapeError
 from trainer.recording import DUMP_BYTES_PER_TOKEN
+from trainer.tracking.run_dir import completed_steps, newest_saved_step
 from trainer.wording import counted, size
 
 LABEL_WIDTH = 11
@@ -79,6 +80,8 @@ def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> s
 
 def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[tuple[str, str]]:
     yield "recipe", f"{config.run.recipe}, seed {config.run.seed}"
+    if config.run.resume is not Resume.never:
+        yield "resume", _resume(config, output_dir)
     yield "model", _model(config)
     for line in _batch(config):
         yield "batch", line
@@ -102,6 +105,19 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
         yield "dumps", _dumps(config)
     yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, histograms.jsonl, report, logs, config.yaml"
     yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
+
+
+def _resume(config: TrainConfig, run_dir: Path) -> str:
+    """What becomes of the run that the directory holds."""
+    saved = newest_saved_step(run_dir)
+    if not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return "there is no earlier run: it begins"
+    if config.run.resume is Resume.clean or saved is None:
+        return f"the earlier run in {run_dir} is moved aside: it begins"
+    last = config.run.num_steps
+    if (completed_steps(run_dir) or 0) >= last:
+        return f"{run_dir} has taken all {counted(last, 'step')}: nothing is started; run.num_steps=<more> goes on"
+    return f"goes on in {run_dir} after step {saved} of {last}, if its newest checkpoint is good"
 
 
 def forwards(config: TrainConfig) -> str:
@@ -156,7 +172,7 @@ def _model(config: TrainConfig) -> str:
     if isinstance(model, ArithmeticModelConfig):
         name = f"arithmetic (Qwen2, width {model.hidden_size}, {model.num_layers} layers; trained on the spot, cached)"
     elif isinstance(model, HFModelConfig):
-        name = f"{model.path} at revision {model.revision or 'main'}"
+        name = model.path if Path(model.path).is_dir() else f"{model.path} at revision {model.revision or 'main'}"
     else:
         name = model.kind
     try:

@@ -15,6 +15,8 @@ from typing import Any
 
 import yaml
 
+from trainer.tracking.run_dir import STATUS_FILE
+
 Row = Mapping[str, Any]
 
 
@@ -70,7 +72,7 @@ def load_run(run_dir: Path) -> RunData:
         histograms=_by_step(_read_lines(run_dir / "histograms.jsonl", remarks)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         environment=_read_mapping(run_dir / "environment.json", remarks),
-        status=_read_mapping(run_dir / "status.json", []),
+        status=_read_mapping(run_dir / STATUS_FILE, []),
         accounting=_read_mapping(run_dir / "accounting.json", []),
         remarks=remarks,
     )

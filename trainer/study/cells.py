@@ -16,13 +16,12 @@ import yaml
 from algorithms.config import Problem
 from trainer.study.grid import Cell
 from trainer.tracking.provenance import config_document
-from trainer.tracking.run_dir import has_checkpoint, is_run
+from trainer.tracking.run_dir import completed_steps, has_checkpoint, is_run
 
 STUDY_FILE = "study.json"
 """What marks the directory of a study."""
 LOGS = "logs"
 """Directory in that of the study: what each run said, a file per cell."""
-STATUS_FILE = "status.json"
 CONFIG_FILE = "config.yaml"
 _SHOWN = 3
 """Differences named at most."""
@@ -52,11 +51,10 @@ class Standing:
 def look(study_dir: Path, cell: Cell) -> Standing:
     """Read how far the cell is."""
     directory = study_dir / cell.name
-    status = _mapping(directory / STATUS_FILE)
     last_step = num_recorded(directory)
     if not directory.is_dir() or not any(directory.iterdir()):
         stage = Stage.new
-    elif status.get("status") == "completed" and status.get("last_step") == cell.config.run.num_steps:
+    elif completed_steps(directory) == cell.config.run.num_steps:
         stage = Stage.finished
     else:
         stage = Stage.stopped if has_checkpoint(directory) else Stage.broken

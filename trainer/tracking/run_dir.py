@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 from typing import TextIO
 
@@ -14,11 +15,24 @@ from trainer.recording import CHECKPOINTS
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
+STATUS_FILE = "status.json"
 ROW_FILES = ("metrics.jsonl", "samples.jsonl", "histograms.jsonl", "events.jsonl")
 _MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
 """What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
 _BEFORE_ENVIRONMENT = frozenset({"config.yaml", ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
 """What a run has written when it is killed before its environment.json."""
+
+
+class Status(Enum):
+    """How a run ended."""
+
+    completed = "completed"
+    """It took all its steps."""
+    failed = "failed"
+    interrupted = "interrupted"
+    """By a signal."""
+    stopped = "stopped"
+    """By the guard."""
 
 
 class RunDirectoryError(RuntimeError):
@@ -66,6 +80,21 @@ def is_run(directory: Path) -> bool:
 def has_checkpoint(directory: Path) -> bool:
     """Whether a checkpoint, good or damaged, is in a run directory."""
     return any((directory / CHECKPOINTS).glob("step_*"))
+
+
+def newest_saved_step(directory: Path) -> int | None:
+    """The step of the newest checkpoint, good or damaged, in a run directory; None without one."""
+    names = (path.name.removeprefix("step_") for path in (directory / CHECKPOINTS).glob("step_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def completed_steps(directory: Path) -> int | None:
+    """How many steps the run in `directory` took, if it has ended as it should; None if not, or if there is none."""
+    try:
+        status = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+        return int(status["last_step"]) if status["status"] == Status.completed.value else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def forget_after(path: Path, step: int) -> None:

@@ -37,18 +37,21 @@ from trainer.termination import RunTerminated, StoppedByGuard
 from trainer.tracking.console import Console
 from trainer.tracking.events import Event, Severity, events_of_row
 from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
-from trainer.tracking.run_dir import ENVIRONMENT_FILE, ROW_FILES, forget_after, release_directory, take_directory
+from trainer.tracking.run_dir import (
+    ENVIRONMENT_FILE,
+    ROW_FILES,
+    STATUS_FILE,
+    Status,
+    forget_after,
+    release_directory,
+    take_directory,
+)
 from trainer.tracking.run_dir import write_whole as _write
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_sink import WandbSink, keep_run_id, mismatch_by_bin, saved_run_id
 
 logger = logging.getLogger(__name__)
-
-COMPLETED = "completed"
-FAILED = "failed"
-INTERRUPTED = "interrupted"
-STOPPED = "stopped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +190,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close(COMPLETED)
+            self.close(Status.completed)
         else:
             self.close(_ended_by(error))
 
@@ -273,18 +276,18 @@ class Tracker:
                 descriptor = file.fileno()
                 self._guard(file.name, lambda descriptor=descriptor: os.fsync(descriptor))  # type: ignore[misc]
 
-    def close(self, status: str) -> None:
+    def close(self, status: Status) -> None:
         """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
         if self._lock is None:
             return
         wandb = self._wandb
         if wandb is not None:
-            self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == COMPLETED else 1))
+            self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == Status.completed else 1))
             self.errors += wandb.errors
         if self._tensorboard is not None:
             self._guard("TensorBoard", self._tensorboard.close)
-        self._guard("status.json", lambda: self._write_status(status))
-        self._guard("console", lambda: self.console.close(failed=status != COMPLETED))
+        self._guard(STATUS_FILE, lambda: self._write_status(status))
+        self._guard("console", lambda: self.console.close(failed=status != Status.completed))
         self._release()
 
     def _open_tensorboard(self) -> None:
@@ -325,15 +328,15 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.log_event(event)
 
-    def _write_status(self, status: str) -> None:
+    def _write_status(self, status: Status) -> None:
         record = {
-            "status": status,
+            "status": status.value,
             "last_step": self._last_step,
             "num_steps": self._config.run.num_steps,
             "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "tracker_errors": self.errors,
         }
-        _write(self._run_dir / "status.json", json.dumps(record, indent=2) + "\n")
+        _write(self._run_dir / STATUS_FILE, json.dumps(record, indent=2) + "\n")
 
     def _guard(self, what: str, action: Callable[[], None]) -> None:
         """Run `action`; its failure is a warning, once per `what`, and a count, never the end of the run."""
@@ -356,10 +359,10 @@ class Tracker:
             self._guard("lock", lambda: release_directory(lock, self._run_dir))
 
 
-def _ended_by(error: BaseException) -> str:
+def _ended_by(error: BaseException) -> Status:
     if isinstance(error, StoppedByGuard):
-        return STOPPED
-    return INTERRUPTED if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else FAILED
+        return Status.stopped
+    return Status.interrupted if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else Status.failed
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
