@@ -14,6 +14,7 @@ from pathlib import Path
 from rollout.actor_calls import WorkerError
 from rollout.balance import split_by_kind
 from rollout.collect import Collected, CollectStats
+from rollout.config import DType
 from rollout.engine_group import EngineGroup
 from rollout.process_memory import memory_use
 from trainer.batch import TrainBatch
@@ -37,6 +38,9 @@ from trainer.policy_group import PolicyGroup
 from trainer.training_step import TrainReport
 
 logger = logging.getLogger(__name__)
+
+SLOW_TYPE = 0.5
+"""Products of a type, over those of float32 per second, below which a device only emulates it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,15 @@ def look_at_hardware(model_path: Path, policy: PolicyGroup) -> Hardware:
     except (UnknownShapeError, WorkerError) as error:
         logger.warning("no fractions of the hardware's limits in this run: %s", error)
     return Hardware(shape=shape, policy=of_rank, engine=of_engine)
+
+
+def _slow_type(key: str, dtype: DType, ceilings: Ceilings) -> list[str]:
+    """A line where the device only emulates the type that `key` asks for, as older processors do with bfloat16."""
+    own, plain = ceilings.flops(dtype), ceilings.flops(DType.float32)
+    if own > SLOW_TYPE * plain:
+        return []
+    rates = f"at {own / 1e9:,.0f} GFLOP/s and float32 at {plain / 1e9:,.0f}"
+    return [f"note: {key}={dtype.name} is multiplied {rates} here: {key}=float32 is likely to be faster"]
 
 
 class StepAccounting:
@@ -100,7 +113,11 @@ class StepAccounting:
             f"{'rank' if ranks == 1 else 'ranks'}",
             f"limits of a rank, measured: {policy}",
         ]
-        return lines if engine is None else [*lines, f"limits of an engine, measured: {engine}"]
+        lines += _slow_type("policy.dtype", dtype, policy)
+        if engine is not None:
+            lines += [f"limits of an engine, measured: {engine}"]
+            lines += _slow_type("rollout.dtype", self._config.rollout.dtype, engine)
+        return lines
 
     def metrics(
         self,

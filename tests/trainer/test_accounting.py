@@ -16,7 +16,7 @@ from algorithms.config import TISConfig
 from algorithms.histograms import HistogramArrays
 from rollout.collect import Collected
 from rollout.collect_stats import CollectStats, Served
-from rollout.config import SGLangConfig
+from rollout.config import DType, SGLangConfig
 from rollout.types import GenerateRequest, Prompt, SampleGroup, SamplingParams
 from trainer.accounting import Hardware, StepAccounting
 from trainer.ceilings import Ceilings
@@ -120,6 +120,25 @@ def test_the_assumption_names_formula_and_ceiling() -> None:
     lines = StepAccounting(make_config(Path("nowhere"), num_workers=2), KNOWN).assumptions()
     assert lines[0].startswith("MFU: 6 x (600 body parameters x tokens + 200 head parameters x response tokens)")
     assert len(lines) == 3 and "a rank" in lines[1] and "an engine" in lines[2]
+
+
+def test_a_type_that_is_emulated_is_told_with_its_key() -> None:
+    config = make_config(Path("nowhere"))
+    emulated = replace(ENGINE, bfloat16_flops=1e6)
+    config = replace(config, rollout=replace(config.rollout, dtype=DType.bfloat16))
+
+    def notes(policy: Ceilings, engine: Ceilings) -> list[str]:
+        hardware = Hardware(shape=TINY, policy=policy, engine=engine)
+        return [line for line in StepAccounting(config, hardware).assumptions() if line.startswith("note: ")]
+
+    [note] = notes(RANK, emulated)
+    assert note.startswith("note: rollout.dtype=bfloat16 is multiplied") and "rollout.dtype=float32 is likely" in note
+    assert notes(RANK, ENGINE) == []
+    config = replace(config, rollout=replace(config.rollout, dtype=DType.float32))
+    assert notes(RANK, emulated) == []
+    config = replace(config, policy=replace(config.policy, dtype=DType.float16))
+    [note] = notes(RANK, emulated)
+    assert note.startswith("note: policy.dtype=float16 is multiplied")
 
 
 @pytest.mark.parametrize(("gpus_per_worker", "pads"), [(0.0, False), (0.5, True)])
