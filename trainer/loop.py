@@ -46,7 +46,7 @@ from trainer.saving import Saver
 from trainer.schedule import Schedule
 from trainer.task import Task, data_notes, load_task
 from trainer.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
-from trainer.tracking.run_dir import RunDirectoryError, completed_steps
+from trainer.tracking.run_dir import RunDirectoryError, needs_no_step
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import Tracker, sample_rows
 from trainer.weight_sync import sync_weights
@@ -80,7 +80,7 @@ class RunResult:
     run_dir: Path
     report_path: Path
     was_complete: bool = False
-    """Whether it had taken all its steps before, so that nothing was started."""
+    """Whether it had taken all its steps before and saved the last, so that nothing was started."""
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -88,7 +88,9 @@ def train(config: TrainConfig) -> RunResult:
     run_dir = Path(config.run.dir)
     try:
         checkpoint = checkpoint_to_resume(config, run_dir)
-        was_complete = checkpoint is not None and (completed_steps(run_dir) or 0) >= config.run.num_steps
+        was_complete = checkpoint is not None and needs_no_step(
+            run_dir, saved=checkpoint.state.step, num_steps=config.run.num_steps
+        )
         if not was_complete:
             run_steps(config, run_dir, checkpoint)
     except RunDirectoryError:

@@ -27,6 +27,7 @@ from trainer.tracking.run_dir import (
     completed_steps,
     has_checkpoint,
     is_run,
+    needs_no_step,
     newest_saved_step,
     release_directory,
     take_directory,
@@ -139,6 +140,8 @@ def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     result = train(config)  # its model does not exist: starting anything would fail
     assert result.was_complete and result.report_path.is_file()
     assert {path: path.read_bytes() for path in run_dir.rglob("*.json*")} == before
+    assert needs_no_step(run_dir, saved=3, num_steps=2) and not needs_no_step(run_dir, saved=3, num_steps=4)
+    assert not needs_no_step(run_dir, saved=2, num_steps=3), "its last checkpoint is damaged: step 3 is taken again"
     with pytest.raises(ValueError, match="there is no such directory"):
         train(replace(config, run=replace(config.run, num_steps=4)))
     assert completed_steps(run_dir) is None, "it failed"
@@ -250,9 +253,11 @@ def test_a_dry_run_says_what_it_would_go_on_with(
     leave_run(tmp_path / "run", steps=5)
     assert "moved aside" in plan_of("resume=auto"), "nothing was saved"
     save(make(tmp_path), 4)
+    assert "after step 4 of 5, if" in plan_of("resume=auto"), "the last step was not saved"
+    save(make(tmp_path), 5)
     assert "moved aside" in plan_of("resume=clean")
     assert "has taken all 5 steps: nothing is started" in plan_of("resume=auto")
-    assert "after step 4 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
+    assert "after step 5 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
 
 
 def test_resume_auto_passes_over_runs_without_a_step(

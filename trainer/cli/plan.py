@@ -24,7 +24,7 @@ from trainer.guard.guard import described
 from trainer.memory_plan import gpu_bytes, memory_plan
 from trainer.model_shape import UnknownShapeError
 from trainer.recording import DUMP_BYTES_PER_TOKEN
-from trainer.tracking.run_dir import completed_steps, newest_saved_step
+from trainer.tracking.run_dir import needs_no_step, newest_saved_step
 from trainer.wording import counted, size
 
 LABEL_WIDTH = 11
@@ -115,7 +115,7 @@ def _resume(config: TrainConfig, run_dir: Path) -> str:
     if config.run.resume is Resume.clean or saved is None:
         return f"the earlier run in {run_dir} is moved aside: it begins"
     last = config.run.num_steps
-    if (completed_steps(run_dir) or 0) >= last:
+    if needs_no_step(run_dir, saved=saved, num_steps=last):
         return f"{run_dir} has taken all {counted(last, 'step')}: nothing is started; run.num_steps=<more> goes on"
     return f"goes on in {run_dir} after step {saved} of {last}, if its newest checkpoint is good"
 

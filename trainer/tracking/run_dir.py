@@ -97,6 +97,11 @@ def completed_steps(directory: Path) -> int | None:
         return None
 
 
+def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
+    """Whether nothing is left to do for the run: it took all steps, and the weights of the last one are `saved`."""
+    return min(saved, completed_steps(directory) or 0) >= num_steps
+
+
 def forget_after(path: Path, step: int) -> None:
     """Remove the rows of later steps, and a last line that was never finished, from a file of rows."""
     if not path.is_file():
