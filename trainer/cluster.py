@@ -134,7 +134,7 @@ def _sessions_of_their_own() -> Iterator[None]:
     """Ray's processes that are started within do not hear what is sent to the driver's process group.
 
     A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
-    option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills Ray's processes with it.
+    option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills them with it.
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[misc, assignment]

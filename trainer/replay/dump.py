@@ -19,6 +19,7 @@ from pathlib import Path
 
 from trainer.checkpoint import FileRecord, describe_file
 from trainer.recording import DUMPS
+from trainer.tracking.run_dir import numbered_steps
 
 FORMAT = 1
 """Version of the layout; another one is refused."""
@@ -102,18 +103,18 @@ def commit_dump(unfinished: Path, manifest: Manifest, *, config_text: str, keep:
     text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2)
     (unfinished / MANIFEST).write_text(text + "\n", encoding="utf-8")
     path = unfinished.parent / _name(manifest.step)
-    for outdated in _numbers(unfinished.parent):
+    for outdated in numbered_steps(unfinished.parent):
         if outdated >= manifest.step:
             _remove(unfinished.parent / _name(outdated))
     unfinished.rename(path)
-    for old in _numbers(path.parent)[:-keep]:
+    for old in numbered_steps(path.parent)[:-keep]:
         _remove(path.parent / _name(old))
     return path
 
 
 def dumped_steps(run_dir: Path) -> list[int]:
     """The steps of a run that have a dump, in order."""
-    return _numbers(run_dir / DUMPS)
+    return numbered_steps(run_dir / DUMPS)
 
 
 def way_to_a_dump(run_dir: Path) -> str:
@@ -171,12 +172,6 @@ def _rank_file(stored: Mapping[str, object]) -> RankFile:
 
 def _name(step: int) -> str:
     return f"step_{step:06d}"
-
-
-def _numbers(directory: Path) -> list[int]:
-    """Steps of the finished dumps in `directory`, in order."""
-    names = (path.name.removeprefix("step_") for path in directory.glob("step_*"))
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _remove(path: Path) -> None:

@@ -84,8 +84,13 @@ def has_checkpoint(directory: Path) -> bool:
 
 def newest_saved_step(directory: Path) -> int | None:
     """The step of the newest checkpoint, good or damaged, in a run directory; None without one."""
-    names = (path.name.removeprefix("step_") for path in (directory / CHECKPOINTS).glob("step_*"))
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    return max(numbered_steps(directory / CHECKPOINTS), default=None)
+
+
+def numbered_steps(directory: Path) -> list[int]:
+    """Steps of the finished checkpoints or dumps in `directory`, in order, by their names alone."""
+    names = (path.name.removeprefix("step_") for path in directory.glob("step_*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def completed_steps(directory: Path) -> int | None:
