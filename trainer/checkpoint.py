@@ -31,10 +31,12 @@ from trainer.recording import CHECKPOINTS
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Version of the layout above; another one is refused, not taken for damage."""
+"""Version of the layout above."""
 MANIFEST = "manifest.json"
 STATE = "state.json"
 POLICY = "policy"
+SET_ASIDE = ".aside"
+"""Added to the name of a checkpoint that was passed over and whose step is taken again."""
 _CHUNK_BYTES = 2**22
 
 
@@ -113,8 +115,8 @@ def commit_checkpoint(
 ) -> Checkpoint:
     """Complete the checkpoint in `unfinished`, give it its name and remove those that need not stay.
 
-    Later ones are damaged: the run was resumed from an earlier one. They must not stand for a good one among those
-    that stay.
+    Later ones could not be used when the run was resumed. They must not stand for a good one among those that stay,
+    and are set aside until a checkpoint of their step is on the disk.
 
     Args:
         records: files that whoever wrote them described and brought to the disk, by path relative to `unfinished`;
@@ -138,30 +140,31 @@ def commit_checkpoint(
     for path in (unfinished / MANIFEST, unfinished / POLICY, unfinished):
         to_disk(path)
     path = unfinished.parent / f"step_{state.step:06d}"
-    for damaged in [other for other in _by_age(path.parent) if _step_of(other) >= state.step]:
-        _remove(damaged)
+    for passed_over in [other for other in _by_age(path.parent) if _step_of(other) >= state.step]:
+        _set_aside(passed_over)
     unfinished.rename(path)
     to_disk(path.parent)
+    for old in path.parent.glob(f"step_*{SET_ASIDE}"):
+        if _step_of(old.with_suffix("")) <= state.step:
+            _remove(old)
     for old in _superfluous(path.parent, retention):
         _remove(old)
     return Checkpoint(path=path, state=state)
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are what its manifest says; None if the run has none.
+    """The newest usable checkpoint: its files are what its manifest says; None if the run has none.
 
     Raises:
-        CheckpointError: there are checkpoints and all of them are damaged, or one has another format.
+        CheckpointError: there are checkpoints and none can be used.
     """
-    found = _by_age(run_dir / CHECKPOINTS)
     problems = []
-    for path in found:
-        problem = _damage(path)
-        if problem is None:
-            return Checkpoint(path=path, state=_read_state(path))
-        problems.append(problem)
-        logger.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
-    if found:
+    for path in _by_age(run_dir / CHECKPOINTS):
+        found = _usable(path)
+        if isinstance(found, Checkpoint):
+            return found
+        problems.append(found)
+    if problems:
         raise CheckpointError(
             f"every checkpoint in {run_dir / CHECKPOINTS} is damaged: {'; '.join(problems)}. "
             "Restore one, or start again in another run.dir."
@@ -176,19 +179,18 @@ def checkpoint_nearest(run_dir: Path, step: int) -> Checkpoint | None:
     for path in candidates:
         if abs(_step_of(path) - step) >= step:
             return None
-        problem = _damage(path)
-        if problem is None:
-            return Checkpoint(path=path, state=_read_state(path))
-        logger.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
+        found = _usable(path)
+        if isinstance(found, Checkpoint):
+            return found
     return None
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
     """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or none."""
-    problem = _damage(path)
-    if problem is not None:
-        raise CheckpointError(f"the checkpoint cannot be used: {problem}. Take another one of the run.")
-    return Checkpoint(path=path, state=_read_state(path))
+    try:
+        return _verified(path)
+    except _Unusable as problem:
+        raise CheckpointError(f"the checkpoint cannot be used: {problem}. Take another one of the run.") from problem
 
 
 def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
@@ -199,10 +201,11 @@ def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
     path = _best(_by_age(run_dir / CHECKPOINTS), metric)
     if path is None:
         return None
-    problem = _damage(path)
-    if problem is not None:
-        raise CheckpointError(f"the best checkpoint {path.name} is damaged: {problem}. Take the newest instead.")
-    return Checkpoint(path=path, state=_read_state(path))
+    try:
+        return _verified(path)
+    except _Unusable as problem:
+        text = f"the best checkpoint {path.name} is damaged: {problem}. Take the newest instead."
+        raise CheckpointError(text) from problem
 
 
 def describe_file(path: Path) -> FileRecord:
@@ -223,35 +226,72 @@ def to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, with the name of the file; None if nothing is."""
+class _Unusable(Exception):
+    """Why a checkpoint cannot be used, with the name of the file."""
+
+
+def _usable(path: Path) -> Checkpoint | str:
+    """The checkpoint in `path`, or, if it is passed over, the reason."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{path / MANIFEST} cannot be read ({error})"
-    written = manifest.pop("format", 1)
-    if written != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {written}; this version of Parity reads format {FORMAT}. "
-            "Go on with the version that wrote it (environment.json), or start again in another run.dir."
+        return _verified(path)
+    except _Unusable as problem:
+        logger.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
+        return str(problem)
+
+
+def _verified(path: Path) -> Checkpoint:
+    """The checkpoint in `path`; raises _Unusable unless every file is what the manifest says."""
+    try:
+        recorded = _read_manifest(path / MANIFEST)
+        present = {str(file.relative_to(path)) for file in _files(path)} - {MANIFEST}
+        if missing := sorted(set(recorded) - present):
+            raise _Unusable(f"{path} lacks {', '.join(missing)}")
+        if others := sorted(present - set(recorded)):
+            raise _Unusable(f"{path} holds files that the manifest does not know: {', '.join(others)}")
+        for name, record in recorded.items():
+            size = (path / name).stat().st_size
+            if size != record.bytes:
+                raise _Unusable(f"{path / name} has {size} bytes, the manifest says {record.bytes}")
+            if describe_file(path / name) != record:
+                raise _Unusable(f"{path / name} has changed since it was written")
+        return Checkpoint(path=path, state=_read_state(path))
+    except OSError as error:
+        raise _Unusable(f"{error.filename or path} cannot be read ({error})") from error
+
+
+def _read_manifest(path: Path) -> dict[str, FileRecord]:
+    """Relative path -> record of every file of a checkpoint.
+
+    The manifest has no digest of its own: whatever was changed in it either breaks its form or contradicts a file.
+    Raises _Unusable for one that has another form, and OSError.
+    """
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(f"{path} cannot be read ({error})") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or not isinstance(files, dict) or set(manifest) != {"format", "files"}:
+        raise _Unusable(f"{path} is no manifest")
+    if manifest["format"] != FORMAT:
+        raise _Unusable(
+            f"{path} has format {manifest['format']}, this version of Parity reads format {FORMAT}; the version that "
+            "wrote it (environment.json) can go on with it"
         )
-    files = manifest["files"]
-    present = {str(file.relative_to(path)) for file in _files(path)} - {MANIFEST}
-    if missing := sorted(set(files) - present):
-        return f"{path} lacks {', '.join(missing)}"
-    if others := sorted(present - set(files)):
-        return f"{path} holds files that the manifest does not know: {', '.join(others)}"
-    for name, recorded in files.items():
-        size = (path / name).stat().st_size
-        if size != recorded["bytes"]:
-            return f"{path / name} has {size} bytes, the manifest says {recorded['bytes']}"
-        if describe_file(path / name).xxh3_128 != recorded["xxh3_128"]:
-            return f"{path / name} has changed since it was written"
-    return None
+    try:
+        records = {name: FileRecord(**record) for name, record in files.items()}
+    except TypeError as error:
+        raise _Unusable(f"{path} has a record of another form ({error})") from error
+    if STATE not in records:
+        raise _Unusable(f"{path} has no record of {STATE}")
+    return records
 
 
 def _read_state(path: Path) -> RunState:
-    return RunState(**json.loads((path / STATE).read_text(encoding="utf-8")))
+    """The rest of the run's state; raises _Unusable for a file of another form, and OSError."""
+    try:
+        return RunState(**json.loads((path / STATE).read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _Unusable(f"{path / STATE} cannot be read ({error})") from error
 
 
 def _superfluous(directory: Path, retention: Retention) -> list[Path]:
@@ -267,7 +307,7 @@ def _best(found: list[Path], metric: str) -> Path | None:
     for path in found:
         try:
             value = _read_state(path).evaluation.get(metric)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, _Unusable) as error:
             logger.warning("checkpoint %s has no readable %s: %s", path.name, STATE, error)
             continue
         if value is not None and (best is None or value > best[0]):
@@ -284,6 +324,14 @@ def _remove(path: Path) -> None:
         shutil.rmtree(hidden)
     except OSError as error:
         logger.warning("the old checkpoint %s cannot be removed: %s", path, error)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a checkpoint, so that it does not count any more; one that was set aside before makes way."""
+    aside = path.with_name(path.name + SET_ASIDE)
+    if aside.exists():
+        _remove(aside)
+    path.rename(aside)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -7,7 +7,6 @@ Used by `parity simulate` (trainer/cli/simulate.py). No torch.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from trainer.cli.estimate import DTYPE_BYTES, batch_shape
 from trainer.config import TrainConfig
 from trainer.floors import Rates, kv_bytes_per_token, optimizer_floor, sync_floor
 from trainer.model_shape import ModelShape
+from trainer.tracking.rows import read_rows
 
 BIMODAL_SPREAD = 0.25
 """Standard deviation of the logarithm of a length around each of the two modes."""
@@ -279,9 +279,9 @@ def _lengths(
 
 def read_recording(run_dir: Path) -> Recording:
     """Lengths and seconds of a run. Raises RecordingError unless every sample of every step was recorded."""
-    rows = _json_lines(run_dir / "metrics.jsonl")
+    rows = _rows(run_dir / "metrics.jsonl")
     by_step: dict[int, dict[int, list[tuple[int, int]]]] = {}
-    for sample in _json_lines(run_dir / "samples.jsonl"):
+    for sample in _rows(run_dir / "samples.jsonl"):
         groups = by_step.setdefault(sample["step"], {})
         groups.setdefault(sample["prompt_id"], []).append((sample["sample_index"], sample["num_response_tokens"]))
     prompt_tokens: list[float] = []
@@ -371,8 +371,8 @@ def fit_step_cost(counts: Sequence[float], floors: Sequence[float], seconds: Seq
     return float(u * t.mean() / n.mean()), float(v * t.mean() / f.mean())
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def _rows(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+        return read_rows(path)
+    except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error}") from error

@@ -20,10 +20,11 @@ from trainer.checkpoint import (
     begin_checkpoint,
     best_checkpoint,
     commit_checkpoint,
+    describe_file,
     newest_checkpoint,
 )
 from trainer.packing import pack
-from trainer.tracking.run_dir import forget_after
+from trainer.tracking.rows import forget_after, read_rows
 
 
 def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:
@@ -98,11 +99,17 @@ def _refuse(rename: Callable[[Path, Path], Path], name: str) -> Callable[[Path, 
     return renamed
 
 
-def test_another_format_is_refused_and_not_taken_for_damage(tmp_path: Path) -> None:
+def test_another_format_is_refused_where_no_older_checkpoint_can_be_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, 1)
     manifest = write(tmp_path, 2) / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
-    with pytest.raises(CheckpointError, match="has format 99; this version of Parity reads format 2"):
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 1
+    assert "has format 99, this version of Parity reads format 2" in caplog.text
+    (tmp_path / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="has format 99, this version of Parity reads format 2"):
         newest_checkpoint(tmp_path)
 
 
@@ -121,6 +128,17 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path)
     write(tmp_path, 3, keep=1)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.state.step == 3
+
+
+def test_a_checkpoint_that_was_passed_over_stays_until_its_step_is_on_the_disk(tmp_path: Path) -> None:
+    for step in (2, 4):
+        write(tmp_path, step)
+    names = [write(tmp_path, 3).name, "step_000004.aside"]  # the run went on from step 2: 4 could not be read
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", *names]
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 3
+    write(tmp_path, 4)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step_000004"
 
 
 def test_an_unfinished_checkpoint_does_not_count_and_is_replaced(tmp_path: Path) -> None:
@@ -156,6 +174,65 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert Path(name).name in caplog.text
 
 
+def test_no_flipped_bit_of_a_manifest_ends_the_search(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    good = manifest.read_bytes()
+    for place in range(8 * len(good)):
+        flipped = bytearray(good)
+        flipped[place // 8] ^= 1 << place % 8
+        manifest.write_bytes(flipped)
+        found = newest_checkpoint(tmp_path)
+        assert found is not None and found.state.step == 1, bytes(flipped)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "null", "7", "{}", "[" * 100_000, '{"format": 2}', '{"format": 2, "files": []}'),
+        *('{"format": 2, "files": {"state.json": 1}}', '{"format": 2, "files": {"state.json": {"bytes": 1}}}'),
+    ],
+)
+def test_a_manifest_of_any_other_form_is_damage(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").write_text(text)
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 1
+    assert "step_000002 is damaged" in caplog.text and "manifest.json" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "policy/shard_0", "state.json"])
+def test_a_file_that_the_disk_does_not_give_is_damage(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    manifest = json.loads((path / "manifest.json").read_text())
+    if name != "manifest.json":
+        manifest["files"][name]["bytes"] = 0
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    # Linux answers a read at the start of this file of zero bytes with EIO, as it does for a bad sector.
+    (path / name).unlink()
+    (path / name).symlink_to("/proc/self/mem")
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 1
+    assert "Input/output error" in caplog.text
+
+
+def test_a_state_with_a_field_of_another_version_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    state = json.loads((path / "state.json").read_text()) | {"of_tomorrow": 1}
+    (path / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((path / "manifest.json").read_text())
+    record = describe_file(path / "state.json")
+    manifest["files"]["state.json"] = {"bytes": record.bytes, "xxh3_128": record.xxh3_128}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.state.step == 1
+    assert "state.json cannot be read" in caplog.text and "of_tomorrow" in caplog.text
+
+
 def test_all_damaged_is_an_error_and_never_a_new_start(tmp_path: Path) -> None:
     for step in (1, 2):
         (write(tmp_path, step) / "policy" / "shard_1").write_bytes(b"")
@@ -167,10 +244,37 @@ def test_rows_behind_the_checkpoint_are_forgotten_and_a_torn_line_too(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in (1, 2, 3, 4)]
     path.write_text("".join(rows) + '{"step": 5, "rew')
-    forget_after(path, 3)
+    assert forget_after(path, 3) == 0
     assert path.read_text() == "".join(rows[:3])
-    forget_after(tmp_path / "absent.jsonl", 3)
+    assert forget_after(tmp_path / "absent.jsonl", 3) == 0
     assert [found.name for found in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c", "\r"])
+def test_no_character_of_a_response_ends_a_row(tmp_path: Path, character: str) -> None:
+    path = tmp_path / "samples.jsonl"
+    rows = [{"step": step, "response": f"a{character}b"} for step in range(1, 6)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="")
+    before = path.read_bytes()
+    assert read_rows(path) == rows
+    assert forget_after(path, 5) == 0
+    assert path.read_bytes() == before
+    assert forget_after(path, 3) == 0
+    assert read_rows(path) == rows[:3]
+
+
+def test_a_damaged_row_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    rows = [json.dumps({"step": step}).encode() + b"\n" for step in (1, 2, 3, 4)]
+    damaged = [b'{"step": 2, "resp\n', b'{"no step": 1}\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n", b'{"step": "1"}\n']
+    path.write_bytes(rows[0] + b"".join(damaged) + b"".join(rows[1:]))
+    assert forget_after(path, 3) == 5
+    assert path.read_bytes() == b"".join(rows[:3])
+    assert (tmp_path / "samples.jsonl.damaged").read_bytes() == b"".join(damaged)
+    path.write_bytes(damaged[0] + rows[0] + rows[1][:-1])
+    assert forget_after(path, 3) == 1
+    assert path.read_bytes() == rows[0] + rows[1], "the last row was whole but for the end of its line"
+    assert (tmp_path / "samples.jsonl.damaged").read_bytes() == b"".join([*damaged, damaged[0]])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

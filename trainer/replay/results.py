@@ -21,6 +21,7 @@ from trainer.replay.dump import Dump
 from trainer.replay.modes import RUN, Mode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
+from trainer.tracking.rows import read_rows
 from trainer.tracking.run_dir import write_whole
 from trainer.wording import counted
 
@@ -188,15 +189,8 @@ def _logged_row(path: Path, step: int) -> dict[str, float | None]:
     """The row of a step; empty if there is none."""
     if not path.is_file():
         return {}
-    found: dict[str, float | None] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break  # the last line of a run that was killed
-        if row["step"] == step:
-            found = row
-    return found
+    of_step = [row for row in read_rows(path) if row.get("step") == step]
+    return of_step[-1] if of_step else {}
 
 
 def _finite(value: float | None) -> float | None:

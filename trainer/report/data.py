@@ -6,7 +6,6 @@ A file that is missing, and a line that is not JSON
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from trainer.tracking.rows import read_lines
 from trainer.tracking.run_dir import STATUS_FILE
 
 Row = Mapping[str, Any]
@@ -149,16 +149,11 @@ def _read_lines(path: Path, remarks: list[str]) -> list[Row]:
         remarks.append(f"{path.name} is missing")
         return []
     rows: list[Row] = []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                remarks.append(f"{path.name} line {number} is not a JSON object and is left out")
+    for line in read_lines(path):
+        if line.row is None:
+            remarks.append(f"{path.name} line {line.number} is not a JSON object and is left out")
+        else:
+            rows.append(line.row)
     return rows
 
 
