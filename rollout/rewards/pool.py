@@ -2,7 +2,7 @@
 
 Each worker is a process (`rollout/rewards/child.py`) with a thread here that feeds it and watches the clock. A worker
 that passes its deadline, dies or answers nonsense is killed and replaced: a hang, a segfault or an allocation without
-end costs one response, never the pool. Nothing is tried twice: what hung once would hang again.
+end costs one batch of responses, never the pool. Nothing is scored twice: what hung once would hang again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollout.child_process import START_TIMEOUT_S, ChildProcess
+from rollout.child_process import START_TIMEOUT_S, ChildProcess, described
 
+GRACE_S = 30.0
+"""Seconds beyond every deadline after which the pool itself must be broken."""
 READ_BYTES = 1 << 16
+START_TRIES = 3
+"""Processes that a thread starts one after the other until it gives up: a fork can fail for a moment."""
+RETRY_S = 1.0
+"""Seconds between them."""
 
 
 class Failure(Enum):
@@ -110,7 +116,7 @@ class RewardPool:
         try:
             child = _Child(self._work.function, memory_bytes=self._work.memory_bytes)
             child.hello()
-        except _ChildFailed as error:
+        except (_ChildFailed, OSError) as error:
             raise _not_started(self._work.function, error) from error
         finally:
             if child is not None:
@@ -139,6 +145,11 @@ class RewardPool:
         return found
 
     @property
+    def patience_s(self) -> float:
+        """Seconds after which a waiting response has a verdict unless the pool is broken: a start and a call."""
+        return START_TIMEOUT_S + self._work.timeout_s + GRACE_S
+
+    @property
     def sha256(self) -> str | None:
         """Of the file of a custom function, once a worker has loaded it."""
         return self._work.sha256
@@ -159,42 +170,105 @@ class RewardPool:
 
 
 def _serve(work: _Work) -> None:
-    """One worker's thread: take tasks, have the process answer them, replace the process when it fails."""
-    child: _Child | None = None
+    """One worker's thread: take tasks and have a process answer them, until the pool is closed."""
+    worker = _Worker(work)
     try:
         while (task := work.tasks.get()) is not None and not work.closing.is_set():
-            if child is None:
-                child = _Child(work.function, memory_bytes=work.memory_bytes)
-                work.sha256 = child.hello().get("sha256")
-            batch = [task, *work.take(child.at_once - 1)]
+            batch = [task]
             try:
-                outcomes = [_outcome(reply) for reply in child.ask([each.item for each in batch], work.timeout_s)]
-            except _ChildFailed as error:
-                child.kill()
-                child = None
-                outcomes = [Outcome(failure=error.failure, message=str(error))] * len(batch)
+                batch += work.take(worker.ready().at_once - 1)
+                outcomes = worker.score([each.item for each in batch])
+            except Exception as error:
+                # The thread must outlive whatever this was: it is one of the few that score.
+                worker.discard()
+                outcomes = [Outcome(failure=Failure.crash, message=described(error))] * len(batch)
+                if isinstance(error, RewardPoolError):
+                    work.done.put(error)
             for asked, outcome in zip(batch, outcomes, strict=True):
                 work.done.put((asked.key, outcome))
-    except _ChildFailed as error:
-        work.done.put(_not_started(work.function, error))
     finally:
+        worker.discard()
+
+
+class _Worker:
+    """A process that is started when it is needed, and replaced after a failure."""
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        self._child: _Child | None = None
+
+    def ready(self) -> _Child:
+        """The process, with its function loaded. Raises RewardPoolError after START_TRIES starts without success."""
+        failed_starts = 0
+        while self._child is None:
+            try:
+                self._child = _Child(self._work.function, memory_bytes=self._work.memory_bytes)
+                self._work.sha256 = self._child.hello().get("sha256")
+            except (_ChildFailed, OSError) as error:
+                self.discard()
+                failed_starts += 1
+                # A function that could not be loaded in all the time there is will not load in the same time again.
+                out_of_time = isinstance(error, _ChildFailed) and error.failure is Failure.timeout
+                if failed_starts == START_TRIES or out_of_time or self._work.closing.wait(RETRY_S):
+                    raise _not_started(self._work.function, error) from error
+        return self._child
+
+    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """One outcome per item; a failure of the process is the outcome of all that it was asked."""
+        child = self.ready()
+        lines = [_line(item) for item in items]
+        asked = [line for line in lines if isinstance(line, bytes)]
+        try:
+            answered = [_outcome(reply) for reply in child.ask(asked, self._work.timeout_s)] if asked else []
+        except _ChildFailed as error:
+            self.discard()
+            answered = [Outcome(failure=error.failure, message=str(error))] * len(asked)
+        in_order = iter(answered)
+        return [next(in_order) if isinstance(line, bytes) else line for line in lines]
+
+    def discard(self) -> None:
+        """End the process, if there is one."""
+        child, self._child = self._child, None
         if child is not None:
             child.kill()
 
 
-def _outcome(reply: Mapping[str, Any]) -> Outcome:
+def _line(item: Mapping[str, Any]) -> bytes | Outcome:
+    """An item as JSON; the outcome of one that cannot be written, as a row that is nested hundreds deep."""
+    try:
+        return orjson.dumps(item)
+    except TypeError as error:
+        return Outcome(failure=Failure.error, message=f"the prompt's row cannot be sent to the function: {error}")
+
+
+def _outcome(reply: object) -> Outcome:
+    """The reply of a worker to one item. Raises _ChildFailed for one that no worker of ours gives."""
+    if not isinstance(reply, dict):
+        raise _ChildFailed(Failure.crash, f"the worker answered {reply!r:.100}")
     if "error" in reply:
         return Outcome(failure=Failure.error, message=str(reply["error"]))
-    return Outcome(
-        correct=reply.get("correct"),
-        score=reply.get("score"),
-        extracted=reply.get("extracted"),
-        metrics=reply.get("metrics") or {},
-    )
+    correct, score, extracted = reply.get("correct"), reply.get("score"), reply.get("extracted")
+    metrics = reply.get("metrics") or {}
+    if not (
+        isinstance(correct, bool | None)
+        and isinstance(score, int | float | None)
+        and isinstance(extracted, str | None)
+        and isinstance(metrics, dict)
+        and all(isinstance(value, int | float) for value in metrics.values())
+    ):
+        raise _ChildFailed(Failure.crash, f"the worker answered {reply!r:.100}")
+    return Outcome(correct=correct, score=score, extracted=extracted, metrics=metrics)
 
 
-def _not_started(function: str, error: _ChildFailed) -> RewardPoolError:
+def _not_started(function: str, error: Exception) -> RewardPoolError:
     return RewardPoolError(f"reward.function={function}: a worker did not start: {error}")
+
+
+def _reply(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise _ChildFailed(Failure.crash, f"the worker answered {line[:100]!r}, which is no JSON") from error
 
 
 class _ChildFailed(Exception):
@@ -216,15 +290,16 @@ class _Child:
     def hello(self) -> dict[str, Any]:
         """What the process says once it has loaded the function."""
         said = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+        if not isinstance(said, dict) or not ("failed" in said or "at_once" in said):
+            raise _ChildFailed(Failure.crash, f"the worker began with {said!r:.100}")
         if "failed" in said:
-            self.kill()
             raise _ChildFailed(Failure.error, said["failed"])
         self.at_once = int(said["at_once"])
         return dict(said)
 
-    def ask(self, items: Sequence[Mapping[str, Any]], timeout_s: float) -> list[Any]:
-        """One reply per item."""
-        replies = self._exchange(orjson.dumps(items) + b"\n", timeout_s=timeout_s)
+    def ask(self, items: Sequence[bytes], timeout_s: float) -> list[Any]:
+        """One reply per item, each of which is JSON."""
+        replies = self._exchange(b"[" + b",".join(items) + b"]\n", timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise _ChildFailed(Failure.crash, "the worker answered something else than what it was asked")
         return replies
@@ -242,7 +317,7 @@ class _Child:
             line, separator, rest = self._received.partition(b"\n")
             if separator:
                 self._received = rest
-                return orjson.loads(line)
+                return _reply(line)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise _ChildFailed(Failure.timeout, f"no answer within {timeout_s:g} s")

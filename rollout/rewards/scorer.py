@@ -24,8 +24,6 @@ from rollout.types import Prompt, Sample, SampleGroup
 
 LISTED_ERRORS = 5
 POLL_S = 5.0
-GRACE_S = 30.0
-"""Seconds beyond every deadline after which the pool itself must be broken."""
 
 
 class RewardError(RuntimeError):
@@ -130,11 +128,12 @@ class Scorer:
             sample = self._waiting.pop(key)
             self._fill(sample, outcome)
             finished.append(sample)
-        patience_s = self._config.timeout_s + GRACE_S
         if finished:
             self._last_sign = time.monotonic()
-        elif self._waiting and time.monotonic() - self._last_sign > patience_s:
-            raise RewardError(f"reward.function={self._config.function}: no verdict within {patience_s:.0f} s")
+        elif self._waiting and time.monotonic() - self._last_sign > self._pool.patience_s:
+            raise RewardError(
+                f"reward.function={self._config.function}: no verdict within {self._pool.patience_s:.0f} s"
+            )
         return finished
 
     @property

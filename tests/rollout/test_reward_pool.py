@@ -15,6 +15,8 @@ import pytest
 from rollout.rewards.pool import Failure, RewardPool, RewardPoolError
 
 GIB = 1 << 30
+OWN_SLEEP = f"600.{os.getpid()}"
+"""Seconds by which the sleeping processes of these tests are told from those of other programs."""
 HOSTILE = """
     import ctypes, os, time
 
@@ -33,11 +35,18 @@ HOSTILE = """
             case "no score": return {"reward": 1.0}
             case "bad metric": return {"score": 1.0, "length": "long"}
             case "children":
-                os.system("sleep 600 &")
+                os.system("sleep OWN_SLEEP &")
                 time.sleep(600)
             case "print": print("[{}]", flush=True)
+            case "garbage" | "garbage\\n" | "[7]\\n" | '[{"score": "high"}]\\n' | "null\\n":
+                for descriptor in range(3, 30):  # whoever holds the pipe to the trainer can write to it
+                    try:
+                        os.write(descriptor, response.encode())
+                    except OSError:
+                        continue
+                time.sleep(600)
         return {"score": 0.5, "correct": True, "length": len(response)}
-"""
+""".replace("OWN_SLEEP", OWN_SLEEP)
 
 
 @pytest.fixture
@@ -88,6 +97,11 @@ def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
         "list": (Failure.error, "must be a number, got list"),
         "no score": (Failure.error, "a dict needs the key 'score', got ['reward']"),
         "bad metric": (Failure.error, "length must be a number, got str"),
+        "garbage": (Failure.timeout, "no answer within 2 s"),
+        "[7]\n": (Failure.crash, "the worker answered 7"),
+        '[{"score": "high"}]\n': (Failure.crash, "the worker answered {'score': 'high'}"),
+        "null\n": (Failure.crash, "the worker answered something else"),
+        "garbage\n": (Failure.crash, "which is no JSON"),
     }
     responses = [each for name in bad for each in (name, "good")] + ["print", "good"]
     found = outcomes(pool, responses)
@@ -101,7 +115,7 @@ def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
     assert len(children()) <= 2
     pool.close()
     assert not children()
-    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+    assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", OWN_SLEEP]]
 
 
 def test_two_hung_calls_do_not_starve_two_workers(pool_of):
@@ -121,6 +135,61 @@ def test_a_killed_worker_is_replaced(pool_of):
     first, second = outcomes(pool, ["good", "good"])
     assert first.failure is Failure.crash and "SIGKILL" in first.message
     assert second.failure is None
+
+
+def test_a_fork_that_fails_for_a_moment_costs_nothing(pool_of, monkeypatch):
+    pool = pool_of(HOSTILE, num_workers=1)
+    popen, refused = subprocess.Popen, []
+
+    def refuse_twice(*arguments, **options):
+        if len(refused) < 2:
+            refused.append(arguments)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*arguments, **options)
+
+    assert outcomes(pool, ["exit"])[0].failure is Failure.crash  # its worker must be replaced
+    monkeypatch.setattr("rollout.child_process.subprocess.Popen", refuse_twice)
+    assert [each.failure for each in outcomes(pool, ["good"] * 5)] == [None] * 5
+    assert len(refused) == 2
+
+
+def test_a_pool_that_cannot_start_a_worker_says_so_and_lives_on(pool_of, monkeypatch):
+    pool = pool_of(HOSTILE, num_workers=1)
+    with monkeypatch.context() as patch:
+
+        def refuse(*arguments, **options):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        patch.setattr("rollout.child_process.subprocess.Popen", refuse)
+        pool.submit(99, {"response": "good", "answer": "1", "prompt": "?"})
+        with pytest.raises(RewardPoolError, match=r"a worker did not start: .*temporarily unavailable"):
+            pool.poll(60.0)
+        [(key, outcome)] = pool.poll(60.0)
+        assert (key, outcome.failure) == (99, Failure.crash)
+    assert outcomes(pool, ["good"])[0].failure is None
+
+
+def test_a_row_that_is_nested_too_deep_costs_its_own_response(pool_of):
+    pool = pool_of("def reward(responses, rows): return [float(len(r)) for r in responses]", num_workers=1)
+    deep: object = 1
+    for _ in range(300):
+        deep = [deep]
+    for key, row in enumerate([{}, {"deep": deep}, {}]):
+        pool.submit(key, {"response": "abc", "answer": "1", "prompt": "?", "row": row})
+    found = {}
+    while len(found) < 3:
+        found.update(pool.poll(60.0))
+    assert [found[key].score for key in range(3)] == [3.0, None, 3.0]
+    assert found[1].failure is Failure.error and "row cannot be sent" in found[1].message
+
+
+def test_a_file_of_the_working_directory_does_not_hide_a_package(pool_of, tmp_path, monkeypatch):
+    for name in ("rollout", "trainer", "algorithms"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working directory')\n")
+    (tmp_path / "helper.py").write_text("REWARD = 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    pool = pool_of("from helper import REWARD\ndef reward(response): return REWARD\n", num_workers=1)
+    assert outcomes(pool, ["a"])[0].score == 0.25
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,23 @@ def test_scoring_a_few_groups_leaves_other_samples_to_poll():
     assert [sample.reward for sample in found] == group.rewards == [1.0, 0.0]
 
 
+def test_a_function_may_take_as_long_to_import_as_the_check_allows(tmp_path, monkeypatch):
+    """Its worker counts as lost only after the time for the start, whatever the deadline of a call is."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(4)\ndef reward(response): return 0.25\n")
+    monkeypatch.setattr("rollout.rewards.pool.GRACE_S", 1.0)
+    config = RewardConfig(function=f"{tmp_path}/slow.py:reward", timeout_s=0.5)
+    scorer = Scorer(config, max_new_tokens=5, decode=as_digits)
+    group = make_group([[4, 2]], answer="42")
+    try:
+        scorer.check_function()
+        scorer.submit(group.prompt, group.samples[0])
+        while not (found := scorer.poll(0.2)):
+            pass
+    finally:
+        scorer.close()
+    assert [sample.reward for sample in found] == [0.25]
+
+
 def test_scorer_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"reward\.function must be one of exact_match, .*, got 'maths'"):
         Scorer(RewardConfig(function="maths"), max_new_tokens=5, decode=as_digits)
