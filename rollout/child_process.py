@@ -22,13 +22,22 @@ START_TIMEOUT_S = 120.0
 """Seconds until a child must have loaded its function, which may import torch."""
 
 
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` with this interpreter.
+
+    Without -P Python puts the working directory first on the path of such a process, where a file `rollout.py` or
+    `trainer.py` of the user hides the package of that name.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
 class ChildProcess:
     """A process in a session of its own, with pipes to its input and from its output."""
 
     def __init__(self, module: str, function: str, *, memory_bytes: int) -> None:
-        """Run `python -m module function memory_bytes` with this interpreter."""
+        """Run `module function memory_bytes`. Raises OSError when no process can be made."""
         self._process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
-            [sys.executable, "-m", module, function, str(memory_bytes)],
+            python_module(module, function, str(memory_bytes)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 
 
@@ -32,6 +33,8 @@ def load_function(function: str, *, key: str) -> object:
     if problem := custom_problem(function):
         raise ValueError(f"{key}={function} {problem}")
     path, name = custom_path(function), function.rpartition(":")[2]
+    # Modules beside the file, and in the working directory, can be imported; they come last, to hide nothing of ours.
+    sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]
     spec = importlib.util.spec_from_file_location(f"parity_custom_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{key}={function}: {path} is not a Python file")

@@ -150,6 +150,12 @@ def test_ray_calls_are_caught(text: str) -> None:
     assert list(ray_calls(parse(text)))
 
 
+def test_only_one_place_starts_python() -> None:
+    """`python_module` keeps the working directory off the path of every child."""
+    found = {source.path for source in sources(*SOURCE_DIRS) if "sys.executable" in source.text}
+    assert found == {"rollout/child_process.py"}
+
+
 @pytest.mark.parametrize("module", LIGHT_MODULES)
 def test_loads_without_heavy_modules(module: str) -> None:
     """The command line answers, and refuses a wrong config, before torch or Ray is loaded."""

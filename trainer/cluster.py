@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants, services
 from ray.actor import ActorHandle
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -112,10 +113,26 @@ def describe(resources: dict[str, float], names: list[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in names)
 
 
+class OwnPathJob(JobConfig):
+    """A job whose workers do not put the driver's working directory first on their path.
+
+    There a file `rollout.py` or `trainer.py` of the user would hide the package of that name. Ray adds the directory
+    and has no option against it; the workers find the packages as the driver did, installed or by PYTHONPATH.
+    """
+
+    @property
+    def _py_driver_sys_path(self) -> list[str]:
+        return []
+
+    @_py_driver_sys_path.setter
+    def _py_driver_sys_path(self, paths: list[str]) -> None:
+        pass
+
+
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
     if address is not None:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=address, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
         end_at_sigterm()
         return
     # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
@@ -124,8 +141,13 @@ def start_ray(address: str | None) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _sessions_of_their_own():
-        # "local", or Ray would follow the environment variable RAY_ADDRESS to another cluster.
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address="local",  # or Ray would follow the environment variable RAY_ADDRESS to another cluster
+            job_config=OwnPathJob(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     end_at_sigterm()
 
 

@@ -15,7 +15,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from rollout.child_process import python_module
 from rollout.engine import EngineError
 from rollout.sglang.client import HOST, ClientError, Endpoint, SGLangClient
 from rollout.sglang.scratch import Scratch
@@ -184,8 +184,8 @@ class SGLangServer:
             with os.fdopen(descriptor, "wb") as log:
                 os.fchmod(descriptor, 0o600)
                 self._log_start = os.fstat(descriptor).st_size
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "rollout.sglang.launch"],
+                self._process = subprocess.Popen(  # noqa: S603 (our own module, no arguments)
+                    python_module("rollout.sglang.launch"),
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,

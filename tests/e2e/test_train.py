@@ -265,8 +265,20 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     _, error = process.communicate(timeout=120)
     assert process.returncode == 128 + request_
     last = metrics_of(run_dir)[-1]["step"]
-    assert f"asked to end ({request_.name}), after step {last}; go on with resume=auto run.dir={run_dir}" in error
+    assert f"asked to end ({request_.name}), after step {last}; go on with parity resume {run_dir}" in error
     check_interrupted(run_dir, last=last)
+
+
+def test_files_of_the_working_directory_break_no_process(tmp_path: Path, base_model_cache: Path) -> None:
+    """The README's own example is a file of the user beside the run; rollout.py and trainer.py are as natural."""
+    for name in ("rollout", "trainer", "algorithms"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working directory')\n")
+    (tmp_path / "my_reward.py").write_text("def reward(response, answer): return float(answer in response)\n")
+    words = [*QUICK, *SMALL, ONE_RANK, "rollout=torch", "run.num_steps=1", "reward.function=my_reward.py:reward"]
+    command = [str(Path(sys.executable).parent / "parity"), "train", "arithmetic_grpo", *words, "run.dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert column(metrics_of(tmp_path / "run"), "step") == [1]
 
 
 def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray: None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.config import Problem
+from rollout.child_process import python_module
 from trainer.cli.outcome import DONE, NOTHING_STARTED
 from trainer.cli.overrides import directory_override
 from trainer.cli.plan import Machine
@@ -230,7 +230,8 @@ def command_line(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
     """The command of one run: `parity train` with the directory of the cell."""
     own = [] if grid.own_dir is None else ["--config-dir", str(grid.own_dir)]
     place = directory_override(study_dir.absolute() / cell.name)
-    return [sys.executable, "-m", "trainer", "train", str(grid.recipe), *own, *cell.words, place, "run.resume=auto"]
+    words = [str(grid.recipe), *own, *cell.words, place, "run.resume=auto"]
+    return python_module("trainer", "train", *words)
 
 
 def running_steps(running: _Running) -> int:

@@ -13,7 +13,6 @@ import netrc
 import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from algorithms.histograms import HistogramArrays
+from rollout.child_process import python_module
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.tracking.events import Event
 
@@ -167,8 +167,8 @@ class WandbSink:
             }
         )
         with (self._run_dir / "wandb.log").open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.tracking.wandb_process"],
+            self._process = subprocess.Popen(  # noqa: S603 (our own module, no arguments)
+                python_module("trainer.tracking.wandb_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
