@@ -15,14 +15,18 @@ from policy_cases import make_config
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data import StreamState
+from rollout.types import FinishReason
 from trainer.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 from trainer.cli.commands import run as parity
+from trainer.cli.compose import resolve
 from trainer.components import HFModelConfig, Resume
 from trainer.config import TrainConfig
 from trainer.loop import train
 from trainer.recording import TrackingConfig, WandbMode
 from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.termination import RunTerminated, end_at_sigterm, termination_requests
+from trainer.tracking.events import Event, Severity
+from trainer.tracking.rows import read_rows
 from trainer.tracking.run_dir import (
     completed_steps,
     has_checkpoint,
@@ -32,8 +36,9 @@ from trainer.tracking.run_dir import (
     release_directory,
     take_directory,
 )
-from trainer.tracking.tracker import Tracker
+from trainer.tracking.tracker import SampleRow, Tracker
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 OFF = TrackingConfig(wandb=WandbMode.disabled)
 
 
@@ -50,6 +55,25 @@ def state_of(config: TrainConfig, step: int, *, wandb_run_id: str | None = None)
         stream=StreamState(seed=0, epoch=0, position=0, digest=""),
         wandb_run_id=wandb_run_id,
         config=json.loads(json.dumps(flat_config(config))),
+    )
+
+
+def sample_row(response: str) -> SampleRow:
+    return SampleRow(
+        prompt_id=0,
+        sample_index=0,
+        prompt="?",
+        response=response,
+        answer="1",
+        reward=0.0,
+        correct=False,
+        advantage=0.0,
+        num_response_tokens=1,
+        finish_reason=FinishReason.stop,
+        policy_version=0,
+        rollout_logprob_mean=-0.5,
+        k3=None,
+        tokens=None,
     )
 
 
@@ -287,6 +311,137 @@ def test_a_dirty_directory_shows_the_command(
         assert "run.resume finds no run of Parity in run.dir" in capsys.readouterr().err
     assert parity(["train", "arithmetic_grpo", "resume=sometimes", *TORCH]) == 2
     assert "run.resume" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- parity resume
+
+
+def recorded_run(run_dir: Path, *words: str, steps: int) -> None:
+    """A run of arithmetic_grpo with these overrides that took and saved `steps` steps."""
+    resolution = resolve(
+        RECIPES / "arithmetic_grpo.yaml",
+        ("rollout=torch", "tracking.wandb=disabled", f"run.dir={run_dir}", *words),
+        own_dir=None,
+        multirun=False,
+    )
+    [config] = [run.config for run in resolution.runs]
+    assert config is not None, resolution.problems
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in range(1, steps + 1):
+            tracker.log(step, {})
+        save(config, steps)
+
+
+def files_of(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_resume_takes_the_settings_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "it's mine" / "run"
+    recorded_run(
+        Path(str(run_dir).replace("'", "")),
+        "run.num_steps=300",
+        "sampling.max_new_tokens=17",
+        "correction=mis",
+        steps=10,
+    )
+    Path(str(run_dir.parent).replace("'", "")).rename(run_dir.parent)
+    before = files_of(run_dir)
+    assert parity(["resume", str(run_dir), "--dry-run"]) == 0
+    plan = capsys.readouterr().out
+    assert "arithmetic_grpo, seed 0" in plan
+    assert f"goes on in {run_dir} after step 10 of 300, if its newest checkpoint is good" in plan
+    assert "+ 17 tokens" in plan and "min(pi_old/mu" not in plan
+
+    assert parity(["resume", str(run_dir), "--dry-run", "correction=tis", "run.num_steps=400"]) == 0
+    plan = capsys.readouterr().out
+    assert "after step 10 of 400" in plan and "min(pi_old/mu, 2)" in plan and "+ 17 tokens" in plan
+    assert files_of(run_dir) == before
+
+
+def test_resume_refuses_fewer_steps_than_were_taken_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    recorded_run(run_dir, "run.num_steps=300", "checkpoint.every=50", steps=10)
+    before = files_of(run_dir)
+    again = ["train", "arithmetic_grpo", "rollout=torch", "resume=auto", f"run.dir={run_dir}"]
+    for words in (["resume", str(run_dir)], again):
+        assert parity([*words, "run.num_steps=6"]) == 2
+        refused = capsys.readouterr().err
+        assert f"run.num_steps must be >= the 10 steps that the run in {run_dir} has taken, got 6" in refused
+    assert files_of(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ([], "run.dir must be given first"),
+        (["absent"], "must be the directory of a run of Parity"),
+        (["run", "run.dir=other"], "run.dir is set by parity resume"),
+        (["run", "resume=clean"], "resume is set by parity resume"),
+        (["run", "optim.lrr=1"], "optim.lrr is not a key"),
+        (["run", "run.seed=0,1", "-m"], "run.dir has no effect in a sweep"),
+    ],
+)
+def test_resume_refuses_what_makes_no_sense(
+    words: list[str], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / "run", steps=1)
+    before = files_of(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert parity(["resume", *words]) == 2
+    refused = capsys.readouterr().err
+    assert rule in refused and "parity-resume-" not in refused, "no temporary file is named"
+    assert files_of(tmp_path / "run") == before
+
+
+def test_resume_asks_again_for_what_was_redacted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    recorded_run(run_dir, steps=1)
+    document = (run_dir / "config.yaml").read_text()
+    project = next(line for line in document.splitlines() if line.startswith("  project:"))
+    (run_dir / "config.yaml").write_text(document.replace(project, "  project: <redacted>"))
+    assert parity(["resume", str(run_dir), "--dry-run"]) == 2
+    assert "tracking.project was redacted in" in capsys.readouterr().err
+    assert parity(["resume", str(run_dir), "--dry-run", "tracking.project=mine"]) == 0
+
+
+def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> None:
+    config, run_dir = make(tmp_path), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir):
+        pass
+    first = (run_dir / "config.yaml").read_text()
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 2)):
+        pass
+    assert [path.name for path in run_dir.glob("config*")] == ["config.yaml"], "nothing has changed"
+    for count, lr in enumerate((0.5, 0.25), start=1):
+        changed = replace(config, optim=replace(config.optim, lr=lr))
+        with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 2)):
+            pass
+        assert f"lr: {lr}" in (run_dir / "config.yaml").read_text()
+        assert len(list(run_dir.glob("config.until_step_000002*.yaml"))) == count
+    assert (run_dir / "config.until_step_000002.yaml").read_text() == first
+    assert "lr: 0.5" in (run_dir / "config.until_step_000002.2.yaml").read_text()
+
+
+def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run_dir = make(tmp_path), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in range(1, 11):
+            tracker.log(step, {}, [sample_row("a\u2028b" if step == 3 else "plain")])
+        tracker.log_events([Event(step=4, kind="guard", severity=Severity.info, text="x\u0085y")])
+        tracker.log_events([Event(step=5, kind="guard", severity=Severity.info, text="z")])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("\x00damaged\n" + '{"step": 11}\n')
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 8)):
+        pass
+    assert [row["step"] for row in read_rows(run_dir / "samples.jsonl")] == list(range(1, 9))
+    assert [row["step"] for row in read_rows(run_dir / "events.jsonl")] == [4, 5]
+    assert rows(run_dir / "metrics.jsonl") == list(range(1, 9))
+    assert "1 damaged line of metrics.jsonl moved to metrics.jsonl.damaged" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- signals

@@ -33,6 +33,7 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity train <recipe> [key=value ...]        run one; a recipe is a name or a path to a .yaml file
   parity train <recipe> --dry-run              check everything and print what would run
   parity train <recipe> -m key=a,b [...]       one run per combination of the values
+  parity resume <run.dir> [key=value ...]      go on with a run, with its own settings
   parity train <recipe> resume=auto            go on with the newest run of the recipe, or with run.dir=...
   parity study <recipe> [study.key=value] ...  one run per correction, rollout precision and seed, on one page
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
@@ -74,6 +75,12 @@ run is the path of its report.
 """
 
 USAGES = {
+    "resume": (
+        "parity resume <run.dir> [--dry-run] [group=option ...] [key=value ...]\n\n"
+        "  <run.dir>            a run: its config.yaml is the recipe, its newest good checkpoint the start\n"
+        "  key=value            what is to change, for example run.num_steps=100; everything else stays as it was\n\n"
+        "  Fewer steps than the run has taken are refused. A config.yaml that changes is kept under another name.\n"
+    ),
     "eval": (
         "parity eval <recipe> checkpoint=<directory or none> [--best] [--config-dir DIR] [group=option ...] "
         "[key=value ...]\n\n"
@@ -172,6 +179,8 @@ def _dispatch(words: list[str]) -> int:
     if any(flag in rest for flag in HELP_FLAGS):
         sys.stdout.write(USAGES[command])
         return DONE
+    if command == "resume":
+        return _resume(rest)
     if command == "study":
         from trainer.cli.study import run_study
 
@@ -267,16 +276,44 @@ def _train(words: list[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command="parity train")
-    return _checked_train(recipe, arguments, problems)
+    return _checked_train(recipe, arguments, problems, command=f"parity train {arguments.recipe}")
 
 
-def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Problem]) -> int:
-    """Resolve everything, report all problems together, then print the plan or hand over to Hydra."""
+def _resume(words: list[str]) -> int:
+    from trainer.cli.arguments import parse_train
+    from trainer.cli.resume import COMMAND, recorded_recipe, resume_words
+    from trainer.tracking.run_dir import CONFIG_FILE
+
+    if not words or words[0].startswith("-"):
+        remedy = f"{COMMAND} <run.dir> [key=value ...]."
+        return report([Problem(key="run.dir", rule="must be given first", value=None, remedy=remedy)], command=COMMAND)
+    run_dir = Path(words[0]).absolute()
+    with recorded_recipe(run_dir, words[1:]) as recipe:
+        if isinstance(recipe, Problem):
+            return report([recipe], command=COMMAND)
+        overrides, refused = resume_words(run_dir, words[1:])
+        arguments, problems = parse_train([recipe.stem, *overrides])
+        # The file of the recipe is a copy that nobody has seen: what is wrong in it is wrong in the run's own.
+        own = run_dir / CONFIG_FILE
+        return _checked_train(recipe, arguments, [*refused, *problems], command=f"{COMMAND} {words[0]}", shown_as=own)
+
+
+def _checked_train(
+    recipe: Path,
+    arguments: TrainArguments,
+    problems: list[Problem],
+    *,
+    command: str,
+    shown_as: Path | None = None,
+) -> int:
+    """Resolve everything, report all problems together, then print the plan or hand over to Hydra.
+
+    Problems name the file `shown_as` instead of `recipe`, if it is given.
+    """
     from trainer.cli.compose import resolve, start_problems
     from trainer.cli.overrides import directory_override
     from trainer.cli.resume import earlier_run
 
-    command = f"parity train {arguments.recipe}"
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     earlier = earlier_run(resolution)
     if earlier is not None:
@@ -289,7 +326,10 @@ def _checked_train(recipe: Path, arguments: TrainArguments, problems: list[Probl
         problems += resolution.problems
         problems += start_problems(resolution)
     if problems:
-        return report(problems, command=command)
+        name = str(recipe if shown_as is None else shown_as)
+        return report(
+            [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems], command=command
+        )
     if arguments.dry_run:
         from trainer.cli.plan import render_plans
 

@@ -30,7 +30,7 @@ from trainer.cli.overrides import expand, parse, recipe_override
 from trainer.cli.session import hydra_session
 from trainer.components import Resume, RunConfig
 from trainer.config import GROUPS, TrainConfig
-from trainer.tracking.run_dir import is_run
+from trainer.tracking.run_dir import is_run, steps_taken
 from trainer.tracking.tensorboard_sink import missing_tensorboard
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -137,8 +137,10 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     if directory is None or not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return []
     ours = directory.is_dir() and is_run(directory)
+    if ours and any(run.config is None for run in resolution.runs):
+        return []  # whether the run resumes is not known before its other problems are solved
     if resumes and ours:
-        return []
+        return _too_few_steps(resolution, directory)
     if resumes:
         remedy = "Name the directory of the run with run.dir=..."
         rule = "finds no run of Parity in run.dir, which is not empty"
@@ -148,6 +150,21 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     if ours:
         remedy = f"resume=auto goes on with the run in it, resume=clean moves it aside and begins. {remedy}"
     return [Problem(key=key, rule="must be absent or empty", value=str(directory), remedy=remedy)]
+
+
+def _too_few_steps(resolution: Resolution, directory: Path) -> list[Problem]:
+    """The Problem of a run that would go on with fewer steps than it has taken."""
+    taken = steps_taken(directory)
+    return [
+        Problem(
+            key="run.num_steps",
+            rule=f"must be >= the {taken} steps that the run in {directory} has taken",
+            value=run.config.run.num_steps,
+            remedy=f"parity resume {directory} goes on with the settings that the run had.",
+        )
+        for run in resolution.runs
+        if run.config is not None and run.config.run.resume is Resume.auto and run.config.run.num_steps < taken
+    ]
 
 
 def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:

@@ -6,6 +6,7 @@ TrainConfig for the last time and reports how the run ended. Called by `commands
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -78,16 +79,21 @@ def run_job(composed: DictConfig) -> int:
         sys.stderr.write(f"parity train: interrupted; what was written stays in {run_dir}\n")
         raise
     except RunTerminated as ended:
-        saved = f"go on with resume=auto run.dir={run_dir}" if config.checkpoint.every else "nothing was saved"
+        saved = f"go on with {resume_command(run_dir)}" if config.checkpoint.every else "nothing was saved"
         sys.stderr.write(f"parity train: {ended}; {saved}\n")
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command="parity train")
     if result.was_complete:
-        more = "run.num_steps=<more> goes on with it"
+        more = f"{resume_command(run_dir)} run.num_steps=<more> goes on with it"
         sys.stdout.write(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
     sys.stdout.write(f"{result.report_path}\n")
     return DONE
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command line that goes on with a run."""
+    return f"parity resume {shlex.quote(str(run_dir))}"
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:

@@ -1,12 +1,68 @@
-"""`parity train <recipe> resume=auto`: the run to go on with, when run.dir is not named. Used by `commands.py`."""
+"""What a command goes on with: `parity resume <run.dir>`, and the newest run of `parity train <recipe> resume=auto`.
+
+`parity resume` takes its settings from the config.yaml of the run, as a recipe of its own. Used by `commands.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import yaml
+
+from algorithms.config import Problem
 from trainer.cli.compose import Resolution
+from trainer.cli.overrides import directory_override
 from trainer.components import Resume
-from trainer.tracking.run_dir import has_checkpoint, is_run
+from trainer.config import GROUPS
+from trainer.tracking.redact import REDACTED
+from trainer.tracking.run_dir import CONFIG_FILE, has_checkpoint, is_run
+
+COMMAND = "parity resume"
+_FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")
+
+
+@contextmanager
+def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | Problem]:
+    """The configuration of the run in `run_dir` as the file of a recipe, which exists until the end of the block.
+
+    A section whose group is chosen anew by the `overrides` is left out, since its keys are those of another type.
+    Gives a Problem for a directory without a run, and for a secret that config.yaml does not hold.
+    """
+    path = run_dir / CONFIG_FILE
+    try:
+        record = yaml.safe_load(path.read_text(encoding="utf-8")) if is_run(run_dir) else None
+    except (OSError, ValueError, yaml.YAMLError):
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
+        rule = f"must be the directory of a run of Parity, with its {CONFIG_FILE}"
+        yield Problem(key="run.dir", rule=rule, value=str(run_dir))
+        return
+    names = [word.partition("=")[0] for word in overrides]
+    record = {section: values for section, values in record.items() if section not in GROUPS or section not in names}
+    missing = [key for key in _redacted(record) if key not in [name.lstrip("+") for name in names]]
+    if missing:
+        remedy = f"Add {' '.join(f'{key}=...' for key in missing)}."
+        yield Problem(key=missing[0], rule=f"was redacted in {path} and must be given again", value=None, remedy=remedy)
+        return
+    name = str(record["run"].get("recipe") or "config")
+    with TemporaryDirectory(prefix="parity-resume-") as directory:
+        recipe = Path(directory) / f"{name}.yaml"
+        recipe.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        yield recipe
+
+
+def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """The overrides with which the run goes on, and a Problem for each that `parity resume` decides itself."""
+    problems = [
+        Problem(key=word.partition("=")[0], rule=f"is set by {COMMAND}", value=word, remedy="Remove it.")
+        for word in overrides
+        if word.startswith(_FIXED_WORDS)
+    ]
+    own = [word for word in overrides if not word.startswith(_FIXED_WORDS)]
+    return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems
 
 
 def earlier_run(resolution: Resolution) -> Path | None:
@@ -24,6 +80,14 @@ def earlier_run(resolution: Resolution) -> Path | None:
     runs = [path for path in beside.iterdir() if path.is_dir() and is_run(path)] if beside.is_dir() else []
     begun = [path for path in runs if _has_begun(path)]
     return max(begun or runs, key=lambda path: path.name, default=None)
+
+
+def _redacted(node: object, key: str = "") -> list[str]:
+    """Dotted keys of the values that were replaced because they are secret."""
+    if isinstance(node, Mapping):
+        found = [(f"{key}.{name}" if key else str(name), value) for name, value in node.items()]
+        return [inner for name, value in found for inner in _redacted(value, name)]
+    return [key] if isinstance(node, str) and REDACTED in node else []
 
 
 def _has_begun(run_dir: Path) -> bool:

@@ -51,17 +51,18 @@ def group_choices(config: TrainConfig) -> dict[str, str]:
 def config_document(config: TrainConfig) -> str:
     """config.yaml: every value of the run as a recipe, so that `parity train <file>` runs it again.
 
-    `run.dir` is left out: it is the directory of the file, and the next run needs its own.
+    `run.dir` is left out: it is the directory of the file, and the next run needs its own. So is `run.resume`, which
+    says how this run began.
     """
     record = config_record(config)
-    del record["run"]["dir"]
+    del record["run"]["dir"], record["run"]["resume"]
     overrides: list[object] = [{f"override /{group}": name} for group, name in group_choices(config).items()]
     document = {"defaults": [f"/{MAIN_CONFIG}", *overrides, "_self_"]} | {
         key: _escaped(part) for key, part in record.items()
     }
     header = (
         "# The resolved configuration of the run in this directory; secrets are redacted.\n"
-        "# Run it again: parity train <this file>. run.dir is left out: the next run gets its own.\n"
+        "# Run it again: parity train <this file>; go on with it: parity resume <this directory>.\n"
     )
     return header + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=120))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 from datetime import UTC, datetime
@@ -12,14 +13,17 @@ from typing import TextIO
 
 from trainer.components import Resume
 from trainer.recording import CHECKPOINTS
+from trainer.tracking.rows import read_rows
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
 STATUS_FILE = "status.json"
-ROW_FILES = ("metrics.jsonl", "samples.jsonl", "histograms.jsonl", "events.jsonl")
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+ROW_FILES = (METRICS_FILE, "samples.jsonl", "histograms.jsonl", "events.jsonl")
 _MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
 """What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
-_BEFORE_ENVIRONMENT = frozenset({"config.yaml", ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
+_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
 """What a run has written when it is killed before its environment.json."""
 
 
@@ -102,24 +106,35 @@ def completed_steps(directory: Path) -> int | None:
         return None
 
 
+def steps_taken(directory: Path) -> int:
+    """How many steps a run took that can go on: the newest that it saved or logged; 0 if it saved none."""
+    saved = newest_saved_step(directory)
+    if saved is None:
+        return 0
+    metrics = directory / METRICS_FILE
+    steps = [row.get("step") for row in read_rows(metrics)] if metrics.is_file() else []
+    return max([saved, *(step for step in steps if isinstance(step, int))])
+
+
+def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
+    """Rename the config.yaml of a run that goes on with another `text`; its new name, None if there is nothing to keep.
+
+    Args:
+        until_step: the last step that was taken with the earlier configuration.
+    """
+    path = directory / CONFIG_FILE
+    if not path.is_file() or path.read_text(encoding="utf-8") == text:
+        return None
+    name = f"config.until_step_{until_step:06d}"
+    suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+    kept = next(place for suffix in suffixes if not (place := directory / f"{name}{suffix}.yaml").exists())
+    path.rename(kept)
+    return kept
+
+
 def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
     """Whether nothing is left to do for the run: it took all steps, and the weights of the last one are `saved`."""
     return min(saved, completed_steps(directory) or 0) >= num_steps
-
-
-def forget_after(path: Path, step: int) -> None:
-    """Remove the rows of later steps, and a last line that was never finished, from a file of rows."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if row["step"] <= step:
-            kept.append(line)
-    write_whole(path, "".join(kept))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -37,12 +37,15 @@ from trainer.termination import RunTerminated, StoppedByGuard
 from trainer.tracking.console import Console
 from trainer.tracking.events import Event, Severity, events_of_row
 from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
+from trainer.tracking.rows import DAMAGED_SUFFIX, forget_after
 from trainer.tracking.run_dir import (
+    CONFIG_FILE,
     ENVIRONMENT_FILE,
+    METRICS_FILE,
     ROW_FILES,
     STATUS_FILE,
     Status,
-    forget_after,
+    keep_config,
     release_directory,
     take_directory,
 )
@@ -50,6 +53,7 @@ from trainer.tracking.run_dir import write_whole as _write
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_sink import WandbSink, keep_run_id, mismatch_by_bin, saved_run_id
+from trainer.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +157,11 @@ class Tracker:
         resume = self._config.run.resume
         self._lock, aside = take_directory(self._run_dir, resume=resume, continues=self._resumed is not None)
         try:
-            if self._resumed is not None:
-                for name in ROW_FILES:
-                    forget_after(self._run_dir / name, self._resumed.step)
-                keep_run_id(self._run_dir, self._resumed.wandb_run_id)
             config, environment = config_document(self._config), environment_record(sys.argv)
-            _write(self._run_dir / "config.yaml", config)
+            notes = [] if self._resumed is None else self._take_up(self._resumed, config)
+            _write(self._run_dir / CONFIG_FILE, config)
             _write(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-            self._metrics = _open(self._run_dir / "metrics.jsonl")
+            self._metrics = _open(self._run_dir / METRICS_FILE)
             self._samples = _open(self._run_dir / "samples.jsonl")
             self._histograms = _open(self._run_dir / "histograms.jsonl")
             self._events = _open(self._run_dir / "events.jsonl")
@@ -171,6 +172,8 @@ class Tracker:
         self.console.line(f"run directory: {self._run_dir}")
         if aside is not None:
             self.console.line(f"begins at step 0; the earlier run in this directory was moved to {aside}")
+        for note in notes:
+            self.console.line(note)
         record: dict[str, object] = dict(config_record(self._config))
         record["choices"] = group_choices(self._config)
         record["environment"] = environment
@@ -185,6 +188,19 @@ class Tracker:
         if self._config.tracking.tensorboard:
             self._guard("TensorBoard", self._open_tensorboard)
         return self
+
+    def _take_up(self, resumed: RunState, config: str) -> list[str]:
+        """Bring the files of the run to where they were after the step of `resumed`; what there is to say about it."""
+        notes = []
+        for name in ROW_FILES:
+            damaged = forget_after(self._run_dir / name, resumed.step)
+            if damaged:
+                notes.append(f"{counted(damaged, 'damaged line')} of {name} moved to {name}{DAMAGED_SUFFIX}")
+        keep_run_id(self._run_dir, resumed.wandb_run_id)
+        kept = keep_config(self._run_dir, config, until_step=resumed.step)
+        if kept is not None:
+            notes.append(f"the configuration changes; the earlier {CONFIG_FILE} is kept as {kept.name}")
+        return notes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
