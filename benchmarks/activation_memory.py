@@ -2,8 +2,8 @@
 
     python benchmarks/activation_memory.py [--hidden 256] [--layers 12] [--tokens 2048]
 
-The dry run that every training starts with (`trainer/dry_run.py`), on one rank, in a fresh process per variant; the
-peak is that of the first run (later ones reuse what the allocator kept), the time that of the second.
+The dry run that every training starts with (`trainer/policy/dry_run.py`), on one rank, in a fresh process per variant;
+the peak is that of the first run (later ones reuse what the allocator kept), the time that of the second.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 import torch.multiprocessing as mp
 
 from rollout.config import SamplingConfig, TorchEngineConfig
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
-from trainer.cli.estimate import dry_run_lengths, model_shape, rank_memory
-from trainer.components import (
+from trainer.config.components import (
     BatchConfig,
     HFModelConfig,
     Offload,
     PolicyConfig,
 )
-from trainer.config import TrainConfig
-from trainer.worker import PolicySetup, PolicyWorker
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import dry_run_lengths, model_shape, rank_memory
+from trainer.policy.worker import PolicySetup, PolicyWorker
 
 VARIANTS = {
     "none": PolicyConfig(num_workers=1),

@@ -107,7 +107,7 @@ def ours_in_two(batch: Packed) -> Metrics:
 def peer_of(batch: Packed, lengths: Tensor) -> Callable[[], Metrics] | None:
     """verl's functions on the same responses, padded to the longest as it takes them; None without verl."""
     # verl imports every model class of transformers, and this import makes them importable on a CPU.
-    importlib.import_module("rollout.hf")
+    importlib.import_module("rollout.hf.transformers")
     try:
         from verl.protocol import DataProto
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask

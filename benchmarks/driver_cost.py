@@ -6,10 +6,10 @@ The driver is one process, and nobody trains while it packs. Random tokens and l
 they go in a step, through the functions that the loop calls:
 
 receive     Completions as an engine's worker sends them -> Completions
-check       Completions -> what of them is valid (`rollout/filters.py`)
-sample      Completions -> Samples (`rollout/requests.py`)
-statistics  Samples -> metrics of the collection (`rollout/collect_stats.py`)
-pack        Samples -> TrainBatch (`trainer/packing.py`)
+check       Completions -> what of them is valid (`rollout/collect/filters.py`)
+sample      Completions -> Samples (`rollout/collect/requests.py`)
+statistics  Samples -> metrics of the collection (`rollout/collect/collect_stats.py`)
+pack        Samples -> TrainBatch (`trainer/batch/packing.py`)
 send        TrainBatch -> what the rank gets
 rows        Samples -> rows of the sample log (`trainer/tracking/tracker.py`)
 
@@ -27,12 +27,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rollout.collect_stats import CollectStats
+from rollout.collect.collect_stats import CollectStats
+from rollout.collect.filters import invalid_reason
+from rollout.collect.requests import make_sample, sampling_params
 from rollout.config import SamplingConfig
-from rollout.filters import invalid_reason
-from rollout.requests import make_sample, sampling_params
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup
-from trainer.packing import pack
+from trainer.batch.packing import pack
 from trainer.tracking.tracker import sample_rows
 
 VOCABULARY = 150_000

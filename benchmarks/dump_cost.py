@@ -2,7 +2,7 @@
 
     python benchmarks/dump_cost.py [--samples 256] [--response 256] [--prompt 128] [--micro-tokens 8192] [--repeats 3]
 
-One rank on a CPU with the real recorder (`trainer/replay/recorder.py`) and random tokens and log-probs; no model, since
+One rank on a CPU with the real recorder (`trainer/policy/recorder.py`) and random tokens and log-probs; no model, since
 what is kept does not depend on its size. The medians of the repeats, in seconds of one processor: a disk that is slower
 than the processor is not in them.
 
@@ -30,15 +30,15 @@ from algorithms.config import TISConfig
 from rollout.config import TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
-from trainer.batch import TokenScores, TrainBatch
-from trainer.components import BatchConfig, HFModelConfig, PolicyConfig
-from trainer.config import TrainConfig
-from trainer.packing import pack
-from trainer.recording import DumpConfig
-from trainer.replay.dump import Manifest, begin_dump, commit_dump, open_dump
+from trainer.batch.packing import pack
+from trainer.batch.train_batch import TokenScores, TrainBatch
+from trainer.config.components import BatchConfig, HFModelConfig, PolicyConfig
+from trainer.config.recording import DumpConfig
+from trainer.config.train import TrainConfig
+from trainer.policy.recorder import StepRecorder
 from trainer.replay.modes import all_names
-from trainer.replay.recorder import StepRecorder
 from trainer.replay.results import replay_step
+from trainer.rundir.dump import Manifest, begin_dump, commit_dump, open_dump
 
 GROUP_SIZE = 8
 

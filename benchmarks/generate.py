@@ -13,8 +13,8 @@ their own random numbers: tokens per second are compared, by the clock and by pr
 
 Printed besides: of the engine's steps, which are counted where the model is called, the share of slots that were busy
 and the share of tail seconds (less than a quarter of the slots busy); the time that the hardware's copy and
-product rates allow for the same lengths (`trainer/floors.py`) over the time taken; and how the log-probs of the last
-round agree with those of the trainer's forward, on micro-batches of --slots responses.
+product rates allow for the same lengths (`trainer/limits/floors.py`) over the time taken; and how the log-probs of the
+last round agree with those of the trainer's forward, on micro-batches of --slots responses.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ import torch
 from grpo_step import build_model
 from torch import Tensor
 
+from rollout.collect.requests import make_sample
 from rollout.config import DType, TorchEngineConfig
-from rollout.decoder import Decoder
-from rollout.hf import AutoModelForCausalLM
-from rollout.requests import make_sample
-from rollout.slots import Prefill, Step
-from rollout.torch_engine import TorchEngine
+from rollout.hf.transformers import AutoModelForCausalLM
+from rollout.torch.engine import TorchEngine
+from rollout.torch.kv_cache import Prefill, Step
+from rollout.torch.model import Decoder
 from rollout.types import GenerateRequest, Generation, SamplingParams
-from trainer.attention import PACKED_ATTENTION
-from trainer.ceilings import find_ceilings
-from trainer.cli.estimate import DTYPE_BYTES
-from trainer.floors import TAIL_BUSY, Lengths, Rates, prefill_floor, replay_decode
-from trainer.forward import ScoringModel
-from trainer.model_shape import directory_shape
-from trainer.packing import micro_batch
+from trainer.batch.packing import micro_batch
+from trainer.limits.ceilings import find_ceilings
+from trainer.limits.estimate import DTYPE_BYTES
+from trainer.limits.floors import TAIL_BUSY, Lengths, Rates, prefill_floor, replay_decode
+from trainer.limits.model_shape import directory_shape
+from trainer.policy.attention import PACKED_ATTENTION
+from trainer.policy.forward import ScoringModel
 
 GROUP_SIZE = 8
 LONGEST_PROMPT = 48

@@ -43,7 +43,7 @@ from typing import Any
 
 import psutil
 
-from trainer.cluster import SPINS
+from trainer.cluster.placement import SPINS
 
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
 WIDTH, LAYERS = 256, 3
@@ -114,8 +114,8 @@ def build_model(directory: Path, *, end_probability: float, width: int = WIDTH, 
     """The demo's network, wider and untrained; `end_probability` of every token to end the response, 0 for never."""
     import torch
 
-    from rollout.arithmetic import EOS_TOKEN, TOKENS, save_tokenizer
-    from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+    from rollout.data.arithmetic import EOS_TOKEN, TOKENS, save_tokenizer
+    from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 
     save_tokenizer(directory)
     torch.manual_seed(SEED)
@@ -179,8 +179,8 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
 
 def parity_steps(args: argparse.Namespace) -> list[Step]:
     """Run the real loop, from recipe to report, and read what it wrote."""
-    from trainer.cli.compose import resolve
-    from trainer.loop import train
+    from trainer.compose.compose import resolve
+    from trainer.run.loop import train
     from trainer.tracking.tracker import Tracker
 
     clock = ProcessorClock(args.steps)

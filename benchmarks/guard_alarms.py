@@ -30,11 +30,11 @@ from pathlib import Path
 import torch
 from quantized_rollout import ROOT, SETTING, Run, compose, say
 
-from trainer.guard.config import Action, MismatchGuardConfig
-from trainer.guard.machine import GuardState, Row, after
-from trainer.loop import build_batch
-from trainer.planner import DEFAULT_COST
-from trainer.task import load_task
+from trainer.batch.planner import DEFAULT_COST
+from trainer.config.guard import Action, MismatchGuardConfig
+from trainer.run.guard_machine import GuardState, Row, after
+from trainer.run.loop import build_batch
+from trainer.run.task import load_task
 
 INT4 = ("rollout.dtype=float32", "rollout.quantization=int4", "rollout.quantized_engines=1")
 KINDS: dict[str, tuple[str, ...]] = {

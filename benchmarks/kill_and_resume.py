@@ -39,11 +39,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-import trainer.cluster
+import trainer.cluster.placement
 from trainer.__main__ import main as parity
-from trainer.checkpoint import newest_checkpoint
-from trainer.metrics import StepTimer
-from trainer.worker import PolicyInfo, PolicyWorker
+from trainer.policy.worker import PolicyInfo, PolicyWorker
+from trainer.run.step_timer import StepTimer
+from trainer.rundir.checkpoint import newest_checkpoint
 
 MARKER = "PARITY_KILL_MARKER"
 TARGETS = ("rollout", "forward", "optimizer", "sync", "checkpoint")
@@ -105,7 +105,7 @@ def child(words: list[str]) -> int:
         mark("between")
 
     StepTimer.phase = phase  # type: ignore[assignment, method-assign]
-    trainer.cluster.PolicyWorker = MarkedWorker  # type: ignore[misc]
+    trainer.cluster.placement.PolicyWorker = MarkedWorker  # type: ignore[misc]
     sys.argv = ["parity", "train", *words]
     return parity()
 

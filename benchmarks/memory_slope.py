@@ -8,7 +8,7 @@ so that responses stay as long as they are: memory follows the largest batch so 
 longer ones would show that instead of a leak. The slope is that of Theil and Sen over the later half of the steps, with
 the lower end of its interval, of what a process cannot give back: its smallest memory in any 16 steps, after which a
 rank gives back what it kept; private memory, without pages that processes share. Exit status 1 if the alarm of
-`trainer/memory.py` was raised. Prints Markdown.
+`trainer/limits/memory.py` was raised. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer.cli.compose import resolve
-from trainer.loop import train
-from trainer.memory import MIB, low_points, theil_sen
+from trainer.compose.compose import resolve
+from trainer.limits.memory import MIB, low_points, theil_sen
+from trainer.run.loop import train
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
 PREFIX = "perf/memory_gib/"
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="directory of the run; a temporary one otherwise")
     arguments = parser.parse_args()
     alarm = Warnings()
-    logging.getLogger("trainer.memory").addHandler(alarm)
+    logging.getLogger("trainer.limits.memory").addHandler(alarm)
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = arguments.keep or Path(scratch) / "run"
         words = [

@@ -35,20 +35,20 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
-from trainer.batch import TrainBatch
-from trainer.components import (
+from trainer.batch.packing import pack
+from trainer.batch.train_batch import TrainBatch
+from trainer.config.components import (
     BatchConfig,
     HFModelConfig,
     OptimConfig,
     PolicyConfig,
 )
-from trainer.config import TrainConfig
-from trainer.packing import pack
-from trainer.training_step import TrainingStep
-from trainer.worker import PolicySetup, PolicyWorker
+from trainer.config.train import TrainConfig
+from trainer.policy.training_step import TrainingStep
+from trainer.policy.worker import PolicySetup, PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),

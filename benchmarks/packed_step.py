@@ -31,12 +31,12 @@ from grpo_step import build_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rollout.hf import AutoModelForCausalLM, PreTrainedModel
+from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.types import FinishReason, Sample
-from trainer.attention import PACKED_ATTENTION
-from trainer.forward import ScoringModel
-from trainer.packing import micro_batch
-from trainer.planner import DEFAULT_COST, plan
+from trainer.batch.packing import micro_batch
+from trainer.batch.planner import DEFAULT_COST, plan
+from trainer.policy.attention import PACKED_ATTENTION
+from trainer.policy.forward import ScoringModel
 
 LONGEST = 512
 PROMPT = 6

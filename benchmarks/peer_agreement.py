@@ -22,7 +22,7 @@ from importlib.metadata import version
 
 import torch
 
-import rollout.hf  # noqa: F401  (declares torchvision's operators, before a peer imports transformers)
+import rollout.hf.transformers  # noqa: F401  (declares torchvision's operators, before a peer imports transformers)
 
 PEERS = {"verl": "0.9.1", "trl": "1.16.0"}
 MODULES = (*PEERS, "tensordict", "pyvers", "cloudpickle", "codetiming")

@@ -8,7 +8,7 @@ import tempfile
 import time
 from typing import Any
 
-importlib.import_module("rollout.hf")  # declares torchvision's operators, before TRL imports transformers
+importlib.import_module("rollout.hf.transformers")  # declares torchvision's operators, before TRL imports transformers
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -17,7 +17,7 @@ from half_rewarded import rewarded  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from rollout.arithmetic import arithmetic_problems  # noqa: E402
+from rollout.data.arithmetic import arithmetic_problems  # noqa: E402
 from rollout.task_config import ArithmeticDataConfig  # noqa: E402
 
 

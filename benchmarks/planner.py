@@ -15,9 +15,9 @@ ms       processor time, the shortest of --repeats
 
 A second table has our plans for attention that does not pad, as on a CPU, with imbalance and pace without padding.
 
-FLOPs are those of `trainer.planner.DEFAULT_COST`, for both planners. verl's balances whole samples over ranks with
-`get_seqlen_balanced_partitions` on `calculate_workload`, then `rearrange_micro_batches` splits every rank; the count
-of the rank with most is then required of the others, as its all-reduce does. Its time is the first step and the
+FLOPs are those of `trainer.batch.planner.DEFAULT_COST`, for both planners. verl's balances whole samples over ranks
+with `get_seqlen_balanced_partitions` on `calculate_workload`, then `rearrange_micro_batches` splits every rank; the
+count of the rank with most is then required of the others, as its all-reduce does. Its time is the first step and the
 slowest rank, for ranks work at once; above --peer-limit sequences per rank it is left out, as it takes minutes. verl
 runs attention without padding, so its cells and its first pace say how its bins would suit our attention, not how
 fast verl is: that is the pace in brackets.
@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainer.planner import DEFAULT_COST, BinCost, best_fit_decreasing, plan
+from trainer.batch.planner import DEFAULT_COST, BinCost, best_fit_decreasing, plan
 
 MAX_LENGTH = 8192
 MIN_LENGTH = 64

@@ -5,7 +5,7 @@
 
 Trains the recipe `arithmetic_grpo` with four optimizer steps per rollout for every precision, correction and seed: one
 rank and one torch engine in this process with one thread, without Ray, but otherwise the parts and the order of
-`trainer/loop.py`. Words KEY=VALUE are added to every run. A run that is in DIR already is not repeated. Prints
+`trainer/run/loop.py`. Words KEY=VALUE are added to every run. A run that is in DIR already is not repeated. Prints
 Markdown; --svg draws the curves of the first precision.
 
 K3        mean over the first three steps, whose policy has hardly moved; tis, mean of the seeds
@@ -32,22 +32,22 @@ from pathlib import Path
 
 import torch
 
-from rollout.collect import Collector, CollectPlan
+from rollout.collect.collector import Collector, CollectPlan
 from rollout.config import EngineConfig, TorchEngineConfig
-from rollout.data import PromptStream
-from rollout.quantization import GRIDS, Quantizer
-from rollout.shared_weights import WeightReader
-from rollout.torch_engine import TorchEngine
+from rollout.data.dataset import PromptStream
+from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, GenerateRequest, Generation
-from rollout.weights import TensorShape
-from trainer.cli.compose import resolve
-from trainer.config import TrainConfig
-from trainer.evaluation import evaluate_sets
-from trainer.loop import build_batch
-from trainer.planner import DEFAULT_COST
-from trainer.recording import HELDOUT
-from trainer.task import Task, load_task
-from trainer.worker import PolicySetup, PolicyWorker
+from rollout.weights.buckets import TensorShape
+from rollout.weights.quantization import GRIDS, Quantizer
+from rollout.weights.shared_weights import WeightReader
+from trainer.batch.planner import DEFAULT_COST
+from trainer.compose.compose import resolve
+from trainer.config.recording import HELDOUT
+from trainer.config.train import TrainConfig
+from trainer.policy.worker import PolicySetup, PolicyWorker
+from trainer.run.evaluation import evaluate_sets
+from trainer.run.loop import build_batch
+from trainer.run.task import Task, load_task
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis")
@@ -115,7 +115,7 @@ def compose(words: list[str]) -> TrainConfig:
 
 
 class OneEngine:
-    """An engine as the collector wants one: it gives the tickets, as `rollout/engine_group.py` does for many."""
+    """An engine as the collector wants one: it gives the tickets, as `rollout/group/engine_group.py` does for many."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine

@@ -2,8 +2,8 @@
 
     python benchmarks/save_time.py [--width 768] [--layers 12] [--repeats 3] [--work-s 2] [--dir DIR]
 
-One rank on a CPU with the real writer (`trainer/shards.py`): weights and both moments of AdamW of a random Qwen2 in
-float32. After each save a fixed number of matrix products takes the place of training. The two ways alternate.
+One rank on a CPU with the real writer (`trainer/policy/shards.py`): weights and both moments of AdamW of a random Qwen2
+in float32. After each save a fixed number of matrix products takes the place of training. The two ways alternate.
 
 exposed   seconds until `save` returns, when training may go on
 written   seconds until the files are on the disk and hashed
@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rollout.config import DType
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
-from trainer.components import OptimConfig
-from trainer.forward import ScoringModel
-from trainer.model import shard
-from trainer.shards import ShardWriter
-from trainer.trainable import Trainable
+from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
+from trainer.config.components import OptimConfig
+from trainer.policy.forward import ScoringModel
+from trainer.policy.model import shard
+from trainer.policy.optimizer_state import Trainable
+from trainer.policy.shards import ShardWriter
 
 SIZE = 512
 VOCABULARY = 32_000

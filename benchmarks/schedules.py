@@ -28,9 +28,9 @@ from typing import Any
 
 import ray
 
-from trainer.cli.compose import resolve
-from trainer.cluster import start_ray
-from trainer.loop import train
+from trainer.cluster.placement import start_ray
+from trainer.compose.compose import resolve
+from trainer.run.loop import train
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TOOL = "sync, calculator"

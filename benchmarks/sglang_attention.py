@@ -14,9 +14,10 @@ ragged    lengths from 10 to --tokens, many short and few long: slots empty towa
 tokens/s         response tokens / seconds from the call to the last response, median of the rounds; prefill included
 CPU ms/step      processor time of the server's scheduler process / longest response; on a busy machine this is the
                  number to trust
-slots busy, tail of the ideal schedule for these lengths (trainer/floors.py): tokens / (steps x slots), and the share of
+slots busy, tail of the ideal schedule for these lengths (trainer/limits/floors.py): tokens / (steps x slots), and the
+share of
                  its time with under a quarter of the slots busy
-of floor         least seconds for prefill and decode (trainer/floors.py) / measured seconds
+of floor         least seconds for prefill and decode (trainer/limits/floors.py) / measured seconds
 RSS              resident memory of the scheduler process after the round
 
 Prints Markdown.
@@ -39,16 +40,16 @@ from pathlib import Path
 import psutil
 
 from rollout.config import DType, SGLangConfig
-from rollout.sglang.cpu_platform import ATTENTION_BACKEND
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, SamplingParams
-from trainer.base_model import build_base_model
-from trainer.ceilings import find_ceilings
-from trainer.cli.estimate import DTYPE_BYTES
-from trainer.components import ArithmeticModelConfig
-from trainer.floors import Lengths, Rates, prefill_floor, replay_decode
-from trainer.model_shape import directory_shape
+from trainer.config.components import ArithmeticModelConfig
+from trainer.limits.ceilings import find_ceilings
+from trainer.limits.estimate import DTYPE_BYTES
+from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode
+from trainer.limits.model_shape import directory_shape
+from trainer.run.base_model import build_base_model
 
 GROUP = 8
 BACKENDS = ("torch_native", ATTENTION_BACKEND)

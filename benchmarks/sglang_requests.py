@@ -27,12 +27,12 @@ import psutil
 import torch
 
 from rollout.config import DType, SGLangConfig
-from rollout.hf import AutoConfig, AutoModelForCausalLM
+from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.replies import body_of
-from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.types import GenerateRequest, SamplingParams
-from rollout.weights import TensorShape
+from rollout.weights.buckets import TensorShape
+from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 EOS, VOCABULARY = 1, 512
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 32

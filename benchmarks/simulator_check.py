@@ -30,15 +30,15 @@ from pathlib import Path
 
 import ray
 
-from rollout.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
-from rollout.simulator import TAIL_BUSY, EngineCost, Work
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve
-from trainer.cli.estimate import model_shape
+from rollout.simulate.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
+from rollout.simulate.simulator import TAIL_BUSY, EngineCost, Work
 from trainer.cli.simulate import _rates
-from trainer.config import TrainConfig
-from trainer.loop import is_evaluated, train
-from trainer.simulation import (
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import model_shape
+from trainer.run.loop import is_evaluated, train
+from trainer.simulate.simulation import (
     Efficiencies,
     Recording,
     SimulateConfig,
@@ -75,8 +75,8 @@ class EngineSteps:
 
 def record_steps() -> None:
     """Ray calls this in every worker: write begin and width of every decode step of an engine, and every sync as 0."""
-    from rollout.slots import Step
-    from rollout.torch_engine import TorchEngine
+    from rollout.torch.engine import TorchEngine
+    from rollout.torch.kv_cache import Step
 
     plain_step, plain_load = Step.__init__, TorchEngine.load_weights
     path = Path(os.environ[RECORD]) / f"{os.getpid()}.txt"

@@ -17,12 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-from rollout.simulated_schedules import Schedule, prompts_needed, simulate
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve
-from trainer.config import TrainConfig
-from trainer.model_shape import ModelShape
-from trainer.simulation import (
+from rollout.simulate.simulated_schedules import Schedule, prompts_needed, simulate
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
+from trainer.config.train import TrainConfig
+from trainer.limits.model_shape import ModelShape
+from trainer.simulate.simulation import (
     DEVICES,
     Efficiencies,
     LengthLaw,

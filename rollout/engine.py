@@ -2,8 +2,8 @@
 
 An engine is a generator with a queue: requests are submitted and sampled while the caller does something else, and
 polled when they have ended. Weights may be replaced in between; every token carries the version that sampled it.
-`rollout/sglang/engine.py` (a real SGLang server over HTTP) and `rollout/torch_engine.py` (embedded transformers)
-implement it; `rollout/worker.py` hosts one of them in a Ray actor.
+`rollout/sglang/engine.py` (a real SGLang server over HTTP) and `rollout/torch/engine.py` (embedded transformers)
+implement it; `rollout/group/worker.py` hosts one of them in a Ray actor.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class DataConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticDataConfig(DataConfig):
-    """The built-in task: sums of two numbers, made on the spot, seeded; see rollout/arithmetic.py."""
+    """The built-in task: sums of two numbers, made on the spot, seeded; see rollout/data/arithmetic.py."""
 
     kind: ClassVar[str] = "arithmetic"
     max_operand: int = 99

@@ -254,7 +254,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionAddress:
-    """Memory of another process of this machine that holds weights; see rollout/shared_weights.py."""
+    """Memory of another process of this machine that holds weights; see rollout/weights/shared_weights.py."""
 
     path: str
     """Opened while the process that wrote it lives."""

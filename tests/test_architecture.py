@@ -44,7 +44,12 @@ FORBIDDEN_IMPORTS = {"algorithms": ("rollout", "trainer"), "rollout": ("trainer"
 """Package -> packages that it never imports: algorithms <- rollout <- trainer."""
 
 RAY_FILES = frozenset(
-    {"rollout/actor_calls.py", "rollout/engine_group.py", "trainer/policy_group.py", "trainer/cluster.py"}
+    {
+        "rollout/group/actor_calls.py",
+        "rollout/group/engine_group.py",
+        "trainer/cluster/policy_group.py",
+        "trainer/cluster/placement.py",
+    }
 )
 """The only files that call actors and wait for them; everybody else calls typed methods."""
 
@@ -53,9 +58,9 @@ LIGHT_MODULES = (
     "rollout.config",
     "rollout.task_config",
     "rollout.types",
-    "trainer.config",
+    "trainer.config.train",
     "trainer.cli.commands",
-    "trainer.cli.outcome",
+    "trainer.compose.outcome",
     "trainer.__main__",
 )
 HEAVY_MODULES = ("torch", "ray", "sglang", "transformers", "datasets", "wandb")
@@ -115,8 +120,8 @@ def test_imports_point_one_way() -> None:
         ("algorithms/a.py", "from rollout.types import Sample"),
         ("algorithms/a.py", "def f():\n import numpy"),
         ("algorithms/a.py", "from ..trainer import loop"),
-        ("rollout/sglang/a.py", "if TYPE_CHECKING:\n from trainer.config import TrainConfig"),
-        ("rollout/a.py", "importlib.import_module('trainer.loop')"),
+        ("rollout/sglang/a.py", "if TYPE_CHECKING:\n from trainer.config.train import TrainConfig"),
+        ("rollout/a.py", "importlib.import_module('trainer.run.loop')"),
     ],
 )
 def test_wrong_imports_are_caught(path: str, text: str) -> None:
@@ -153,7 +158,7 @@ def test_ray_calls_are_caught(text: str) -> None:
 def test_only_one_place_starts_python() -> None:
     """`python_module` keeps the working directory off the path of every child."""
     found = {source.path for source in sources(*SOURCE_DIRS) if "sys.executable" in source.text}
-    assert found == {"rollout/child_process.py"}
+    assert found == {"rollout/processes/child_process.py"}
 
 
 @pytest.mark.parametrize("module", LIGHT_MODULES)

@@ -1,1 +1,1 @@
-"""The training side and the command line. `loop.py` is the system on one page; everything it calls is beside it."""
+"""The training side and the command line; each folder is a room. `run/loop.py` is the system on one page."""

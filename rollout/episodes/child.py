@@ -16,10 +16,10 @@ from typing import Any
 
 import orjson
 
-from rollout.child_process import become_child, described, own_arguments
-from rollout.custom_code import is_custom, load_function
 from rollout.episodes.episode import Episode, RolloutFn, check_rollout_fn
 from rollout.episodes.tools import ROLLOUTS
+from rollout.processes.child_process import become_child, described, own_arguments
+from rollout.processes.custom_code import is_custom, load_function
 
 SEPARATOR = "@"
 """Between the function and the tokenizer file on the command line."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from algorithms.config import Checked, Problem
 from rollout.config import CollectConfig
-from rollout.custom_code import custom_problem, is_custom
 from rollout.episodes.tools import ROLLOUTS
+from rollout.processes.custom_code import custom_problem, is_custom
 
 
 @dataclass(kw_only=True, slots=True)

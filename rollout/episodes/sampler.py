@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.child_process import START_TIMEOUT_S
 from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import RunningEpisode
 from rollout.episodes.worker import EpisodeWorker, Inbox
+from rollout.processes.child_process import START_TIMEOUT_S
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 if TYPE_CHECKING:
-    from rollout.dispatch import Sampler
+    from rollout.collect.dispatch import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EpisodeStats:
 
 
 class EpisodeSampler:
-    """Implements `rollout.dispatch.Sampler` over another one. Usable from one thread."""
+    """Implements `rollout.collect.dispatch.Sampler` over another one. Usable from one thread."""
 
     def __init__(self, sampler: Sampler, config: EpisodeConfig, *, tokenizer_file: Path) -> None:
         """`tokenizer_file` is the tokenizer.json of the model."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollout.child_process import ChildProcess
+from rollout.processes.child_process import ChildProcess
 
 
 class Said(NamedTuple):

@@ -1,7 +1,7 @@
 """Rewards: samples -> the same samples with text, correct and reward filled in. No torch here.
 
-`RULES` is the table of built-in rules, `custom.py` loads functions of the user; `rollout/collect.py` and
-`rollout/evaluate.py` call the `Scorer`.
+`RULES` is the table of built-in rules, `custom.py` loads functions of the user; `rollout/collect/collector.py` and
+`rollout/collect/evaluate.py` call the `Scorer`.
 """
 
 from rollout.rewards.overlong import overlong_penalty

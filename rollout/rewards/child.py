@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from rollout.child_process import become_child, described, own_arguments
-from rollout.custom_code import is_custom
+from rollout.processes.child_process import become_child, described, own_arguments
+from rollout.processes.custom_code import is_custom
 from rollout.rewards.custom import Score, load_custom
 from rollout.rewards.rules import RULES
 

@@ -24,8 +24,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rollout.child_process import described
-from rollout.custom_code import custom_path, load_function
+from rollout.processes.child_process import described
+from rollout.processes.custom_code import custom_path, load_function
 
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
 MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from rollout.child_process import START_TIMEOUT_S, ChildProcess, described
+from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, described
 
 GRACE_S = 30.0
 """Seconds beyond every deadline after which the pool itself must be broken."""

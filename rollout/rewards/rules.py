@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.rewards.answers import (
+from rollout.data.answers import (
     ANSWER_MARK,
     boxed_or_tail,
     dapo_answer,

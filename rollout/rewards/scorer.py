@@ -1,8 +1,8 @@
 """Scorer: samples -> the same samples with text, correct and reward filled in.
 
-Called by `rollout/dispatch.py`, sample by sample, and `rollout/evaluate.py`, all at once. The judging happens in the
-processes of a `RewardPool`, so that what an engine samples meanwhile does not wait for it, and nothing that a response
-makes a reward do stops the run.
+Called by `rollout/collect/dispatch.py`, sample by sample, and `rollout/collect/evaluate.py`, all at once. The judging
+happens in the processes of a `RewardPool`, so that what an engine samples meanwhile does not wait for it, and nothing
+that a response makes a reward do stops the run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.custom_code import custom_problem, is_custom
-from rollout.data_files import plain_text
+from rollout.data.data_files import plain_text
+from rollout.processes.custom_code import custom_problem, is_custom
 from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.pool import Failure, Outcome, RewardPool
 from rollout.rewards.rules import RULES, rule_names

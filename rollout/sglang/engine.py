@@ -1,6 +1,6 @@
 """The SGLang engine: a real server in its own processes behind the Engine protocol.
 
-Implements `rollout.engine.Engine`; hosted by `rollout/worker.py`. Tokens in, tokens out. `server.py` owns the
+Implements `rollout.engine.Engine`; hosted by `rollout/group/worker.py`. Tokens in, tokens out. `server.py` owns the
 processes (`external.py`: there are none), `request_stream.py` sends samples, `replies.py` reads them, `client.py` makes
 the other calls, `weight_update.py` does the weight sync.
 """
@@ -30,7 +30,7 @@ from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import ServerSetup, SGLangServer
 from rollout.sglang.weight_update import WeightUpdate
 from rollout.types import Completion, GenerateRequest, WeightBucket
-from rollout.weights import DTYPES, check_buckets
+from rollout.weights.buckets import DTYPES, check_buckets
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4
@@ -42,9 +42,10 @@ logger = logging.getLogger(__name__)
 class SGLangEngine(Engine):
     """One SGLang server with a full copy of the weights; started here, or one of `rollout.servers`.
 
-    Seeds: on a CPU every response is drawn from its own `SamplingParams.seed` (see `cpu_srt.py`). On a GPU SGLang
-    uses the seed only with `engine_args.enable_deterministic_inference=true`; otherwise responses are independent
-    draws from a generator seeded with run seed + engine index.
+    Seeds: on a CPU every response is drawn from its own `SamplingParams.seed` (see
+    `rollout/sglang/cpu/srt_platform.py`). On a GPU SGLang uses the seed only with
+    `engine_args.enable_deterministic_inference=true`; otherwise responses are independent draws from a generator seeded
+    with run seed + engine index.
     """
 
     def __init__(

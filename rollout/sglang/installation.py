@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
-from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.loader import LOADER
 from rollout.sglang.memory import memory_args
 from rollout.sglang.quantized import quantized_server_args

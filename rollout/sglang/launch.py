@@ -15,7 +15,8 @@ import signal
 import sys
 from typing import Any
 
-from rollout.sglang.cpu_platform import PLATFORM_NAME, declare_torchvision_operators
+from rollout.hf.torchvision_operators import declare_torchvision_operators
+from rollout.sglang.cpu.platform import PLATFORM_NAME
 
 if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
     declare_torchvision_operators()

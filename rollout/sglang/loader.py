@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from rollout.sglang.quantized import open_layers
-from rollout.shared_weights import MappedRegion
 from rollout.types import RegionAddress
-from rollout.weights import DTYPES
+from rollout.weights.buckets import DTYPES
+from rollout.weights.shared_weights import MappedRegion
 
 LOADER = "rollout.sglang.loader.load_bucket"
 """What `load_format` of a request says, and what the server must have been started with."""

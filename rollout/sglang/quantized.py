@@ -1,9 +1,9 @@
 """Weights on SGLang's 8-bit linear layers: server options, the layout of values and scales, what the server must hold.
 
 int8 is SGLang's `w8a8_int8`, fp8 its `fp8` with blocks of 128 x 128; both round activations anew for every token. The
-trainer sends each projection as `*.weight` with its scales (`rollout/quantization.py`); `rollout/sglang/loader.py`
-loads them like others, `rollout/sglang/weight_update.py` verifies them. Read against SGLang 0.5.23:
-layers/quantization/{w8a8_int8,fp8}.py, utils/weight_checker*.py. Not yet run on a GPU.
+trainer sends each projection as `*.weight` with its scales (`rollout/weights/quantization.py`);
+`rollout/sglang/loader.py` loads them like others, `rollout/sglang/weight_update.py` verifies them. Read against SGLang
+0.5.23: layers/quantization/{w8a8_int8,fp8}.py, utils/weight_checker*.py. Not yet run on a GPU.
 
 What SGLang holds, and digests, after a load:
     int8    weight [I, O], a view of the [O, I] that was loaded; weight_scale [O, 1] float32
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig, Quantization
-from rollout.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusion
+from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
 BLOCK = 128
 SESSION_ROUTE = "/begin_weight_update"

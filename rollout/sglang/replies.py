@@ -1,7 +1,7 @@
 """What a sample looks like on SGLang's wire: GenerateRequest -> body of /generate; its reply -> Generation.
 
 A reply that contradicts itself or the request raises ReplyError. One whose tokens are right but whose log-probs are
-missing, too few or not numbers is passed on as it is, and dropped and counted by `rollout/filters.py`.
+missing, too few or not numbers is passed on as it is, and dropped and counted by `rollout/collect/filters.py`.
 """
 
 from __future__ import annotations

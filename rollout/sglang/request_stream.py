@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from rollout.busy_clock import BusyClock
+from rollout.processes.busy_clock import BusyClock
 from rollout.sglang.client import ClientError, Endpoint, parse_reply
 from rollout.types import GenerateRequest
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
-from rollout.child_process import python_module
 from rollout.engine import EngineError
+from rollout.processes.child_process import python_module
 from rollout.sglang.client import HOST, ClientError, Endpoint, SGLangClient
 from rollout.sglang.scratch import Scratch
 

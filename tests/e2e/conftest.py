@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from trainer.cluster import start_ray
+from trainer.cluster.placement import start_ray
 
 
 @pytest.fixture(scope="session")

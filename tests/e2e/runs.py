@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.commands import run
-from trainer.cli.compose import resolve
-from trainer.config import TrainConfig
+from trainer.compose.compose import resolve
+from trainer.config.train import TrainConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

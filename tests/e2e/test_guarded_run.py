@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from runs import QUICK, column, compose, metrics_of
 
-from trainer.checkpoint import newest_checkpoint
-from trainer.cli.compose import resolve
-from trainer.loop import train
-from trainer.replay.dump import open_dump
+from trainer.compose.compose import resolve
 from trainer.replay.results import replay_step
-from trainer.termination import STOPPED_BY_GUARD, StoppedByGuard
+from trainer.run.loop import train
+from trainer.rundir.checkpoint import newest_checkpoint
+from trainer.rundir.dump import open_dump
+from trainer.rundir.termination import STOPPED_BY_GUARD, StoppedByGuard
 
 pytestmark = pytest.mark.slow
 

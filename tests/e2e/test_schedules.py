@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from runs import QUICK, column, compose, metrics_of
 
-from trainer.config import TrainConfig
-from trainer.loop import train
+from trainer.config.train import TrainConfig
+from trainer.run.loop import train
 
 pytestmark = pytest.mark.slow
 

@@ -19,12 +19,12 @@ import torch
 from runs import QUICK, column, compose, metrics_of, replayed
 
 from algorithms.kl import k3
-from rollout.actor_calls import WorkerError
 from rollout.engine import EngineError
+from rollout.group.actor_calls import WorkerError
 from trainer.cli.commands import run
-from trainer.evaluation import evaluate_model, evaluation_metrics
-from trainer.loop import train
-from trainer.weights_source import WeightsSource, find_source
+from trainer.run.evaluation import evaluate_model, evaluation_metrics
+from trainer.run.loop import train
+from trainer.rundir.weights_source import WeightsSource, find_source
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
         run_dir = tmp_path / name
         config = compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={run_dir}")
         train(config)
-        monkeypatch.setattr("trainer.loop.evaluate_policy", lambda *_: {})
+        monkeypatch.setattr("trainer.run.loop.evaluate_policy", lambda *_: {})
         kept = [
             {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "sync/", "eval/"))}
             for row in metrics_of(run_dir)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from rollout.hf import AutoTokenizer
+from rollout.hf.transformers import AutoTokenizer
 
 BOS, EOS = 256, 257
 TEMPLATE = (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.rewards.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise
+from rollout.data.answers import MAX_EXPRESSION_CHARS, boxed, dapo_answer, last_number, marked_number, normalise
 from rollout.rewards.rules import RULES
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.arithmetic import (
+from rollout.data.arithmetic import (
     TOKENS,
     ArithmeticProblem,
     arithmetic_problems,
@@ -18,7 +18,7 @@ from rollout.arithmetic import (
     save_tokenizer,
     work_out,
 )
-from rollout.hf import AutoTokenizer, PreTrainedTokenizerBase
+from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import RULES
 from rollout.task_config import ArithmeticDataConfig
 
@@ -159,7 +159,7 @@ def test_the_tokenizer_refuses_text_outside_its_vocabulary(tokenizer: PreTrained
 
 
 def test_problems_need_no_torch(tmp_path: Path) -> None:
-    code = "import sys, rollout.arithmetic; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
+    code = "import sys, rollout.data.arithmetic; sys.exit(sorted({'torch', 'transformers'} & set(sys.modules)) or 0)"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,13 @@ import torch
 from samplers import Faulty, LocalSampler, Recorder
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.collect import Collector, CollectPlan
+from rollout.collect.collector import Collector, CollectPlan
+from rollout.collect.requests import SeedSource, make_sample
 from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig, TorchEngineConfig
-from rollout.data import PromptStream
-from rollout.requests import SeedSource, make_sample
+from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
-from rollout.torch_engine import TorchEngine
+from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
 
 STOP = (EOS_TOKEN_ID, 7)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
 
-import rollout.decoder
-import rollout.products
+import rollout.torch.model
+import rollout.torch.products
 from rollout.config import TorchEngineConfig
-from rollout.decoder import FusedDecoder, ModuleDecoder, build_decoder
 from rollout.engine import EngineError
-from rollout.hf import AutoModelForCausalLM
-from rollout.slots import SLOT_ATTENTION, KVSlots, Prefill, Step
-from rollout.torch_engine import TorchEngine
+from rollout.hf.transformers import AutoModelForCausalLM
+from rollout.torch.engine import TorchEngine
+from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
+from rollout.torch.model import FusedDecoder, ModuleDecoder, build_decoder
 
 TOLERANCE = 1e-5
 """Largest difference of a float32 logit."""
@@ -107,14 +107,14 @@ def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
 
 @pytest.mark.parametrize("most", [0, 2**30])
 def test_a_decoder_is_packed_where_it_may_be_and_computes_the_same(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(rollout.decoder, "MAX_PACKED_BYTES", most)
-    monkeypatch.setattr(rollout.products, "prefers_onednn", lambda: True)
-    rollout.products.packs.cache_clear()
+    monkeypatch.setattr(rollout.torch.model, "MAX_PACKED_BYTES", most)
+    monkeypatch.setattr(rollout.torch.products, "prefers_onednn", lambda: True)
+    rollout.torch.products.packs.cache_clear()
     packed = []
     reorder = torch.ops.mkldnn._reorder_linear_weight
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: packed.append(args) or reorder(*args))
     decoder = FusedDecoder(load(tmp_path))
-    rollout.products.packs.cache_clear()
+    rollout.torch.products.packs.cache_clear()
     assert len(packed) == (4 * len(decoder._blocks) if most else 0)
     logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
     expected = plain_logits(tmp_path, [PROMPTS[index] for index in PROMPT_OF_SLOT])

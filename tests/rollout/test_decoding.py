@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rollout.decoding import Batch, chunks, sample_tokens
+from rollout.torch.decoding import Batch, chunks, sample_tokens
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 

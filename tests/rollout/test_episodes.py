@@ -11,14 +11,14 @@ import psutil
 import pytest
 import torch
 
-from rollout.arithmetic import TOKENS, save_tokenizer
 from rollout.config import DType, TorchEngineConfig
+from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import turn_seed
 from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler
-from rollout.hf import AutoModelForCausalLM
-from rollout.torch_engine import TorchEngine
+from rollout.hf.transformers import AutoModelForCausalLM
+from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 from tests.rollout.tiny_model import write_tiny_model
 

@@ -8,8 +8,7 @@ import torch
 from bucket_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
-from rollout.config import DType, SamplingConfig, TorchEngineConfig
-from rollout.evaluate import (
+from rollout.collect.evaluate import (
     EvalPlan,
     evaluate,
     evaluation_requests,
@@ -18,9 +17,10 @@ from rollout.evaluate import (
     standard_error,
     summarize,
 )
+from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
-from rollout.torch_engine import TorchEngine
+from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, Prompt
 
 SAMPLING = SamplingConfig(temperature=0.9, max_new_tokens=5)

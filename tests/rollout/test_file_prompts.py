@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.config import ConfigError
-from rollout.data import bad_rows_text, load_dataset, prompts_digest
-from rollout.data_files import plain, read_rows
-from rollout.data_layouts import choose_columns
-from rollout.file_prompts import SourceReport, _Row, file_prompts, remove_duplicates, same_answer_key
+from rollout.data.data_files import plain, read_rows
+from rollout.data.data_layouts import choose_columns
+from rollout.data.dataset import bad_rows_text, load_dataset, prompts_digest
+from rollout.data.file_prompts import SourceReport, _Row, file_prompts, remove_duplicates, same_answer_key
 from rollout.task_config import FileDataConfig, OnBadRow
 
 REAL = pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rollout.filters import (
+from rollout.collect.filters import (
     GROUP_DROP_REASONS,
     SAMPLE_FILTERS,
     ZERO_VARIANCE,

@@ -18,11 +18,11 @@ import torch
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from algorithms.config.checked import ConfigError
+from rollout.collect.requests import SeedSource
 from rollout.config import DType, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine
-from rollout.requests import SeedSource
 from rollout.sglang.engine import SGLangEngine
-from rollout.torch_engine import TorchEngine
+from rollout.torch.engine import TorchEngine
 from rollout.types import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rollout.products
-from rollout.products import MAX_FILLED_ROWS, ROWS_STEP, Linear, Projection, filled_rows, linear, use_fast_products
+import rollout.torch.products
+from rollout.torch.products import (
+    MAX_FILLED_ROWS,
+    ROWS_STEP,
+    Linear,
+    Projection,
+    filled_rows,
+    linear,
+    use_fast_products,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -22,15 +30,15 @@ pytestmark = pytest.mark.skipif(
 def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The products that oneDNN was asked for, on every processor."""
     asked: list[Tensor] = []
-    product = rollout.products._product
+    product = rollout.torch.products._product
 
     def counted(*arguments: Tensor) -> Tensor:
         assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in arguments[:2])
         asked.append(product(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr(rollout.products, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(rollout.products, "_product", counted)
+    monkeypatch.setattr(rollout.torch.products, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(rollout.torch.products, "_product", counted)
     yield asked
 
 
@@ -139,9 +147,9 @@ def test_a_packed_weight_multiplies_as_the_weight_does(dtype: torch.dtype, count
     generator = torch.Generator().manual_seed(4)
     rows, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (count, 160))
     added = torch.randn(160, generator=generator).to(dtype) if bias else None
-    rollout.products.packs.cache_clear()
+    rollout.torch.products.packs.cache_clear()
     packed = Projection(weight, added, may_pack=True)
-    rollout.products.packs.cache_clear()
+    rollout.torch.products.packs.cache_clear()
     assert (packed._packed is not None) == (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     expected = functional.linear(rows.double(), weight.double(), None if added is None else added.double())
     tolerance = 1e-4 if dtype == torch.float32 else 0.3

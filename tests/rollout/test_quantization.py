@@ -11,11 +11,15 @@ import torch
 from tiny_model import write_tiny_model
 
 from algorithms.config import ConfigError
-from rollout.balance import split_by_kind
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
-from rollout.decoder import FusedDecoder, ModuleDecoder
 from rollout.engine import WeightSyncError
-from rollout.quantization import (
+from rollout.group.balance import split_by_kind
+from rollout.torch.engine import TorchEngine
+from rollout.torch.model import FusedDecoder, ModuleDecoder
+from rollout.torch.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
+from rollout.types import GenerateRequest, SamplingParams, SharedWeights
+from rollout.weights.buckets import DTYPES, TensorShape, unpack
+from rollout.weights.quantization import (
     GRIDS,
     Quantizer,
     dequantize,
@@ -25,11 +29,7 @@ from rollout.quantization import (
     relative_error,
     stored_shapes,
 )
-from rollout.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
-from rollout.shared_weights import WeightReader
-from rollout.torch_engine import TorchEngine
-from rollout.types import GenerateRequest, SamplingParams, SharedWeights
-from rollout.weights import DTYPES, TensorShape, unpack
+from rollout.weights.shared_weights import WeightReader
 
 
 def make_request(prompt_id: int = 0, sample_index: int = 0) -> GenerateRequest:

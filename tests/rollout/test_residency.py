@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.residency import Turns
+from rollout.group.residency import Turns
 
 
 class Recorder:

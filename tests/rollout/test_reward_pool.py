@@ -148,7 +148,7 @@ def test_a_fork_that_fails_for_a_moment_costs_nothing(pool_of, monkeypatch):
         return popen(*arguments, **options)
 
     assert outcomes(pool, ["exit"])[0].failure is Failure.crash  # its worker must be replaced
-    monkeypatch.setattr("rollout.child_process.subprocess.Popen", refuse_twice)
+    monkeypatch.setattr("rollout.processes.child_process.subprocess.Popen", refuse_twice)
     assert [each.failure for each in outcomes(pool, ["good"] * 5)] == [None] * 5
     assert len(refused) == 2
 
@@ -160,7 +160,7 @@ def test_a_pool_that_cannot_start_a_worker_says_so_and_lives_on(pool_of, monkeyp
         def refuse(*arguments, **options):
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
-        patch.setattr("rollout.child_process.subprocess.Popen", refuse)
+        patch.setattr("rollout.processes.child_process.subprocess.Popen", refuse)
         pool.submit(99, {"response": "good", "answer": "1", "prompt": "?"})
         with pytest.raises(RewardPoolError, match=r"a worker did not start: .*temporarily unavailable"):
             pool.poll(60.0)

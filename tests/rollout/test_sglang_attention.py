@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import rollout.sglang.batched_attention as batched_attention
-import rollout.sglang.running_cache as running_cache
+import rollout.sglang.cpu.batched_attention as batched_attention
+import rollout.sglang.cpu.running_cache as running_cache
 from rollout.config import SGLangConfig
-from rollout.sglang.batched_attention import plan_blocks
-from rollout.sglang.cpu_platform import ATTENTION_BACKEND, PLATFORM_NAME, declare_torchvision_operators
+from rollout.hf.torchvision_operators import declare_torchvision_operators
+from rollout.sglang.cpu.batched_attention import plan_blocks
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.installation import server_args
 
 pytestmark = pytest.mark.sglang
@@ -97,7 +98,7 @@ def make_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from rollout.sglang.cpu_attention import BatchedAttention
+    from rollout.sglang.cpu.attention import BatchedAttention
 
     def make(*, num_heads: int = 4, num_kv_heads: int = 2, dtype: torch.dtype, windows: tuple[int, ...]) -> Driver:
         random.seed(0)
@@ -264,7 +265,7 @@ def test_the_slot_before_an_extension_is_found_without_a_kernel(make_driver: Any
     """SGLang asks for it where a page has more than one slot."""
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    from rollout.sglang.cpu_srt import last_slots
+    from rollout.sglang.cpu.srt_platform import last_slots
 
     table = torch.arange(60, dtype=torch.int32).view(3, 20)
     rows, prefixes = torch.tensor([2, 0, 1]), torch.tensor([20, 0, 7])

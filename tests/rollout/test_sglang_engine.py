@@ -24,21 +24,21 @@ from bucket_cases import pack_buckets
 from lying_server import Lie, lying_front
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
+from rollout.collect.filters import invalid_reason
 from rollout.config import DType, PauseMode, SGLangConfig
 from rollout.engine import EngineError, EngineInfo, WeightSyncError
-from rollout.filters import invalid_reason
 from rollout.sglang.client import ClientError, Endpoint, SGLangClient
-from rollout.sglang.cpu_platform import ATTENTION_BACKEND
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.loader import LOADER
 from rollout.sglang.scratch import Scratch
 from rollout.sglang.server import SGLangServer
 from rollout.sglang.weight_update import REQUIRED_ROUTES, WeightUpdate, describe_bucket
-from rollout.shared_weights import WeightPublisher, WeightReader
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, WeightBucket
-from rollout.weights import TensorShape
-from trainer.probe import ProbeError, judge, rounding_tolerance
+from rollout.weights.buckets import TensorShape
+from rollout.weights.shared_weights import WeightPublisher, WeightReader
+from trainer.run.probe import ProbeError, judge, rounding_tolerance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

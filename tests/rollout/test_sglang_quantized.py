@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rollout.config import Quantization, SGLangConfig
-from rollout.quantization import GRIDS, quantize, scale_name
 from rollout.sglang.fusing import FusionError, Share
 from rollout.sglang.quantized import (
     engine_quantization,
@@ -22,6 +21,7 @@ from rollout.sglang.quantized import (
     sent_names,
     unquantized,
 )
+from rollout.weights.quantization import GRIDS, quantize, scale_name
 
 FORMATS = [Quantization.int8, Quantization.fp8]
 ATTENTION, MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
@@ -39,7 +39,7 @@ HELD = [f"{ATTENTION}qkv_proj", f"{ATTENTION}o_proj", f"{MLP}gate_up_proj", f"{M
 
 SCRIPT = """
 import json, sys, types
-from rollout.sglang.cpu_platform import declare_torchvision_operators
+from rollout.sglang.cpu.platform import declare_torchvision_operators
 declare_torchvision_operators()
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ from sglang.srt.utils.weight_checker import _build_check_entries, _build_quantiz
 sys.path.insert(0, sys.argv[1])
 from test_sglang_quantized import HELD, SHAPES, tensors
 from rollout.config import Quantization
-from rollout.quantization import SCALES
+from rollout.weights.quantization import SCALES
 from rollout.sglang.fusing import Share
 from rollout.sglang.quantized import open_layers, plan_quantized, quantized_digests, quantized_server_args
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.sglang.seeded_draw import draw, truncate, uniforms
+from rollout.sglang.cpu.seeded_draw import draw, truncate, uniforms
 
 
 def test_first_number_is_that_of_splitmix64() -> None:

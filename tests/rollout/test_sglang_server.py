@@ -19,7 +19,7 @@ import pytest
 from algorithms.config import ConfigError
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError
-from rollout.sglang.cpu_platform import PLATFORM_CLASS, activate
+from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import PORTS, ServerSetup, SGLangServer, free_port
@@ -235,7 +235,7 @@ def test_the_platform_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
     """A fresh interpreter, because an import of torchvision cannot be tried twice."""
     script = (
-        "import sys; import rollout.sglang.cpu_platform as platform;"
+        "import sys; import rollout.sglang.cpu.platform as platform;"
         "assert not {'torch', 'sglang', 'torchvision'} & set(sys.modules), 'heavy import';"
         "platform.declare_torchvision_operators();"
         "assert not platform.declare_torchvision_operators(), 'declared twice';"

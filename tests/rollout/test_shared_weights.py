@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from rollout.engine import WeightSyncError
-from rollout.shared_weights import DATA_START, MAX_REGIONS, MappedRegion, WeightPublisher, WeightReader
 from rollout.types import SharedWeights
-from rollout.weights import TensorShape, check_buckets, tensor_digest, unpack
+from rollout.weights.buckets import TensorShape, check_buckets, tensor_digest, unpack
+from rollout.weights.shared_weights import DATA_START, MAX_REGIONS, MappedRegion, WeightPublisher, WeightReader
 
 WAIT_S = 90.0
 
@@ -215,8 +215,8 @@ CHILD = """
     from pathlib import Path
     sys.path.insert(0, {tests!r})
     from test_shared_weights import make_publisher, publish
-    from rollout.shared_weights import WeightReader
-    from rollout.weights import check_buckets
+    from rollout.weights.shared_weights import WeightReader
+    from rollout.weights.buckets import check_buckets
 
     role, directory = sys.argv[1], Path(sys.argv[2])
     if role == "trainer":

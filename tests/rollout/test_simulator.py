@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.balance import split_by_load
-from rollout.simulated_schedules import Plant, Schedule, TrainCost, prompts_needed, simulate
-from rollout.simulator import EngineCost, Fleet, Work
+from rollout.group.balance import split_by_load
+from rollout.simulate.simulated_schedules import Plant, Schedule, TrainCost, prompts_needed, simulate
+from rollout.simulate.simulator import EngineCost, Fleet, Work
 from rollout.types import GenerateRequest, SamplingParams
 
 UNIT = EngineCost(step_s=1.0)

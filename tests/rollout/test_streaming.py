@@ -12,10 +12,10 @@ import pytest
 from samplers import Shuffled
 from test_collect import MAX_NEW_TOKENS, engine, make_prompts, parity  # noqa: F401 - engine is a fixture
 
-import rollout.dispatch
-from rollout.collect import Collector, CollectPlan, Surplus
+import rollout.collect.dispatch
+from rollout.collect.collector import Collector, CollectPlan, Surplus
 from rollout.config import CollectOrder, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
-from rollout.data import PromptStream
+from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason
@@ -389,7 +389,7 @@ def test_aborted_responses_must_come_back(engine, monkeypatch):  # noqa: F811
             self.wanted -= len(found)
             return found
 
-    monkeypatch.setattr(rollout.dispatch, "ABORT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(rollout.collect.dispatch, "ABORT_TIMEOUT_S", 0.05)
     sampler = Deaf(engine, min)
     sampler.wanted = 6 * GROUP_SIZE
     collector, _ = make(sampler, PARTIAL, max_lag_steps=1, surplus=Surplus.resume)

@@ -14,11 +14,11 @@ from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightSyncError
-from rollout.shared_weights import WeightPublisher, WeightReader
-from rollout.torch_engine import TorchEngine
+from rollout.group.worker import EngineSetup, RolloutWorker
+from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rollout.weights import TensorShape
-from rollout.worker import EngineSetup, RolloutWorker
+from rollout.weights.buckets import TensorShape
+from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 TOLERANCE = 1e-5
 """Nats; float32 engine against a float32 forward over the whole sequence."""

@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-import rollout.weight_broadcast
+import rollout.weights.weight_broadcast
 from rollout.config import LOOPBACK
 from rollout.engine import BroadcastError, WeightSyncError
-from rollout.shared_weights import WeightReader
 from rollout.types import RegionAddress, SharedWeights
-from rollout.weight_broadcast import BroadcastAddress, WeightReceiver, WeightSender
+from rollout.weights.shared_weights import WeightReader
+from rollout.weights.weight_broadcast import BroadcastAddress, WeightReceiver, WeightSender
 
 NUM_BYTES = 1000
 HERE = LOOPBACK[0]
@@ -62,7 +62,7 @@ def random_bytes(seed: int) -> np.ndarray:
 def test_every_machine_gets_the_bytes_of_every_version(
     receivers: list[WeightReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout.weight_broadcast, "PIECE_BYTES", 384)  # three pieces, the last one shorter
+    monkeypatch.setattr(rollout.weights.weight_broadcast, "PIECE_BYTES", 384)  # three pieces, the last one shorter
     sender = WeightSender(HERE, num_receivers=2, timeout_s=30)
     for version in (1, 2):
         data = random_bytes(version)

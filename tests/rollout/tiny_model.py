@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollout.sglang.cpu_platform import declare_torchvision_operators
+from rollout.hf.torchvision_operators import declare_torchvision_operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.engine import WeightReport
+from rollout.group.worker import RolloutWorker
 from rollout.types import SharedWeights, WeightBucket
-from rollout.worker import RolloutWorker
 
 
 def decoder_of(worker: RolloutWorker) -> Any:

@@ -11,9 +11,9 @@ import torch
 from policy_cases import full_gradient
 
 from rollout.types import Sample
-from trainer.config import TrainConfig
-from trainer.packing import pack
-from trainer.worker import PolicySetup, PolicyWorker
+from trainer.batch.packing import pack
+from trainer.config.train import TrainConfig
+from trainer.policy.worker import PolicySetup, PolicyWorker
 
 DEADLINE_S = 300.0
 

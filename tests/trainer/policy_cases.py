@@ -16,19 +16,19 @@ from torch.distributed.tensor import DTensor
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import DType, TorchEngineConfig
-from rollout.group_member import Published
-from rollout.hf import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from rollout.shared_weights import DATA_START
+from rollout.group.group_member import Published
+from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import Sample, SharedWeights, TensorSpec
-from trainer.components import (
+from rollout.weights.shared_weights import DATA_START
+from trainer.config.components import (
     BatchConfig,
     HFModelConfig,
     OptimConfig,
     PolicyConfig,
 )
-from trainer.config import TrainConfig
-from trainer.worker import PolicySetup, PolicyWorker
+from trainer.config.train import TrainConfig
+from trainer.policy.worker import PolicySetup, PolicyWorker
 
 
 def save_policy(path: Path) -> Path:

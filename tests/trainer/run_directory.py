@@ -14,9 +14,9 @@ from algorithms.histograms import HistogramArrays, mismatch_histograms
 from rollout.config import DynamicCollectConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
-from trainer.components import ArithmeticModelConfig, RunConfig
-from trainer.config import SamplingConfig, TrainConfig
-from trainer.recording import TrackingConfig, WandbMode
+from trainer.config.components import ArithmeticModelConfig, RunConfig
+from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.train import SamplingConfig, TrainConfig
 from trainer.tracking.console import Console
 from trainer.tracking.sample_tokens import SampleTokens
 from trainer.tracking.tracker import SampleRow, Tracker

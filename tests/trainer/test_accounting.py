@@ -14,17 +14,17 @@ from test_packing import make_sample
 
 from algorithms.config import TISConfig
 from algorithms.histograms import HistogramArrays
-from rollout.collect import Collected
-from rollout.collect_stats import CollectStats, Served
+from rollout.collect.collect_stats import CollectStats, Served
+from rollout.collect.collector import Collected
 from rollout.config import DType, SGLangConfig
 from rollout.types import GenerateRequest, Prompt, SampleGroup, SamplingParams
-from trainer.accounting import Hardware, StepAccounting
-from trainer.ceilings import Ceilings
-from trainer.config import TrainConfig
-from trainer.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
-from trainer.packing import pack
-from trainer.planner import DEFAULT_COST
-from trainer.training_step import TrainReport
+from trainer.batch.packing import pack
+from trainer.batch.planner import DEFAULT_COST
+from trainer.config.train import TrainConfig
+from trainer.limits.ceilings import Ceilings
+from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
+from trainer.policy.training_step import TrainReport
+from trainer.run.accounting import Hardware, StepAccounting
 
 RANK = Ceilings(device="a rank", copy_bytes_per_s=1e6, float32_flops=1e6, bfloat16_flops=4e6, float16_flops=1e3)
 ENGINE = replace(RANK, device="an engine", copy_bytes_per_s=2e6, float32_flops=3e6)

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollout.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
-from rollout.hf import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
+from rollout.data.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
+from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
-from trainer.base_model import (
+from trainer.config.components import ArithmeticModelConfig
+from trainer.run.base_model import (
     IGNORED,
     MANIFEST,
     WEIGHTS,
@@ -23,8 +24,7 @@ from trainer.base_model import (
     find_damage,
     response_loss,
 )
-from trainer.cache import default_cache_dir
-from trainer.components import ArithmeticModelConfig
+from trainer.rundir.cache import default_cache_dir
 
 DATA = ArithmeticDataConfig(max_operand=19, num_heldout=10)
 MODEL = ArithmeticModelConfig(hidden_size=64, num_layers=1, num_steps=2)

@@ -13,16 +13,16 @@ import pytest
 import ray
 from policy_cases import flip_byte, make_config, make_samples, published, save_policy
 
-import rollout.engine_group
-from rollout.actor_calls import kill_worker
+import rollout.group.engine_group
 from rollout.config import DType, Quantization, TorchEngineConfig
 from rollout.engine import WeightSyncError
-from rollout.engine_group import EngineGroup
-from rollout.group_member import Health
-from trainer.cluster import Cluster, start_ray
-from trainer.packing import pack
-from trainer.policy_group import PolicyGroup
-from trainer.weight_sync import sync_weights, to_other_nodes
+from rollout.group.actor_calls import kill_worker
+from rollout.group.engine_group import EngineGroup
+from rollout.group.group_member import Health
+from trainer.batch.packing import pack
+from trainer.cluster.placement import Cluster, start_ray
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.weight_sync import sync_weights, to_other_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGrou
         def kill_here(worker: Any, *, node: str, processes: Any) -> None:
             kill_worker(worker, node=policy.node, processes=processes)
 
-        patch.setattr(rollout.engine_group, "kill_worker", kill_here)
+        patch.setattr(rollout.group.engine_group, "kill_worker", kill_here)
         yield policy, engines
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout.config import DType
-from trainer import ceilings
-from trainer.ceilings import Ceilings, cache_path, find_ceilings, measure
+from trainer.limits import ceilings
+from trainer.limits.ceilings import Ceilings, cache_path, find_ceilings, measure
 
 KNOWN = Ceilings(
     device="a processor, 2 threads",

@@ -10,8 +10,9 @@ import pytest
 import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
-from rollout.data import StreamState
-from trainer.checkpoint import (
+from rollout.data.dataset import StreamState
+from trainer.batch.packing import pack
+from trainer.rundir.checkpoint import (
     POLICY,
     CheckpointError,
     FileRecord,
@@ -23,8 +24,7 @@ from trainer.checkpoint import (
     describe_file,
     newest_checkpoint,
 )
-from trainer.packing import pack
-from trainer.tracking.rows import forget_after, read_rows
+from trainer.rundir.rows import forget_after, read_rows
 
 
 def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:

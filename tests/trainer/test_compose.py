@@ -20,10 +20,10 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import Resolution, build_config, resolve, start_problems
-from trainer.cli.session import empty_root
-from trainer.config import GROUPS, TrainConfig
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import Resolution, build_config, resolve, start_problems
+from trainer.compose.session import empty_root
+from trainer.config.train import GROUPS, TrainConfig
 
 
 def recipe(name: str) -> Path:

@@ -49,10 +49,10 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from rollout.types import Sample
-from trainer.config import TrainConfig
-from trainer.packing import pack
-from trainer.training_step import TrainReport
-from trainer.worker import PolicyWorker
+from trainer.batch.packing import pack
+from trainer.config.train import TrainConfig
+from trainer.policy.training_step import TrainReport
+from trainer.policy.worker import PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),

@@ -35,18 +35,18 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
-from trainer.attention import PACKED_ATTENTION
-from trainer.batch import MiniBatch
-from trainer.components import CriticConfig, CriticOptimConfig
-from trainer.config import TrainConfig
-from trainer.critic import Critic, ValueModel
-from trainer.model import full_tensors
-from trainer.packing import micro_batch, pack
-from trainer.task import resolve_critic
-from trainer.training_step import TrainReport
-from trainer.worker import PolicyWorker
+from trainer.batch.packing import micro_batch, pack
+from trainer.batch.train_batch import MiniBatch
+from trainer.config.components import CriticConfig, CriticOptimConfig
+from trainer.config.train import TrainConfig
+from trainer.policy.attention import PACKED_ATTENTION
+from trainer.policy.critic import Critic, ValueModel
+from trainer.policy.model import full_tensors
+from trainer.policy.training_step import TrainReport
+from trainer.policy.worker import PolicyWorker
+from trainer.run.task import resolve_critic
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),

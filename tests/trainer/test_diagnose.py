@@ -9,12 +9,12 @@ from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve
-from trainer.cli.diagnose import diagnose
-from trainer.cli.overrides import recipe_override
-from trainer.cli.session import hydra_session
-from trainer.config import GROUPS
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
+from trainer.compose.diagnose import diagnose
+from trainer.compose.overrides import recipe_override
+from trainer.compose.session import hydra_session
+from trainer.config.train import GROUPS
 
 START = "defaults: [/train, override /model: arithmetic, override /data: arithmetic, _self_]\n"
 

@@ -17,17 +17,17 @@ from care_workers import DishonestWorker, SlowWorker
 from policy_cases import published as published_on
 from policy_cases import save_policy
 
-from rollout.actor_calls import WorkerError
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightReport, WeightSyncError
-from rollout.engine_group import EngineGroup
-from rollout.group_member import Health
-from rollout.hf import AutoModelForCausalLM
-from rollout.shared_weights import WeightPublisher
+from rollout.group.actor_calls import WorkerError
+from rollout.group.engine_group import EngineGroup
+from rollout.group.group_member import Health
+from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
-from rollout.weights import TensorShape
-from rollout.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
-from trainer.cluster import start_ray
+from rollout.weights.buckets import TensorShape
+from rollout.weights.shared_weights import WeightPublisher
+from trainer.cluster.placement import start_ray
 
 pytestmark = pytest.mark.slow
 

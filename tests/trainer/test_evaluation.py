@@ -13,19 +13,19 @@ from test_compose import config_of
 
 from algorithms.config import Problem
 from rollout.config import DType, TorchEngineConfig
-from rollout.data import Dataset, StreamState
-from rollout.data_files import BadRow
+from rollout.data.data_files import BadRow
+from rollout.data.dataset import Dataset, StreamState
 from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
-from rollout.torch_engine import TorchEngine
+from rollout.torch.engine import TorchEngine
 from rollout.types import Prompt
-from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 from trainer.cli.evaluate import render_results
-from trainer.cluster import engines_only, required_bundles
-from trainer.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
-from trainer.resume import flat_config
-from trainer.task import Task, data_notes
-from trainer.weights_source import SourceKind, WeightsSource, find_source
+from trainer.cluster.placement import engines_only, required_bundles
+from trainer.run.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
+from trainer.run.task import Task, data_notes
+from trainer.rundir.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.resume import flat_config
+from trainer.rundir.weights_source import SourceKind, WeightsSource, find_source
 
 
 def make_prompts(count: int) -> list[Prompt]:

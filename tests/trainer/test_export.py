@@ -12,13 +12,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from algorithms.config import AdvantageConfig, Estimator
-from rollout.data import StreamState
-from rollout.hf import AutoModelForCausalLM, AutoTokenizer
-from trainer.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
-from trainer.export import export_model
-from trainer.model import full_tensors
-from trainer.packing import pack
-from trainer.recording import CheckpointConfig, EvalConfig
+from rollout.data.dataset import StreamState
+from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
+from trainer.batch.packing import pack
+from trainer.config.recording import CheckpointConfig, EvalConfig
+from trainer.policy.model import full_tensors
+from trainer.run.export import export_model
+from trainer.rundir.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])

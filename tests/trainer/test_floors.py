@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.floors import (
+from trainer.limits.floors import (
     Lengths,
     Rates,
     kv_bytes_per_token,
@@ -17,7 +17,7 @@ from trainer.floors import (
     sync_floor,
     training_flops,
 )
-from trainer.model_shape import ModelShape
+from trainer.limits.model_shape import ModelShape
 
 TINY = ModelShape(
     num_parameters=1000,

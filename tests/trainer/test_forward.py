@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from algorithms.kl import k3
-from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import FinishReason, Sample
-from trainer.attention import PACKED_ATTENTION, attend_by_run, attend_padded, token_grid
-from trainer.forward import ScoringModel
-from trainer.packing import micro_batch
+from trainer.batch.packing import micro_batch
+from trainer.policy.attention import PACKED_ATTENTION, attend_by_run, attend_padded, token_grid
+from trainer.policy.forward import ScoringModel
 
 VOCAB = 40
 
@@ -174,7 +174,7 @@ def test_attention_by_run_is_float32_within() -> None:
 
 
 def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
-    from trainer.attention import packed_attention
+    from trainer.policy.attention import packed_attention
 
     tensors = [torch.zeros(1, 2, 5, 4) for _ in range(3)]
     with pytest.raises(ValueError, match="5 tokens exceed the model's sliding window of 3"):

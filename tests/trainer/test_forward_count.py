@@ -34,13 +34,13 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from trainer.batch import MicroBatch, TrainBatch
-from trainer.components import OptimConfig
-from trainer.config import TrainConfig
-from trainer.forward import ScoringModel, TokenScores
-from trainer.packing import pack
-from trainer.training_step import TrainingStep, TrainReport
-from trainer.worker import PolicyWorker
+from trainer.batch.packing import pack
+from trainer.batch.train_batch import MicroBatch, TrainBatch
+from trainer.config.components import OptimConfig
+from trainer.config.train import TrainConfig
+from trainer.policy.forward import ScoringModel, TokenScores
+from trainer.policy.training_step import TrainingStep, TrainReport
+from trainer.policy.worker import PolicyWorker
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
     "recompute": (RecomputeConfig(), 3, 4),

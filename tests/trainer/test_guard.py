@@ -1,4 +1,5 @@
-"""trainer/guard: the state machine under random metrics, the early warning, and what a tightened correction keeps."""
+"""trainer/run/guard: the state machine under random metrics, the early warning, and what a tightened correction
+keeps."""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ from algorithms.config.combine import combination_problems
 from algorithms.config.correction import BypassLoss
 from algorithms.correction import correct
 from rollout.task_config import ArithmeticDataConfig
-from trainer.components import ArithmeticModelConfig
-from trainer.config import GROUPS, PRESETS, TrainConfig
-from trainer.guard.config import (
+from trainer.config.components import ArithmeticModelConfig
+from trainer.config.guard import (
     Action,
     ESSBandConfig,
     K3BandConfig,
@@ -28,12 +28,13 @@ from trainer.guard.config import (
     RiseConfig,
     WatchedWeights,
 )
-from trainer.guard.guard import MismatchGuard, build_guard, described
-from trainer.guard.machine import GuardState, Ladder, Row, after, readings
-from trainer.guard.rise import RiseState, after_step
-from trainer.guard.tighten import tightened
-from trainer.recording import CheckpointConfig
-from trainer.tracking.events import Severity
+from trainer.config.recording import CheckpointConfig
+from trainer.config.tighten import tightened
+from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.run.guard import MismatchGuard, build_guard, described
+from trainer.run.guard_machine import GuardState, Ladder, Row, after, readings
+from trainer.run.guard_rise import RiseState, after_step
+from trainer.rundir.events import Severity
 
 GOOD = {"mismatch/k3": 1e-4, "mismatch/ess/raw_token": 0.999, "mismatch/khat/token": None}
 BAD = GOOD | {"mismatch/k3": 0.5}

@@ -6,7 +6,7 @@ import pytest
 from test_packing import make_sample
 
 from rollout.types import Prompt, SampleGroup
-from trainer.kinds import metrics_by_kind
+from trainer.run.kinds import metrics_by_kind
 
 
 def groups() -> list[SampleGroup]:

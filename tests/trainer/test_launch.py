@@ -13,23 +13,23 @@ from run_directory import write_run
 
 from rollout.engine import EngineError
 from trainer.cli.commands import run
-from trainer.config import TrainConfig
+from trainer.config.train import TrainConfig
 
 Train = Callable[[TrainConfig], SimpleNamespace]
 
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Train], None]:
-    """Put a function in the place of trainer.loop.train, and work in an empty directory."""
+    """Put a function in the place of trainer.run.loop.train, and work in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["parity"])
     # Whether the engine is installed is another test's question.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: SimpleNamespace(name=name))
 
     def replace_train(train: Train) -> None:
-        module = ModuleType("trainer.loop")
+        module = ModuleType("trainer.run.loop")
         module.train = train  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "trainer.loop", module)
+        monkeypatch.setitem(sys.modules, "trainer.run.loop", module)
 
     return replace_train
 
@@ -107,7 +107,7 @@ def test_nothing_is_written_to_the_directory_of_another_run(
     other = write_run(tmp_path / "runs")
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     # The directory is taken between the check of the command line and the start of the run.
-    monkeypatch.setattr("trainer.cli.compose.start_problems", lambda resolution: [])
+    monkeypatch.setattr("trainer.compose.compose.start_problems", lambda resolution: [])
     assert run(["train", "arithmetic_grpo", f"run.dir={other}", "tracking.wandb=disabled"]) == 1
     assert "must be absent or empty" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in other.rglob("*") if path.is_file() and ".hydra" not in path.parts}

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer import logprob_head
-from trainer.logprob_head import HeadOptions, TokenGradient, token_logprobs
+from trainer.policy import logprob_head
+from trainer.policy.logprob_head import HeadOptions, TokenGradient, token_logprobs
 
 TOKENS, SIZE, VOCAB = 11, 8, 40
 

@@ -11,11 +11,11 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from trainer.config import TrainConfig
-from trainer.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
-from trainer.packing import pack
-from trainer.training_step import TrainReport
-from trainer.worker import PolicyWorker
+from trainer.batch.packing import pack
+from trainer.config.train import TrainConfig
+from trainer.policy.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
+from trainer.policy.training_step import TrainReport
+from trainer.policy.worker import PolicyWorker
 
 
 @pytest.fixture(scope="module")

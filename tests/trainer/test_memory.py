@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollout.process_memory import (
+from rollout.processes.process_memory import (
     STEPS_KEPT,
     FreedMemory,
     MemoryUse,
@@ -23,8 +23,17 @@ from rollout.process_memory import (
     peak_bytes,
     reset_peak,
 )
-from trainer.cluster import RANK_HEAP, RANK_KERNELS
-from trainer.memory import AGAIN, MIB, WARM_UP_STEPS, WINDOW_STEPS, MemoryWatch, SlopeAlarm, low_points, theil_sen
+from trainer.cluster.placement import RANK_HEAP, RANK_KERNELS
+from trainer.limits.memory import (
+    AGAIN,
+    MIB,
+    WARM_UP_STEPS,
+    WINDOW_STEPS,
+    MemoryWatch,
+    SlopeAlarm,
+    low_points,
+    theil_sen,
+)
 
 AVAILABLE = 10 * 2**30
 FULL_WINDOW = WARM_UP_STEPS + STEPS_KEPT + WINDOW_STEPS - 1
@@ -158,7 +167,7 @@ def test_memory_that_was_freed_between_what_is_held_is_given_back() -> None:
 
 SHAPES = """
 import torch
-from rollout.process_memory import memory_use
+from rollout.processes.process_memory import memory_use
 torch.set_num_threads(1)
 weight, rows, early = torch.zeros(16, 64, dtype=torch.bfloat16), torch.zeros(1200, 64, dtype=torch.bfloat16), 0
 for count in range(500, 900):

@@ -15,9 +15,9 @@ from algorithms.config import ConfigError
 from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.sglang.installation import server_args
 from rollout.task_config import ArithmeticDataConfig
-from trainer.cli.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
-from trainer.cluster import bundle_numbers, required_bundles
-from trainer.components import (
+from trainer.batch.packing import micro_batch
+from trainer.cluster.placement import bundle_numbers, required_bundles
+from trainer.config.components import (
     ArithmeticModelConfig,
     ClusterConfig,
     HFModelConfig,
@@ -25,11 +25,11 @@ from trainer.components import (
     PolicyConfig,
     Residency,
 )
-from trainer.config import TrainConfig
-from trainer.config_rules import sharing_problems
-from trainer.dry_run import _sample
-from trainer.memory_plan import USABLE, may_take_turns, memory_plan
-from trainer.packing import micro_batch
+from trainer.config.rules import sharing_problems
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
+from trainer.limits.memory_plan import USABLE, may_take_turns, memory_plan
+from trainer.policy.dry_run import _sample
 
 
 def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainConfig:

@@ -16,12 +16,12 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
-from trainer.cli.estimate import dry_run_lengths
-from trainer.components import Offload, PolicyConfig
-from trainer.config import TrainConfig
-from trainer.host_copy import HostCopy, local_part
-from trainer.packing import pack
-from trainer.worker import PolicyWorker
+from trainer.batch.packing import pack
+from trainer.config.components import Offload, PolicyConfig
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import dry_run_lengths
+from trainer.policy.host_copy import HostCopy, local_part
+from trainer.policy.worker import PolicyWorker
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import torch
 from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
 from safetensors.torch import load_file, save_file
 
-from trainer.model import full_tensors, load_causal_lm
-from trainer.model_load import empty_causal_lm, weight_files
-from trainer.packing import micro_batch
+from trainer.batch.packing import micro_batch
+from trainer.policy.model import full_tensors, load_causal_lm
+from trainer.policy.model_load import empty_causal_lm, weight_files
 
 
 @pytest.mark.parametrize("tied", [True, False])

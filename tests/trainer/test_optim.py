@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.components import OptimConfig, Schedule
-from trainer.optim import build_optimizer, clip_gradients, learning_rate
+from trainer.config.components import OptimConfig, Schedule
+from trainer.policy.optim import build_optimizer, clip_gradients, learning_rate
 
 
 def test_warm_up_counts_rollout_steps() -> None:

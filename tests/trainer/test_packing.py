@@ -11,8 +11,8 @@ import torch
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.packing import assign_advantages, micro_batch, pack, split_mini_batches
-from trainer.planner import BinCost
+from trainer.batch.packing import assign_advantages, micro_batch, pack, split_mini_batches
+from trainer.batch.planner import BinCost
 
 
 def make_sample(

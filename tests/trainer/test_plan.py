@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import trainer.cli.estimate
+import trainer.limits.estimate
 from algorithms.config import (
     AdvantageConfig,
     BaselineScope,
@@ -21,9 +21,8 @@ from algorithms.config import (
 )
 from rollout.config import DType, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
-from trainer.cli.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
-from trainer.cli.plan import Machine, forwards, render_plan
-from trainer.components import (
+from trainer.cli.plan import forwards, render_plan
+from trainer.config.components import (
     ArithmeticModelConfig,
     BatchConfig,
     ClusterConfig,
@@ -31,10 +30,12 @@ from trainer.components import (
     HFModelConfig,
     PolicyConfig,
 )
-from trainer.config import TrainConfig
-from trainer.model_shape import UnknownShapeError
-from trainer.recording import CheckpointConfig, DumpConfig, EvalConfig
-from trainer.wording import size
+from trainer.config.recording import CheckpointConfig, DumpConfig, EvalConfig
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
+from trainer.limits.machine import Machine
+from trainer.limits.model_shape import UnknownShapeError
+from trainer.rundir.wording import size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -72,7 +73,7 @@ def test_batch_arithmetic_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_longest_arithmetic_prompt_is_exact() -> None:
-    from rollout.arithmetic import TOKENS, arithmetic_problems
+    from rollout.data.arithmetic import TOKENS, arithmetic_problems
 
     data = ArithmeticDataConfig(max_operand=123)
     config = replace(arithmetic_config(), data=data)
@@ -85,7 +86,7 @@ def test_the_longest_arithmetic_prompt_is_exact() -> None:
 
 @pytest.mark.parametrize(("width", "layers"), [(128, 3), (64, 1)])
 def test_arithmetic_sizes_are_those_of_the_real_model(width: int, layers: int) -> None:
-    from trainer.base_model import _new_model
+    from trainer.run.base_model import _new_model
 
     model = ArithmeticModelConfig(hidden_size=width, num_layers=layers)
     network = _new_model(model, pad_token_id=0, eos_token_id=1)
@@ -147,7 +148,7 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.kv_cache == 5 * 22 * 3 * 2 * 128 * 2
     # On a CPU the torch engine holds its layers a second time, packed, unless they are too large for that.
     for gpus, most, weights in ((1.0, 2**30, 2 * n), (0.0, 2**30, 2 * n + 6 * layer), (0.0, 6 * layer - 1, 2 * n)):
-        monkeypatch.setattr(trainer.cli.estimate, "MAX_PACKED_BYTES", most)
+        monkeypatch.setattr(trainer.limits.estimate, "MAX_PACKED_BYTES", most)
         embedded = replace(config, rollout=TorchEngineConfig(num_engines=2, gpus_per_engine=gpus))
         found = engine_memory(embedded, shape)
         assert (found.weights, found.kv_cache) == (weights, engine.kv_cache)

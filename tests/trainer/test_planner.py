@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.planner import (
+from trainer.batch.planner import (
     DEFAULT_COST,
     FREE_BINS,
     MAX_PADDING,

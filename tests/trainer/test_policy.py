@@ -20,20 +20,20 @@ from safetensors.torch import load_file
 from algorithms.config import (
     Aggregation,
 )
+from rollout.collect.requests import make_sample as make_rollout
+from rollout.collect.requests import sampling_params
 from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
-from rollout.engine_group import EngineGroup
-from rollout.requests import make_sample as make_rollout
-from rollout.requests import sampling_params
+from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
-from rollout.weights import unpack
-from trainer.batch import MicroBatch
-from trainer.cluster import Cluster, PlacementError, start_ray
-from trainer.components import ClusterConfig, OptimConfig, Residency
-from trainer.config import TrainConfig
-from trainer.packing import micro_batch, pack
-from trainer.policy_group import PolicyGroup
-from trainer.weight_sync import sync_weights
+from rollout.weights.buckets import unpack
+from trainer.batch.packing import micro_batch, pack
+from trainer.batch.train_batch import MicroBatch
+from trainer.cluster.placement import Cluster, PlacementError, start_ray
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.weight_sync import sync_weights
+from trainer.config.components import ClusterConfig, OptimConfig, Residency
+from trainer.config.train import TrainConfig
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,13 +16,13 @@ from policy_cases import lone_worker, make_config, save_policy
 from torch import Tensor
 
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
-from rollout.decoder import build_decoder
-from rollout.torch_engine import TorchEngine
+from rollout.torch.engine import TorchEngine
+from rollout.torch.model import build_decoder
 from rollout.types import GenerateRequest, Generation, Prompt
-from trainer.batch import MicroBatch
-from trainer.config import TrainConfig
-from trainer.probe import ProbeError, judge, probe_logprobs, rounding_tolerance, tolerance_of
-from trainer.worker import PolicyWorker
+from trainer.batch.train_batch import MicroBatch
+from trainer.config.train import TrainConfig
+from trainer.policy.worker import PolicyWorker
+from trainer.run.probe import ProbeError, judge, probe_logprobs, rounding_tolerance, tolerance_of
 
 PROMPTS = [Prompt(prompt_id=i, token_ids=[i + 2, 40, 7, i + 9], text="", answer="") for i in range(6)]
 

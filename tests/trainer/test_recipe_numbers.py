@@ -9,13 +9,14 @@ from typing import NamedTuple
 import pytest
 
 from rollout.config import DynamicCollectConfig
-from trainer.cli.catalog import read_card, recipe_files
-from trainer.cli.compose import resolve
-from trainer.cli.estimate import batch_shape
-from trainer.cli.paths import recipe_dir
-from trainer.cli.plan import Machine, render_plan
-from trainer.components import HFModelConfig
-from trainer.config import TrainConfig
+from trainer.cli.plan import render_plan
+from trainer.compose.catalog import read_card, recipe_files
+from trainer.compose.compose import resolve
+from trainer.config.components import HFModelConfig
+from trainer.config.paths import recipe_dir
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import batch_shape
+from trainer.limits.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 RECIPES = recipe_files(recipe_dir())

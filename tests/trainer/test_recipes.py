@@ -16,10 +16,10 @@ import pytest
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
-from trainer.cli.catalog import RecipeCard, find_recipe, read_card, recipe_files
-from trainer.cli.paths import config_dir, recipe_dir
-from trainer.cli.session import hydra_session
-from trainer.config import GROUPS
+from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
+from trainer.compose.session import hydra_session
+from trainer.config.paths import config_dir, recipe_dir
+from trainer.config.train import GROUPS
 
 ROOT = Path(__file__).parents[2]
 RECIPES = recipe_files(recipe_dir())
@@ -118,7 +118,7 @@ def test_a_wheel_holds_configs_and_recipes_where_they_are_found(tmp_path: Path) 
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(site)
     code = (
-        "import sys, trainer.cli.paths as p; from trainer.cli.commands import run; "
+        "import sys, trainer.config.paths as p; from trainer.cli.commands import run; "
         "print(p.config_dir()); print(p.recipe_dir()); "
         "sys.exit(run(['train', 'arithmetic_grpo', '--dry-run']))"
     )

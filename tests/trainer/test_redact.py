@@ -1,4 +1,4 @@
-"""trainer/tracking/redact.py: planted secrets never survive, our own keys always do."""
+"""trainer/rundir/redact.py: planted secrets never survive, our own keys always do."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from rollout.config import SGLangConfig
 from rollout.task_config import FileDataConfig
-from trainer.components import ArithmeticModelConfig
-from trainer.config import ArithmeticDataConfig, TrainConfig
-from trainer.tracking.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from trainer.config.components import ArithmeticModelConfig
+from trainer.config.train import ArithmeticDataConfig, TrainConfig
+from trainer.rundir.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"
 

@@ -25,11 +25,11 @@ from algorithms.config import (
     TISConfig,
 )
 from rollout.types import Sample
-from trainer.config import TrainConfig
-from trainer.forward import TokenScores
-from trainer.micro_loss import micro_loss, rebase_advantages
-from trainer.packing import pack
-from trainer.training_step import TrainReport
+from trainer.batch.packing import pack
+from trainer.config.train import TrainConfig
+from trainer.policy.forward import TokenScores
+from trainer.policy.micro_loss import micro_loss, rebase_advantages
+from trainer.policy.training_step import TrainReport
 
 IN_LOSS = [
     ReferenceKLConfig(coef=1.0, estimator=estimator)

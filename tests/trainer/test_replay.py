@@ -30,26 +30,26 @@ from algorithms.config import (
     TISConfig,
 )
 from rollout.types import Sample
-from trainer.batch import MiniBatch, TokenScores
+from trainer.batch.packing import micro_batch, pack, step_samples
+from trainer.batch.train_batch import MiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
-from trainer.config import TrainConfig
-from trainer.export import load_policy
-from trainer.guard.config import MismatchGuardConfig
-from trainer.packing import micro_batch, pack, step_samples
-from trainer.policy_group import PolicyGroup
-from trainer.recording import DumpConfig
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.config.guard import MismatchGuardConfig
+from trainer.config.recording import DumpConfig
+from trainer.config.train import TrainConfig
+from trainer.policy.recorder import DumpReport, StepRecorder
+from trainer.policy.training_step import TrainReport
+from trainer.policy.worker import PolicyWorker
 from trainer.replay import gradients as gradients_module
-from trainer.replay.dump import MANIFEST, Manifest, begin_dump, commit_dump, dumped_steps, open_dump
-from trainer.replay.dumper import StepDumper
 from trainer.replay.gradients import gradient_report
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
-from trainer.replay.recorder import DumpReport, StepRecorder
 from trainer.replay.results import Replay, replay_step
 from trainer.replay.weights import LoadedPolicy
-from trainer.training_step import TrainReport
-from trainer.worker import PolicyWorker
+from trainer.run.dumper import StepDumper
+from trainer.run.export import load_policy
+from trainer.rundir.dump import MANIFEST, Manifest, begin_dump, commit_dump, dumped_steps, open_dump
 
 STEP = 3
 MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)

@@ -14,20 +14,19 @@ import pytest
 from policy_cases import make_config
 
 from algorithms.config import AdvantageConfig, Estimator
-from rollout.data import StreamState
+from rollout.data.dataset import StreamState
 from rollout.types import FinishReason
-from trainer.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
 from trainer.cli.commands import run as parity
-from trainer.cli.compose import resolve
-from trainer.components import HFModelConfig, Resume
-from trainer.config import TrainConfig
-from trainer.loop import train
-from trainer.recording import TrackingConfig, WandbMode
-from trainer.resume import changed_keys, checkpoint_to_resume, flat_config
-from trainer.termination import RunTerminated, end_at_sigterm, termination_requests
-from trainer.tracking.events import Event, Severity
-from trainer.tracking.rows import read_rows
-from trainer.tracking.run_dir import (
+from trainer.compose.compose import resolve
+from trainer.config.components import HFModelConfig, Resume
+from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.train import TrainConfig
+from trainer.run.loop import train
+from trainer.rundir.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.events import Event, Severity
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.rundir.rows import read_rows
+from trainer.rundir.run_dir import (
     completed_steps,
     has_checkpoint,
     is_run,
@@ -36,6 +35,7 @@ from trainer.tracking.run_dir import (
     release_directory,
     take_directory,
 )
+from trainer.rundir.termination import RunTerminated, end_at_sigterm, termination_requests
 from trainer.tracking.tracker import SampleRow, Tracker
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -15,15 +15,15 @@ import torch
 from full_disk import full_disk
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
-from rollout.data import StreamState
-from trainer.checkpoint import CheckpointError, RunState, newest_checkpoint
-from trainer.packing import pack
-from trainer.policy_group import PolicyGroup
-from trainer.recording import CheckpointConfig
-from trainer.saving import MAX_CONSECUTIVE_FAILURES, Saver
-from trainer.shards import ShardReport
+from rollout.data.dataset import StreamState
+from trainer.batch.packing import pack
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.config.recording import CheckpointConfig
+from trainer.policy.shards import ShardReport
+from trainer.policy.worker import PolicyWorker
+from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Saver
+from trainer.rundir.checkpoint import CheckpointError, RunState, newest_checkpoint
 from trainer.tracking.tracker import Tracker
-from trainer.worker import PolicyWorker
 
 
 @dataclass
@@ -215,7 +215,7 @@ def test_a_rank_takes_back_its_count_of_bad_steps(worker: PolicyWorker, tmp_path
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path) -> None:
-    from rollout.hf import Qwen2Config, Qwen2ForCausalLM
+    from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = make_config(save_policy(tmp_path / "model"), num_workers=1)
     (tmp_path / "saved").mkdir()

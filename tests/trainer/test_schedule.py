@@ -9,17 +9,17 @@ import pytest
 from policy_cases import make_config
 
 from algorithms.config import ConfigError
-from rollout.collect import Collector
+from rollout.collect.collector import Collector
 from rollout.config import CollectConfig, CollectOrder, FixedCollectConfig, PauseMode, SGLangConfig
-from trainer.components import Residency
-from trainer.config import TrainConfig
-from trainer.schedule import (
+from trainer.config.components import Residency
+from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
     Schedule,
     ScheduleConfig,
     SyncScheduleConfig,
 )
+from trainer.config.train import TrainConfig
 
 PARTIAL = FixedCollectConfig(partial=True, over_sampling=1.5)
 

@@ -11,11 +11,11 @@ import pytest
 from test_compose import config_of
 from test_floors import QWEN_7B, TINY
 
-from rollout.simulated_schedules import Schedule, simulate
-from rollout.simulator import Work
+from rollout.simulate.simulated_schedules import Schedule, simulate
+from rollout.simulate.simulator import Work
 from trainer.cli.commands import run
-from trainer.floors import Lengths, Rates, optimizer_floor, prefill_floor, replay_decode, training_flops
-from trainer.simulation import (
+from trainer.limits.floors import Lengths, Rates, optimizer_floor, prefill_floor, replay_decode, training_flops
+from trainer.simulate.simulation import (
     DEVICES,
     Efficiencies,
     LengthLaw,

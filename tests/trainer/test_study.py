@@ -15,14 +15,14 @@ import pytest
 
 import trainer.study.run as study_run
 from trainer.cli.commands import run
-from trainer.cli.plan import Machine
+from trainer.limits.machine import Machine
+from trainer.rundir.provenance import config_document
 from trainer.study.cells import Stage, look, make_way, study_problems
 from trainer.study.config import MODES, StudyConfig
 from trainer.study.grid import Cell, Grid, compose_grid
 from trainer.study.progress import StudyConsole, duration
 from trainer.study.run import CellRecord, command_line, last_words, parallel_problems, run_cells
 from trainer.study.study_dir import taken
-from trainer.tracking.provenance import config_document
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")

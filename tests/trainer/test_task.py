@@ -9,11 +9,11 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rollout.rewards.pool import RewardPoolError
-from trainer import task
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve
-from trainer.components import HFModelConfig
-from trainer.config import TrainConfig
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
+from trainer.config.components import HFModelConfig
+from trainer.config.train import TrainConfig
+from trainer.run import task
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""trainer/token_deltas.py and what samples.jsonl keeps of it: the right tokens of the right samples, and few."""
+"""trainer/batch/token_deltas.py and what samples.jsonl keeps of it: the right tokens of the right samples, and few."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.packing import micro_batch
-from trainer.token_deltas import MAX_TOKENS, ScoredTokens, choose, merge_ranks
+from trainer.batch.packing import micro_batch
+from trainer.batch.token_deltas import MAX_TOKENS, ScoredTokens, choose, merge_ranks
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import sample_rows, select_rows
 

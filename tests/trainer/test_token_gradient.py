@@ -21,12 +21,12 @@ from algorithms.config import (
 )
 from algorithms.config.combine import is_token_local
 from rollout.types import Sample
-from trainer import logprob_head
-from trainer import micro_loss as micro_loss_module
-from trainer import step_totals as step_totals_module
-from trainer import training_step as training_step_module
-from trainer.config import TrainConfig
-from trainer.token_gradient import token_gradient
+from trainer.config.train import TrainConfig
+from trainer.policy import logprob_head
+from trainer.policy import micro_loss as micro_loss_module
+from trainer.policy import step_stats as step_totals_module
+from trainer.policy import training_step as training_step_module
+from trainer.policy.token_gradient import token_gradient
 
 LOCAL = {
     "recompute",

@@ -24,16 +24,16 @@ import wandb_file
 import trainer.tracking.wandb_sink as wandb_sink
 from algorithms.histograms import HistogramArrays, mismatch_histograms
 from rollout.config import SGLangConfig
-from rollout.data import StreamState
+from rollout.data.dataset import StreamState
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.checkpoint import RunState
-from trainer.cli.compose import resolve, start_problems
-from trainer.components import ArithmeticModelConfig, RunConfig
-from trainer.config import MISConfig, SamplingConfig, TrainConfig
-from trainer.recording import TrackingConfig, WandbMode
+from trainer.compose.compose import resolve, start_problems
+from trainer.config.components import ArithmeticModelConfig, RunConfig
+from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.train import MISConfig, SamplingConfig, TrainConfig
+from trainer.rundir.checkpoint import RunState
+from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
-from trainer.tracking.events import Event, Severity
 from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
@@ -200,8 +200,8 @@ def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from trainer.components import Resume\n"
-        "from trainer.tracking.run_dir import take_directory\n"
+        "import sys, time; from pathlib import Path; from trainer.config.components import Resume\n"
+        "from trainer.rundir.run_dir import take_directory\n"
         f"lock, _ = take_directory(Path({str(tmp_path / 'run')!r}), resume=Resume.never, continues=False)\n"
         "sys.stdout.write('locked'); sys.stdout.flush()\n"
         "time.sleep(60)"
@@ -414,7 +414,7 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     recipe = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
     words = ["rollout=torch", "tracking.tensorboard=true"]
     resolution = resolve(recipe, words, own_dir=None, multirun=False)
-    monkeypatch.setattr("trainer.tracking.tensorboard_sink.PACKAGE", "no_such_package")
+    monkeypatch.setattr("trainer.compose.compose.TENSORBOARD_PACKAGE", "no_such_package")
     [problem] = start_problems(resolution)
     assert problem.key == "tracking.tensorboard" and 'pip install ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))
@@ -488,7 +488,7 @@ def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
     script = f"""
 import io, os, sys, time
 from pathlib import Path
-from trainer.recording import TrackingConfig, WandbMode
+from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.tracking.wandb_sink import WandbSink
 sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
                  report=lambda line: None)

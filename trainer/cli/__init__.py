@@ -1,1 +1,1 @@
-"""The command line: words -> checked configs -> runs. `commands.py` is the entry, `compose.py` the heart."""
+"""The command line: words -> checked configs -> runs. `commands.py` is the entry, one file per command."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from hydra._internal.utils import get_args_parser
 
 from algorithms.config import Problem
-from trainer.cli.keys import nearest
-from trainer.cli.overrides import long_form
-from trainer.cli.renamed import renamed_hint
+from trainer.compose.keys import nearest
+from trainer.compose.overrides import long_form
+from trainer.compose.renamed import renamed_hint
 
 DRY_RUN = "--dry-run"
 INSPECTIONS = ("--cfg", "--info", "--hydra-help", "--help")

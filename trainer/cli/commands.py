@@ -1,6 +1,6 @@
 """Words of the command line -> exit code: `parity train`, `parity eval`, `parity recipes`, shell completion.
 
-`train` checks everything with `compose.py` before it hands over to Hydra in `launch.py`. Only the
+`train` checks everything with `trainer/compose/compose.py` before it hands over to Hydra in `launch.py`. Only the
 standard library is imported here: help appears at once, and a mistake is reported before torch or Ray is loaded.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from algorithms.config import Problem
-from trainer.cli.catalog import find_recipe, read_card, recipe_files
-from trainer.cli.outcome import BEST_FLAG, COMMANDS, COMPLETION_FLAGS, DONE, FAILED, INTERRUPTED, REFUSED, report
-from trainer.cli.paths import recipe_dir
-from trainer.config import GROUPS, PRESETS
+from trainer.compose.catalog import find_recipe, read_card, recipe_files
+from trainer.compose.outcome import BEST_FLAG, COMMANDS, COMPLETION_FLAGS, DONE, FAILED, INTERRUPTED, REFUSED, report
+from trainer.config.paths import recipe_dir
+from trainer.config.train import GROUPS, PRESETS
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -242,14 +242,14 @@ def _export(words: list[str]) -> int:
     if not recipe.is_file():
         wrong = Problem(key="run.dir", rule="must be the directory of a run, with its config.yaml", value=str(run_dir))
         return report([wrong], command=command)
-    from trainer.cli.compose import resolve
+    from trainer.compose.compose import resolve
 
     resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config if resolution.runs else None
     if config is None:
         return report(list(resolution.problems), command=command)
-    from trainer.checkpoint import CheckpointError
-    from trainer.export import export_model
+    from trainer.run.export import export_model
+    from trainer.rundir.checkpoint import CheckpointError
 
     try:
         checkpoint = export_model(config, run_dir, directory, best=best)
@@ -282,7 +282,7 @@ def _train(words: list[str]) -> int:
 def _resume(words: list[str]) -> int:
     from trainer.cli.arguments import parse_train
     from trainer.cli.resume import COMMAND, recorded_recipe, resume_words
-    from trainer.tracking.run_dir import CONFIG_FILE
+    from trainer.rundir.run_dir import CONFIG_FILE
 
     if not words or words[0].startswith("-"):
         remedy = f"{COMMAND} <run.dir> [key=value ...]."
@@ -310,9 +310,9 @@ def _checked_train(
 
     Problems name the file `shown_as` instead of `recipe`, if it is given.
     """
-    from trainer.cli.compose import resolve, start_problems
-    from trainer.cli.overrides import directory_override
     from trainer.cli.resume import earlier_run
+    from trainer.compose.compose import resolve, start_problems
+    from trainer.compose.overrides import directory_override
 
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     earlier = earlier_run(resolution)

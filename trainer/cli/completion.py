@@ -14,12 +14,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from algorithms.config import Problem
-from trainer.cli.catalog import find_recipe, recipe_files
-from trainer.cli.keys import field_names
 from trainer.cli.launch import hydra_main
-from trainer.cli.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
-from trainer.cli.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.cli.replay import replay_completions
+from trainer.compose.catalog import find_recipe, recipe_files
+from trainer.compose.keys import field_names
+from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
+from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
@@ -94,7 +94,7 @@ def _own_words(command: str) -> list[str]:
 def _own_keys(command: str) -> list[str]:
     """Names of the keys of a command that has a section of its own."""
     if command == "simulate":
-        from trainer.simulation import SimulateConfig
+        from trainer.simulate.simulation import SimulateConfig
 
         return field_names(SimulateConfig)
     if command == "study":

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from rollout.config import SGLANG_REMEDY
-from trainer.wording import size
+from trainer.rundir.wording import size
 
 SGLANG_FLOOR = (0, 5, 23)
 """Earlier releases have known remote-code-execution holes in the routes that replace weights."""
@@ -197,7 +197,7 @@ def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
     """What copies and products reach on all cores, or on the first GPU; measured once, then read from the cache."""
     if torch_found.status is Status.missing:
         return Finding(name="limits", status=Status.note, found="unknown without torch")
-    from trainer.ceilings import find_ceilings
+    from trainer.limits.ceilings import find_ceilings
 
     try:
         ceilings = find_ceilings("cuda" if gpus else "cpu", num_threads=_num_cores())

@@ -15,15 +15,15 @@ from rich.table import Table
 from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve, start_problems
-from trainer.cli.outcome import BEST_FLAG, DONE, report
 from trainer.cli.tables import table_text
-from trainer.config import TrainConfig
-from trainer.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve, start_problems
+from trainer.compose.outcome import BEST_FLAG, DONE, report
+from trainer.config.train import TrainConfig
+from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 
 if TYPE_CHECKING:
-    from rollout.evaluate import EvalResult
+    from rollout.collect.evaluate import EvalResult
 
 NAME = "parity eval"
 
@@ -91,7 +91,7 @@ def _server_problems(config: TrainConfig) -> Iterator[Problem]:
 def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
     # Here and not above: these lines import torch, Ray and transformers.
     from trainer.cli.launch import failed
-    from trainer.evaluation import evaluate_model
+    from trainer.run.evaluation import evaluate_model
 
     def say(line: str) -> None:
         sys.stdout.write(f"{line}\n")

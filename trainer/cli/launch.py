@@ -1,4 +1,4 @@
-"""A checked command -> hydra.main -> trainer.loop.train, once or once per combination of a sweep.
+"""A checked command -> hydra.main -> trainer.run.loop.train, once or once per combination of a sweep.
 
 Hydra shows configs (--cfg), expands sweeps and names the directories; the job function here turns its config into a
 TrainConfig for the last time and reports how the run ended. Called by `commands.py`.
@@ -18,13 +18,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from trainer.cli.arguments import TrainArguments
-from trainer.cli.compose import build_config
-from trainer.cli.outcome import DONE, FAILED, report
-from trainer.cli.overrides import recipe_override
-from trainer.cli.session import VERSION_BASE, register
-from trainer.termination import RunTerminated
-from trainer.tracking.redact import redact_text
-from trainer.tracking.run_dir import RunDirectoryError
+from trainer.compose.compose import build_config
+from trainer.compose.outcome import DONE, FAILED, report
+from trainer.compose.overrides import recipe_override
+from trainer.compose.session import VERSION_BASE, register
+from trainer.rundir.redact import redact_text
+from trainer.rundir.run_dir import RunDirectoryError
+from trainer.rundir.termination import RunTerminated
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
@@ -72,7 +72,7 @@ def run_job(composed: DictConfig) -> int:
         sys.stdout.flush()
     try:
         # Here and not above: this line imports torch, Ray and transformers.
-        from trainer.loop import train
+        from trainer.run.loop import train
 
         result = train(config)
     except KeyboardInterrupt:

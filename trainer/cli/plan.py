@@ -5,51 +5,25 @@ Resolved from the configuration and this machine alone: no torch, no Ray, no net
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
-from trainer.cli.compose import Resolution
-from trainer.cli.estimate import batch_shape, model_shape
-from trainer.components import ArithmeticModelConfig, HFModelConfig, Resume
-from trainer.config import TrainConfig
-from trainer.guard.config import MismatchGuardConfig, tightened_corrections
-from trainer.guard.guard import described
-from trainer.memory_plan import gpu_bytes, memory_plan
-from trainer.model_shape import UnknownShapeError
-from trainer.recording import DUMP_BYTES_PER_TOKEN
-from trainer.tracking.run_dir import needs_no_step, newest_saved_step
-from trainer.wording import counted, size
+from trainer.compose.compose import Resolution
+from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Resume
+from trainer.config.guard import MismatchGuardConfig, tightened_corrections
+from trainer.config.recording import DUMP_BYTES_PER_TOKEN
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import batch_shape, model_shape
+from trainer.limits.machine import Machine, this_machine
+from trainer.limits.memory_plan import gpu_bytes, memory_plan
+from trainer.limits.model_shape import UnknownShapeError
+from trainer.run.guard import described
+from trainer.rundir.run_dir import needs_no_step, newest_saved_step
+from trainer.rundir.wording import counted, size
 
 LABEL_WIDTH = 11
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What this machine offers."""
-
-    cpus: int
-    """Logical cores that this process may use."""
-    gpus: int
-    """NVIDIA devices that this process may use."""
-    memory: int
-    """Bytes of memory, free and used."""
-
-
-def this_machine() -> Machine:
-    """Look at the machine without torch."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = len(glob.glob("/dev/nvidia[0-9]*"))
-    if visible is not None:
-        devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-    return Machine(cpus=len(cores), gpus=devices, memory=psutil.virtual_memory().total)
 
 
 def render_plans(resolution: Resolution) -> str:

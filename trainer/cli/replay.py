@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from algorithms.config import Problem
-from trainer.cli.compose import resolve
-from trainer.cli.keys import nearest
-from trainer.cli.outcome import DONE, REFUSED, report
 from trainer.cli.tables import table_text
-from trainer.config import TrainConfig
-from trainer.replay.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.compose.compose import resolve
+from trainer.compose.keys import nearest
+from trainer.compose.outcome import DONE, REFUSED, report
+from trainer.config.train import TrainConfig
 from trainer.replay.modes import MODES, RUN, all_names, name_problems
-from trainer.weights_source import BASE, WeightsSource, find_source
+from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.weights_source import BASE, WeightsSource, find_source
 
 if TYPE_CHECKING:
     from trainer.replay.gradients import GradientReport

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from algorithms.config import Problem
-from trainer.cli.outcome import DONE, FAILED, report
+from trainer.compose.outcome import DONE, FAILED, report
 
 COMMAND = "parity report"
 OUT_FLAGS = ("-o", "--out")

@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from algorithms.config import Problem
-from trainer.cli.compose import Resolution
-from trainer.cli.overrides import directory_override
-from trainer.components import Resume
-from trainer.config import GROUPS
-from trainer.tracking.redact import REDACTED
-from trainer.tracking.run_dir import CONFIG_FILE, has_checkpoint, is_run
+from trainer.compose.compose import Resolution
+from trainer.compose.overrides import directory_override
+from trainer.config.components import Resume
+from trainer.config.train import GROUPS
+from trainer.rundir.redact import REDACTED
+from trainer.rundir.run_dir import CONFIG_FILE, has_checkpoint, is_run
 
 COMMAND = "parity resume"
 _FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")

@@ -15,20 +15,20 @@ from rich.table import Table
 
 from algorithms.config import Problem
 from rollout.config import DType
-from rollout.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
+from rollout.simulate.simulated_schedules import Outcome, Plant, Schedule, prompts_needed, simulate
 from trainer.cli.arguments import parse_train
-from trainer.cli.catalog import find_recipe
-from trainer.cli.compose import resolve
-from trainer.cli.estimate import model_shape
 from trainer.cli.evaluate import flag_problems
-from trainer.cli.outcome import DONE, FAILED, report
-from trainer.cli.own_keys import read_own_keys
-from trainer.cli.plan import this_machine
 from trainer.cli.tables import table_text
-from trainer.config import TrainConfig
-from trainer.floors import Rates
-from trainer.model_shape import ModelShape, UnknownShapeError
-from trainer.simulation import (
+from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
+from trainer.compose.outcome import DONE, FAILED, report
+from trainer.compose.own_keys import read_own_keys
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import model_shape
+from trainer.limits.floors import Rates
+from trainer.limits.machine import this_machine
+from trainer.limits.model_shape import ModelShape, UnknownShapeError
+from trainer.simulate.simulation import (
     DEVICES,
     Efficiencies,
     LengthLaw,
@@ -131,7 +131,7 @@ def _rates(config: TrainConfig, assumed: SimulateConfig) -> tuple[Rates, Rates, 
         of_one = DEVICES[assumed.device]
         return _times(of_one, engine_gpus), _times(of_one, rank_gpus), f"{assumed.device}, data sheet, bfloat16"
     # Here and not above: this imports torch, and measures for a second what is not in the cache.
-    from trainer.ceilings import Ceilings, find_ceilings
+    from trainer.limits.ceilings import Ceilings, find_ceilings
 
     def look(gpus: float, workers: int, dtype: DType) -> tuple[Rates, Ceilings]:
         threads = max(1, (os.cpu_count() or 1) // workers)

@@ -14,18 +14,19 @@ from pathlib import Path
 from algorithms.config import Problem
 from algorithms.objective import objective, reference_term
 from trainer.cli.arguments import parse_train
-from trainer.cli.catalog import find_recipe
 from trainer.cli.evaluate import flag_problems
-from trainer.cli.outcome import DONE, FAILED, report
-from trainer.cli.own_keys import read_own_keys
-from trainer.cli.plan import LABEL_WIDTH, render_plan, this_machine
+from trainer.cli.plan import LABEL_WIDTH, render_plan
+from trainer.compose.catalog import find_recipe
+from trainer.compose.outcome import DONE, FAILED, report
+from trainer.compose.own_keys import read_own_keys
+from trainer.limits.machine import this_machine
+from trainer.rundir.redact import redact_argv
 from trainer.study.cells import Stage, Standing, look, newest_study, studies_dir, study_problems
 from trainer.study.config import StudyConfig, precision_words
 from trainer.study.grid import Grid, compose_grid, recipe_problems
 from trainer.study.progress import StudyConsole, duration
 from trainer.study.run import CellRecord, parallel_problems, run_cells
 from trainer.study.study_dir import read_records, taken
-from trainer.tracking.redact import redact_argv
 
 NAME = "parity study"
 SECTION = "study"

@@ -1,1 +1,1 @@
-"""Steps that are written down while a run trains, and scored again afterwards under every correction."""
+"""Steps that were written down while a run trained, scored again under every correction."""

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from algorithms.config import Aggregation
-from trainer.batch import MicroBatch, MiniBatch, TokenScores
-from trainer.config import TrainConfig
-from trainer.forward import ScoringModel
-from trainer.micro_loss import NUM_COUNTS, step_factor
+from trainer.batch.train_batch import MicroBatch, MiniBatch, TokenScores
+from trainer.config.train import TrainConfig
+from trainer.policy.forward import ScoringModel
+from trainer.policy.micro_loss import NUM_COUNTS, step_factor
+from trainer.policy.recorder import OF_BATCH
 from trainer.replay.compare import Matrix, cosines_of_products
 from trainer.replay.modes import Mode
 from trainer.replay.recorded import RecordedStep, make_micro
-from trainer.replay.recorder import OF_BATCH
 from trainer.replay.score import Place, fitted, prepared, score_micro
 from trainer.replay.weights import LoadedPolicy
 

@@ -22,7 +22,7 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.spec import CorrectionSpec
-from trainer.config import TrainConfig
+from trainer.config.train import TrainConfig
 
 RUN = "run"
 """Name of the correction that the step was trained with."""

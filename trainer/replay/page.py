@@ -10,7 +10,7 @@ from markupsafe import escape
 
 from trainer.replay.compare import Matrix
 from trainer.replay.results import COLUMNS, Replay, objective_of
-from trainer.tracking.run_dir import write_whole
+from trainer.rundir.run_dir import write_whole
 
 if TYPE_CHECKING:
     from trainer.replay.gradients import GradientReport

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
-from trainer.replay.dump import Dump, RankFile
-from trainer.replay.recorder import OF_BATCH, OF_SCORES, SAMPLES
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.policy.recorder import OF_BATCH, OF_SCORES, SAMPLES
+from trainer.rundir.dump import Dump, RankFile
 
 
 @dataclass(kw_only=True, slots=True)

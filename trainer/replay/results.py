@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from algorithms.objective import objective, reference_term
-from trainer.config import TrainConfig
+from trainer.config.train import TrainConfig
 from trainer.replay.compare import Matrix, correlations, cosines
-from trainer.replay.dump import Dump
 from trainer.replay.modes import RUN, Mode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
-from trainer.tracking.rows import read_rows
-from trainer.tracking.run_dir import write_whole
-from trainer.wording import counted
+from trainer.rundir.dump import Dump
+from trainer.rundir.rows import read_rows
+from trainer.rundir.run_dir import write_whole
+from trainer.rundir.wording import counted
 
 if TYPE_CHECKING:
     from trainer.replay.gradients import GradientReport

@@ -1,8 +1,9 @@
 """A recorded step -> what training would have made of it under a correction, without a model.
 
-The code is that of training: `trainer/micro_loss.py` scores each micro-batch, `trainer/step_totals.py` adds up, rank
-by rank in the order of the run. So the row of the run's own correction is what its metrics.jsonl says, to the last
-bit: with one or two ranks on a CPU; more ranks are added in another order than gloo's, and a GPU rounds differently.
+The code is that of training: `trainer/policy/micro_loss.py` scores each micro-batch, `trainer/policy/step_stats.py`
+adds up, rank by rank in the order of the run. So the row of the run's own correction is what its metrics.jsonl says, to
+the last bit: with one or two ranks on a CPU; more ranks are added in another order than gloo's, and a GPU rounds
+differently.
 
 A correction is judged on the tokens and log-probs of the run. From the second optimizer step on, pi_theta is where the
 run's own correction had moved it, and not where another one would have.
@@ -20,9 +21,9 @@ import torch
 from torch import Tensor
 
 from algorithms.config import BaselineScope
-from trainer.batch import MicroBatch, MiniBatch, StepSamples, TokenScores
-from trainer.config import TrainConfig
-from trainer.micro_loss import (
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.config.train import TrainConfig
+from trainer.policy.micro_loss import (
     NUM_COUNTS,
     StepFactor,
     micro_correction,
@@ -31,9 +32,9 @@ from trainer.micro_loss import (
     step_factor,
     stored_correction,
 )
+from trainer.policy.step_stats import StepTotals
 from trainer.replay.modes import RUN, Mode
 from trainer.replay.recorded import RecordedStep
-from trainer.step_totals import StepTotals
 
 NOT_REPLAYED = ("mismatch/k3_floor", "optim/grad_norm")
 """What `StepTotals` measures with the model."""
@@ -125,7 +126,7 @@ class MicroScore:
 def score_micro(
     config: TrainConfig, micro: MicroBatch, scores: TokenScores, *, place: Place, totals: StepTotals | None
 ) -> MicroScore:
-    """The calls of `trainer/training_step.py`, and the gradient where the backward of the model would begin.
+    """The calls of `trainer/policy/training_step.py`, and the gradient where the backward of the model would begin.
 
     What is measured is added to `totals`; nothing is without them.
     """

@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.checkpoint import Checkpoint, checkpoint_at, checkpoint_nearest
-from trainer.config import TrainConfig
-from trainer.export import chosen_checkpoint, load_policy
-from trainer.forward import ScoringModel
-from trainer.task import resolve_model
-from trainer.weights_source import SourceKind, WeightsSource
+from trainer.config.train import TrainConfig
+from trainer.policy.forward import ScoringModel
+from trainer.run.export import chosen_checkpoint, load_policy
+from trainer.run.task import resolve_model
+from trainer.rundir.checkpoint import Checkpoint, checkpoint_at, checkpoint_nearest
+from trainer.rundir.weights_source import SourceKind, WeightsSource
 
 
 class LoadedPolicy(NamedTuple):

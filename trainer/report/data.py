@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from trainer.tracking.rows import read_lines
-from trainer.tracking.run_dir import STATUS_FILE
+from trainer.rundir.rows import read_lines
+from trainer.rundir.run_dir import STATUS_FILE
 
 Row = Mapping[str, Any]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from algorithms.config import Problem
+from trainer.rundir.provenance import config_document
+from trainer.rundir.run_dir import completed_steps, has_checkpoint, is_run
 from trainer.study.grid import Cell
-from trainer.tracking.provenance import config_document
-from trainer.tracking.run_dir import completed_steps, has_checkpoint, is_run
 
 STUDY_FILE = "study.json"
 """What marks the directory of a study."""

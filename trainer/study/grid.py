@@ -14,10 +14,10 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.quantization_config import Quantization
-from trainer.cli.compose import resolve, start_problems
-from trainer.cli.overrides import parse
-from trainer.cli.session import hydra_session
-from trainer.config import TrainConfig
+from trainer.compose.compose import resolve, start_problems
+from trainer.compose.overrides import parse
+from trainer.compose.session import hydra_session
+from trainer.config.train import TrainConfig
 from trainer.study.config import UNSPLIT, StudyConfig, precision_words
 
 _OWNED = {

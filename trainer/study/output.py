@@ -14,6 +14,7 @@ from io import StringIO
 from pathlib import Path
 
 from trainer.report.data import is_number
+from trainer.rundir.run_dir import write_whole
 from trainer.study.cells import STUDY_FILE, look
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Grid
@@ -23,7 +24,6 @@ from trainer.study.ranking import Ranking, rank
 from trainer.study.results import METRICS, CellResult, read_result
 from trainer.study.run import CellRecord
 from trainer.study.table import render_table, study_notes
-from trainer.tracking.run_dir import write_whole
 
 PAGE_FILE = "study.html"
 _FORMAT = 1

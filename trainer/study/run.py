@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.config import Problem
-from rollout.child_process import python_module
-from trainer.cli.outcome import DONE, NOTHING_STARTED
-from trainer.cli.overrides import directory_override
-from trainer.cli.plan import Machine
+from rollout.processes.child_process import python_module
+from trainer.compose.outcome import DONE, NOTHING_STARTED
+from trainer.compose.overrides import directory_override
+from trainer.limits.machine import Machine
+from trainer.rundir.redact import redact_text
+from trainer.rundir.termination import termination_requests
 from trainer.study.cells import LOGS, Stage, Standing, look, make_way, num_recorded
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Cell, Grid
 from trainer.study.progress import StudyConsole, duration
-from trainer.termination import termination_requests
-from trainer.tracking.redact import redact_text
 
 _POLL_S = 0.3
 _KILL_S = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rollout.types import Sample
-from trainer.token_deltas import SampleKey, TokenDeltas
+from trainer.batch.token_deltas import SampleKey, TokenDeltas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

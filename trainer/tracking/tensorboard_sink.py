@@ -5,14 +5,11 @@ Used only by tracker.py. metrics.jsonl is the source of truth: a failure here is
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
-from algorithms.config import Problem
-from trainer.tracking.events import Event
+from trainer.rundir.events import Event
 
-PACKAGE = "tensorboardX"
 DIRECTORY = "tensorboard"
 """In run.dir."""
 FLUSH_S = 5
@@ -47,15 +44,3 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write everything out."""
         self._writer.close()
-
-
-def missing_tensorboard() -> Problem | None:
-    """The Problem of a run that asks for TensorBoard where the package is not installed."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return None
-    return Problem(
-        key="tracking.tensorboard",
-        rule=f"must be false without the package {PACKAGE}",
-        value=True,
-        remedy='pip install ".[tensorboard]" in the checkout.',
-    )

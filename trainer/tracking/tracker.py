@@ -3,13 +3,13 @@
 metrics.jsonl is the source of truth: an error while writing it stops the run. Everything after it is a convenience:
 an error there is one warning and a count. The directory of a run:
 
-    config.yaml        the resolved config, as a recipe (provenance.py)
+    config.yaml        the resolved config, as a recipe (trainer/rundir/provenance.py)
     environment.json   versions, revision, machine, command line
     metrics.jsonl      one JSON object per step
     accounting.json    what the fractions of the hardware's limits stand on
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
-    events.jsonl       what happened beside the numbers (events.py)
+    events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
     wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
     status.json        how the run ended
@@ -31,14 +31,12 @@ from typing import TextIO
 
 from algorithms.histograms import HistogramArrays
 from rollout.types import FinishReason, SampleGroup
-from trainer.checkpoint import RunState
-from trainer.config import TrainConfig
-from trainer.termination import RunTerminated, StoppedByGuard
-from trainer.tracking.console import Console
-from trainer.tracking.events import Event, Severity, events_of_row
-from trainer.tracking.provenance import config_document, config_record, environment_record, group_choices
-from trainer.tracking.rows import DAMAGED_SUFFIX, forget_after
-from trainer.tracking.run_dir import (
+from trainer.config.train import TrainConfig
+from trainer.rundir.checkpoint import RunState
+from trainer.rundir.events import Event, Severity, events_of_row
+from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices
+from trainer.rundir.rows import DAMAGED_SUFFIX, forget_after
+from trainer.rundir.run_dir import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     METRICS_FILE,
@@ -49,11 +47,13 @@ from trainer.tracking.run_dir import (
     release_directory,
     take_directory,
 )
-from trainer.tracking.run_dir import write_whole as _write
+from trainer.rundir.run_dir import write_whole as _write
+from trainer.rundir.termination import RunTerminated, StoppedByGuard
+from trainer.rundir.wording import counted
+from trainer.tracking.console import Console
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_sink import WandbSink, keep_run_id, mismatch_by_bin, saved_run_id
-from trainer.wording import counted
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import psutil
 
 from algorithms.histograms import HistogramArrays
-from rollout.child_process import python_module
-from trainer.recording import TrackingConfig, WandbMode
-from trainer.tracking.events import Event
+from rollout.processes.child_process import python_module
+from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.rundir.events import Event
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,151 @@
+"""What the collection of one step did, and its metrics. Filled in by `rollout/collect/collector.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout.collect.filters import GROUP_DROP_REASONS, SAMPLE_FILTERS
+from rollout.engine import continuation
+from rollout.rewards import ScoreStats
+from rollout.types import FinishReason, GenerateRequest, Sample, SampleGroup
+
+
+@dataclass(kw_only=True, slots=True)
+class Served:
+    """One round of generation: what the engines were asked for and how long the answers were."""
+
+    requests: list[GenerateRequest] = field(default_factory=list)
+    """As an engine that knows no resumed requests is asked them."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens that were sampled for each request."""
+
+    def add(self, request: GenerateRequest, num_tokens: int) -> None:
+        self.requests.append(continuation(request))
+        self.lengths.append(num_tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class CollectStats:
+    """What one step's collection did, since the step before was collected.
+
+    "Kept" is what is returned for training. Everything else is cost, or left over for the next step.
+    """
+
+    policy_version: int = 0
+    """Of the weights that the step starts to train with."""
+    rounds: int = 0
+    groups_generated: int = 0
+    """Groups whose prompts were submitted for the first time."""
+    groups_dropped: Counter[str] = field(default_factory=Counter)
+    """By reason of rollout.collect.filters.GROUP_DROP_REASONS."""
+    groups_left_over: int = 0
+    """Groups under way, or waiting, for the next steps."""
+    samples_generated: int = 0
+    """Responses that ended by themselves."""
+    samples_dropped: Counter[str] = field(default_factory=Counter)
+    """Invalid samples, by name in rollout.collect.filters.SAMPLE_FILTERS."""
+    samples_aborted: int = 0
+    """Responses that were stopped because the step had its groups."""
+    samples_resumed: int = 0
+    """Responses that went on from tokens of an earlier step."""
+    resumed_tokens: int = 0
+    """Tokens that they began with."""
+    samples_decided: int = 0
+    """Valid samples of the groups that were looked at: those kept, and those dropped for what they are."""
+    samples_correct: int = 0
+    """Those among them that passed the task's check."""
+    generated_tokens: int = 0
+    """Response tokens that the engines returned for the first time."""
+    wasted_tokens: int = 0
+    """Response tokens, of this step and earlier ones, that were thrown away."""
+    all_lengths: list[int] = field(default_factory=list)
+    """Response tokens so far of every sample of this step, kept, dropped or left over; only if order is completion."""
+    served: list[Served] = field(default_factory=list)
+    """Every round, dropped samples included."""
+    kept: list[SampleGroup] = field(default_factory=list)
+    waited_s: float = 0.0
+    """Seconds in which the driver waited for the engines."""
+    sampling_s: float = 0.0
+    """Seconds in which the engines sampled, mean over engines."""
+    reward_s: float = 0.0
+    """Seconds in which the driver waited for rewards."""
+    seen_versions: set[int] = field(default_factory=set)
+    scoring: ScoreStats = field(default_factory=ScoreStats)
+    """What scoring came across; responses without a score are not trained on."""
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds in which the engines sampled while the driver did something else."""
+        return max(0.0, self.sampling_s - self.waited_s - self.reward_s)
+
+    @property
+    def generated_accuracy(self) -> float:
+        """Share of correct samples among those of all groups that were looked at, kept or not."""
+        return self.samples_correct / max(1, self.samples_decided)
+
+    def metrics(self) -> dict[str, float | None]:
+        """rollout/*, reward/* and perf/* of the step. Means, std (population), maximum and fractions are over kept
+        samples."""
+        samples = [sample for group in self.kept for sample in group.samples]
+        lengths = np.array([sample.num_response_tokens for sample in samples])
+        rewards = np.array([reward for group in self.kept for reward in group.rewards])
+        truncated = [sample.finish_reason is FinishReason.length for sample in samples]
+        distinct = {
+            (position, sample.token_ids.tobytes())
+            for position, group in enumerate(self.kept)
+            for sample in group.samples
+        }
+        counts = {
+            "policy_version": self.policy_version,
+            "num_samples": len(samples),
+            "rounds": self.rounds,
+            "groups_generated": self.groups_generated,
+            "groups_kept": len(self.kept),
+            **{f"groups_dropped/{reason}": self.groups_dropped[reason] for reason in GROUP_DROP_REASONS},
+            "groups_left_over": self.groups_left_over,
+            "samples_generated": self.samples_generated,
+            **{f"samples_dropped/{each.name}": self.samples_dropped[each.name] for each in SAMPLE_FILTERS},
+            "samples_aborted": self.samples_aborted,
+            "samples_resumed": self.samples_resumed,
+            "resumed_tokens": self.resumed_tokens,
+            "response_tokens": lengths.sum(),
+            "response_tokens_mean": lengths.mean(),
+            "response_tokens_max": lengths.max(),
+            "truncated_frac": np.mean(truncated),
+            "generated_tokens": self.generated_tokens,
+            "wasted_tokens": self.wasted_tokens,
+            "tokens_per_s": self.generated_tokens / max(self.sampling_s, 1e-9),
+            "duplicate_frac": 1 - len(distinct) / len(samples),
+            **_lags(samples, int(lengths.sum()), policy_version=self.policy_version),
+        }
+        if self.all_lengths:
+            counts["length_bias"] = lengths.mean() / max(1e-9, float(np.mean(self.all_lengths)))
+        return {f"rollout/{name}": float(value) for name, value in counts.items()} | {
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()),
+            "reward/accuracy": float(np.mean([bool(sample.correct) for sample in samples])),
+            "reward/generated_accuracy": self.generated_accuracy,
+            **self.scoring.metrics(),
+            "perf/rollout_hidden_s": self.hidden_s,
+            "perf/overlap_frac": self.hidden_s / max(self.sampling_s, 1e-9),
+        }
+
+
+def _lags(samples: Sequence[Sample], num_tokens: int, *, policy_version: int) -> dict[str, float]:
+    """How far behind the step's weights its tokens are, in optimizer steps."""
+    total, oldest, mixed = 0, policy_version, 0
+    for sample in samples:
+        versions = sample.response_versions
+        lowest, highest = int(versions.min()), int(versions.max())
+        total += policy_version * len(versions) - int(versions.sum())
+        oldest = min(oldest, lowest)
+        mixed += lowest != highest
+    return {
+        "lag_mean": total / num_tokens,
+        "lag_max": policy_version - oldest,
+        "mixed_version_frac": mixed / len(samples),
+    }

@@ -1,0 +1,334 @@
+"""Collector: prompts -> rewarded, filtered SampleGroups of one step.
+
+    PromptStream -> GenerateRequests -> Sampler (the engines) -> Generations, one by one as they end
+                 -> sample filters -> Scorer -> group filters -> Collected(groups, stats)
+
+Called by `trainer/run/loop.py`. Groups are admitted in the order in which they were submitted, unless the config asks
+for the order of completion, which prefers short answers. In the order of submission, which groups of one submission are
+kept depends on their tokens alone, never on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from rollout.collect.collect_stats import CollectStats, Served
+from rollout.collect.dispatch import Dispatcher, Sampler
+from rollout.collect.filters import (
+    GROUP_DROP_REASONS,
+    SAMPLE_FILTERS,
+    SURPLUS,
+    TOO_OLD,
+    ZERO_VARIANCE,
+    GroupFilter,
+    too_small,
+)
+from rollout.collect.pending import CollectorState, PendingGroup, PendingResponse, pack_groups, unpack_groups
+from rollout.collect.requests import SeedSource, sampling_params
+from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, SamplingConfig
+from rollout.data.dataset import PromptStream
+from rollout.rewards import Scorer
+from rollout.types import GenerateRequest, Prompt, SampleGroup
+
+
+class Surplus(Enum):
+    """What becomes of the groups that are under way when a step has its own."""
+
+    drop = "drop"
+    """They are aborted and thrown away."""
+    resume = "resume"
+    """They are aborted and go on in the next step, first."""
+    run = "run"
+    """The engines go on with them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectPlan:
+    """The shape of a step."""
+
+    prompts_per_step: int
+    group_size: int
+    """Samples per prompt."""
+    seed: int
+    """Run seed; with step, prompt and sample index it decides every sampling seed."""
+    stop_token_ids: tuple[int, ...]
+    min_group_size: int
+    """Valid samples without which a group cannot be trained on: 2 where the group is the baseline."""
+    max_lag_steps: int = 0
+    """Steps that the weights which sampled a token may be behind those that the step starts to train."""
+    surplus: Surplus = Surplus.drop
+
+
+class Collected(NamedTuple):
+    """The groups of one step and how they came about."""
+
+    groups: list[SampleGroup]
+    """In the order in which they were admitted."""
+    stats: CollectStats
+
+
+class Collector:
+    """Collects the groups of one step after the other; between steps it holds those that are under way.
+
+    `start` submits and returns, `finish` waits for the groups of a step, `collect` hands them out; each does what has
+    not been done yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampler: Sampler,
+        prompts: PromptStream,
+        scorer: Scorer,
+        collect: CollectConfig,
+        sampling: SamplingConfig,
+        plan: CollectPlan,
+    ) -> None:
+        self._sampler = sampler
+        self._prompts = prompts
+        self._collect = collect
+        self._sampling = sampling
+        self._plan = plan
+        self._scorer = scorer
+        self._dispatcher = Dispatcher(sampler, scorer)
+        self._filters: tuple[GroupFilter, ...] = (too_small(plan.min_group_size),)
+        self._max_rounds, self._least = 1, 1
+        if isinstance(collect, DynamicCollectConfig):
+            self._filters = (*self._filters, ZERO_VARIANCE)
+            self._max_rounds = collect.max_rounds
+            self._least = min(collect.min_prompts or plan.prompts_per_step, plan.prompts_per_step)
+        self._pending: list[PendingGroup] = []
+        """Not decided yet, in the order of submission."""
+        self._kept: list[PendingGroup] = []
+        """Kept for the step that is being collected."""
+        self._stats = CollectStats()
+        self._finished_step = 0
+        self._seeds = SeedSource(plan.seed, step=0)
+        self._versions: dict[int, int] = {}
+        """Policy version at the start of the last steps."""
+        self._sampling_s = 0.0
+        self._reward_s = 0.0
+
+    # ---------------------------------------------------------------- what the loop calls
+
+    def start(self, step: int, policy_version: int, *, num_steps: int = 1) -> None:
+        """Submit what the `num_steps` steps from `step` on still need; returns at once.
+
+        The engines hold weights of `policy_version`. What is left over from earlier steps goes first.
+        """
+        self._seeds = self._seeds_of(step)
+        wanted = num_steps * math.ceil(self._collect.over_sampling * self._plan.prompts_per_step)
+        self._submit(max(0, wanted - len(self._pending)), policy_version)
+
+    def finish(self, step: int, policy_version: int) -> None:
+        """Wait until the groups of `step` are there; the engines hold weights of `policy_version`.
+
+        collect=fixed keeps plan.prompts_per_step groups, fewer only where invalid samples left a group with less than
+        plan.min_group_size. collect=dynamic samples until that many groups disagree about the answer. Raises
+        RuntimeError with the counts if too many samples are invalid or too few groups are left.
+        """
+        if self._finished_step == step:
+            return
+        stats, needed = self._stats, self._plan.prompts_per_step
+        begin, scored_s = time.monotonic(), stats.reward_s
+        self._drop_too_old(step)
+        if self._seeds.step != step:
+            self.start(step, policy_version)
+        else:
+            self._submit(0, policy_version)
+        self._decide(step)
+        while len(self._kept) < needed:
+            if self._pending:
+                self._dispatcher.look(step, stats)
+                self._decide(step)
+                continue
+            self._check_invalid(step, policy_version)
+            if stats.rounds >= self._max_rounds:
+                break
+            missing = needed - len(self._kept)
+            self._submit(math.ceil(self._collect.over_sampling * missing), policy_version)
+        self._check_invalid(step, policy_version)
+        self._scorer.check()
+        stats.scoring = self._scorer.take_stats()
+        stats.kept = [group.valid_samples() for group in self._kept]
+        if len(self._kept) < self._least:
+            raise RuntimeError(self._too_few(step))
+        self._end_surplus(step)
+        stats.waited_s += time.monotonic() - begin - (stats.reward_s - scored_s)
+        self._reward_s += stats.reward_s - scored_s
+        self._finished_step = step
+
+    def collect(self, step: int, policy_version: int) -> Collected:
+        """The groups of `step`, which starts to train weights of `policy_version`; the engines hold them too."""
+        oldest_step = step - self._plan.max_lag_steps
+        self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
+        self.finish(step, policy_version)
+        stats, self._stats, self._kept = self._stats, CollectStats(), []
+        stats.policy_version = policy_version
+        stats.groups_left_over = len(self._pending)
+        sampling_s = self._sampler.sampling_s()
+        # An engine that was started again counts from 0.
+        stats.sampling_s, self._sampling_s = max(0.0, sampling_s - self._sampling_s), sampling_s
+        return Collected(groups=stats.kept, stats=stats)
+
+    def take_reward_s(self) -> float:
+        """Seconds of `finish` and `collect` that were spent on rewards since this was asked last."""
+        seconds, self._reward_s = self._reward_s, 0.0
+        return seconds
+
+    def state_dict(self) -> CollectorState:
+        """What `load_state_dict` needs so that no prompt, and no token that has come back, is lost."""
+        return CollectorState(
+            started_step=self._seeds.step,
+            versions=[[step, version] for step, version in self._versions.items()],
+            temperature=self._sampling.temperature,
+            groups=pack_groups([*self._kept, *self._pending]),
+        )
+
+    def load_state_dict(self, state: CollectorState) -> None:
+        """Go on with the groups that were under way; the prompt stream must have been restored.
+
+        Their responses begin again where the config allows no older tokens, or has another temperature or group size.
+        """
+        self._versions = {step: version for step, version in state["versions"]}
+        self._pending = unpack_groups(
+            state["groups"],
+            prompt=self._prompts.prompt,
+            request=self._request,
+            keeps_tokens=self._plan.max_lag_steps > 0 and state["temperature"] == self._sampling.temperature,
+            group_size=self._plan.group_size,
+        )
+        self._seeds = self._seeds_of(state["started_step"])
+        for group in self._pending:
+            for response in group.responses:
+                if response.generation is not None and not response.is_done:
+                    self._dispatcher.score(group, response)
+
+    # ---------------------------------------------------------------- what is submitted
+
+    def _seeds_of(self, step: int) -> SeedSource:
+        """Seeds that no request which is under way has."""
+        seeds = SeedSource(self._plan.seed, step=step)
+        seeds.reserve(response.request.sampling.seed for group in self._pending for response in group.responses)
+        return seeds
+
+    def _submit(self, num_new: int, policy_version: int) -> None:
+        """Have the engines do all that they do not do yet: what is left over, then `num_new` more groups."""
+        if num_new:
+            self._pending += [PendingGroup(prompt=prompt) for prompt in self._prompts.take(num_new)]
+            self._stats.rounds += 1
+            self._stats.groups_generated += num_new
+            self._stats.served.append(Served())
+        for group in self._pending:
+            if not group.responses:
+                group.responses = [self._first(group.prompt, index) for index in range(self._plan.group_size)]
+        self._dispatcher.submit(self._pending, policy_version=policy_version, seeds=self._seeds, stats=self._stats)
+
+    def _first(self, prompt: Prompt, sample_index: int) -> PendingResponse:
+        seed = self._seeds.draw(prompt.prompt_id, sample_index)
+        return PendingResponse(request=self._request(prompt, sample_index, seed))
+
+    def _request(self, prompt: Prompt, sample_index: int, seed: int) -> GenerateRequest:
+        return GenerateRequest(
+            prompt_id=prompt.prompt_id,
+            sample_index=sample_index,
+            prompt_token_ids=prompt.token_ids,
+            answer=prompt.answer,
+            row=prompt.row,
+            sampling=sampling_params(self._sampling, seed=seed, stop_token_ids=self._plan.stop_token_ids),
+        )
+
+    # ---------------------------------------------------------------- what is kept
+
+    def _decide(self, step: int) -> None:
+        """Keep or drop the groups whose turn it is and whose rewards are there."""
+        stats = self._stats
+        while len(self._kept) < self._plan.prompts_per_step and (group := self._next()) is not None:
+            self._pending.remove(group)
+            scored = group.valid_samples()
+            stats.samples_decided += len(scored.samples)
+            stats.samples_correct += sum(sample.correct is True for sample in scored.samples)
+            reasons = [each.name for each in self._filters if each.rejects(scored)]
+            if self._is_too_old(group, step):
+                reasons.insert(0, TOO_OLD)
+            if reasons:
+                self._drop(group, reasons[0])
+            else:
+                self._kept.append(group)
+                stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
+
+    def _next(self) -> PendingGroup | None:
+        """The group that is decided next, None while it is not scored."""
+        if self._collect.order is CollectOrder.submission:
+            return self._pending[0] if self._pending and self._pending[0].is_scored else None
+        scored = [group for group in self._pending if group.is_scored]
+        return min(scored, key=lambda group: group.rank, default=None)
+
+    def _is_too_old(self, group: PendingGroup, step: int) -> bool:
+        """Whether it has a token of older weights than `step` may train on."""
+        oldest, known = group.oldest_version, self._versions.values()
+        allowed = self._versions.get(step - self._plan.max_lag_steps, min(known, default=0))
+        return oldest is not None and oldest < allowed
+
+    def _drop(self, group: PendingGroup, reason: str) -> None:
+        group.is_dropped = True
+        self._stats.groups_dropped[reason] += 1
+        self._stats.wasted_tokens += group.num_tokens
+
+    def _drop_too_old(self, step: int) -> None:
+        old = [group for group in self._pending if self._is_too_old(group, step)]
+        for group in old:
+            self._drop(group, TOO_OLD)
+            self._pending.remove(group)
+        self._dispatcher.stop(old, step=step, stats=self._stats)
+
+    def _end_surplus(self, step: int) -> None:
+        """The step has its groups: deal with those that are under way."""
+        surplus = list(self._pending)
+        if self._plan.surplus is Surplus.drop:
+            self._pending = []
+            for group in surplus:
+                self._drop(group, SURPLUS)
+        if self._plan.surplus is not Surplus.run:
+            self._dispatcher.stop(surplus, step=step, stats=self._stats)
+        if self._collect.order is CollectOrder.completion:
+            responses = [response for group in [*self._kept, *surplus] for response in group.responses]
+            self._stats.all_lengths = [each.num_tokens for each in responses if each.num_tokens]
+
+    # ---------------------------------------------------------------- what ends the run
+
+    def _check_invalid(self, step: int, policy_version: int) -> None:
+        stats = self._stats
+        if stats.samples_dropped.total() <= self._collect.max_invalid_fraction * stats.samples_generated:
+            return
+        reasons = "; ".join(
+            f"{each.name} {stats.samples_dropped[each.name]} ({each.meaning})"
+            for each in SAMPLE_FILTERS
+            if stats.samples_dropped[each.name]
+        )
+        raise RuntimeError(
+            f"step {step}: {stats.samples_dropped.total()} of {stats.samples_generated} samples are invalid, more than "
+            f"collect.max_invalid_fraction={self._collect.max_invalid_fraction}: {reasons}. Expected policy version "
+            f"{policy_version}, got {sorted(stats.seen_versions)}. Look at the engine's log; a higher "
+            "collect.max_invalid_fraction drops more samples instead of stopping."
+        )
+
+    def _too_few(self, step: int) -> str:
+        stats = self._stats
+        dropped = ", ".join(f"{reason} {stats.groups_dropped[reason]}" for reason in GROUP_DROP_REASONS)
+        text = (
+            f"step {step}: {len(stats.kept)} of {self._least} needed groups after {stats.rounds} rounds, "
+            f"{stats.groups_generated} groups and {stats.samples_generated} samples ({dropped}; accuracy of all "
+            f"samples {stats.generated_accuracy:.3f})."
+        )
+        if not isinstance(self._collect, DynamicCollectConfig):
+            return f"{text} Look at the engine's log for the invalid samples."
+        return (
+            f"{text} An accuracy near 0 or 1 means that the prompts are too hard or too easy for this policy: choose "
+            "others, or raise batch.group_size. Otherwise raise collect.max_rounds or collect.over_sampling, lower "
+            "batch.prompts_per_step, or set collect.min_prompts to go on with fewer groups."
+        )

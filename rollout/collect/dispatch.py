@@ -1,0 +1,180 @@
+"""Dispatcher: pending groups -> engines -> samples -> rewards, each response by itself as it ends.
+
+Used by `rollout/collect/collector.py`, which decides what is submitted and which groups are kept. Engines have the
+requests of a whole round and more in their queues, and rewards are made in processes of their own: neither waits for
+the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from rollout.collect.collect_stats import CollectStats, Served
+from rollout.collect.filters import invalid_reason
+from rollout.collect.pending import PendingGroup, PendingResponse
+from rollout.collect.requests import SeedSource, make_sample
+from rollout.rewards import Scorer
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation
+
+POLL_S = 1.0
+"""Seconds for which a look waits where only engines, or only rewards, are expected."""
+TURN_S = 0.02
+"""Seconds for which it waits for the engines where both are."""
+ABORT_TIMEOUT_S = 60.0
+"""Deadline in seconds for the engines to return what they were told to stop."""
+
+
+class Sampler(Protocol):
+    """Whatever answers generate requests: the engine group, or one engine."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One response per request, in the order of the requests."""
+        ...
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        """Queue requests and return at once; a ticket for each, unique in the run."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended since the last poll, each once; waits at most `timeout_s` for the first."""
+        ...
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """Stop the unfinished ones among `tickets`; `poll` returns them with what they have."""
+        ...
+
+    @property
+    def unfinished(self) -> int:
+        """Tickets that `poll` has not returned yet."""
+        ...
+
+    def sampling_s(self) -> float:
+        """Seconds in which the engines have sampled what was submitted, since they started; mean over engines."""
+        ...
+
+
+class Dispatcher:
+    """Keeps the books between engines, scorer and pending groups."""
+
+    def __init__(self, sampler: Sampler, scorer: Scorer) -> None:
+        self._sampler = sampler
+        self._scorer = scorer
+        self._asked: dict[int, tuple[PendingGroup, PendingResponse]] = {}
+        """What the engines have, by ticket."""
+        self._unscored: dict[int, tuple[PendingGroup, PendingResponse]] = {}
+        """What the scorer has, by id of the sample."""
+        self._num_scored_groups = 0
+        self._engine_version = 0
+
+    def submit(
+        self, groups: Iterable[PendingGroup], *, policy_version: int, seeds: SeedSource, stats: CollectStats
+    ) -> None:
+        """Ask the engines, which hold weights of `policy_version`, for every response that they do not have yet.
+
+        One that is resumed gets a new seed: the draws of the old one are used up.
+        """
+        self._engine_version = policy_version
+        asked: list[tuple[PendingGroup, PendingResponse]] = []
+        for group in groups:
+            for response in group.responses:
+                if response.generation is not None or response.is_asked:
+                    continue
+                request, begun = response.request, response.request.resumed
+                if begun is not None:
+                    seed = seeds.draw(request.prompt_id, request.sample_index)
+                    response.request = replace(request, sampling=replace(request.sampling, seed=seed))
+                    stats.samples_resumed += 1
+                    stats.resumed_tokens += len(begun.token_ids)
+                response.is_asked, response.since = True, policy_version
+                asked.append((group, response))
+        if asked:
+            tickets = self._sampler.submit([response.request for _, response in asked])
+            self._asked.update(zip(tickets, asked, strict=True))
+
+    def look(self, step: int, stats: CollectStats) -> None:
+        """Take what the engines have ended and what has been scored; waits at most POLL_S for the first of it."""
+        if self._asked:
+            for completion in self._sampler.poll(TURN_S if self._unscored else POLL_S):
+                if completion.ticket in self._asked:
+                    self._receive(*self._asked.pop(completion.ticket), completion.generation, stats)
+        if self._unscored:
+            begin = time.monotonic()
+            for sample in self._scorer.poll(0.0 if self._asked else POLL_S):
+                if id(sample) in self._unscored:  # not one that nobody wants any more
+                    self._set_done(*self._unscored.pop(id(sample)))
+            stats.reward_s += time.monotonic() - begin
+        if self._asked and not self._sampler.unfinished:
+            raise RuntimeError(f"step {step}: {len(self._asked)} of the responses that were asked for never came back")
+
+    def score(self, group: PendingGroup, response: PendingResponse) -> None:
+        """Have a response that ended well scored."""
+        if response.generation is None:
+            raise RuntimeError("a response is scored when it has ended")
+        response.sample = make_sample(response.request, response.generation)
+        self._unscored[id(response.sample)] = group, response
+        self._scorer.submit(group.prompt, response.sample)
+
+    def stop(self, groups: Sequence[PendingGroup], *, step: int, stats: CollectStats) -> None:
+        """Abort what the engines have of `groups`, and wait until it is back: dropped, or ready to be resumed."""
+        stopped = {id(group) for group in groups}
+        tickets = [ticket for ticket, (group, _) in self._asked.items() if id(group) in stopped]
+        self._unscored = {key: each for key, each in self._unscored.items() if not each[0].is_dropped}
+        if not tickets:
+            return
+        for ticket in tickets:
+            self._asked[ticket][1].is_stopping = True
+        self._sampler.abort(tickets)
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        while any(ticket in self._asked for ticket in tickets):
+            if time.monotonic() > deadline:
+                left = sum(ticket in self._asked for ticket in tickets)
+                raise RuntimeError(
+                    f"step {step}: {left} of {len(tickets)} aborted responses did not come back within "
+                    f"{ABORT_TIMEOUT_S:.0f} s. Look at the engine's log."
+                )
+            self.look(step, stats)
+
+    def _receive(
+        self, group: PendingGroup, response: PendingResponse, generation: Generation, stats: CollectStats
+    ) -> None:
+        """A response has ended, by itself or because it was stopped."""
+        request, stopping = response.request, response.is_stopping
+        response.is_asked = response.is_stopping = False
+        num_begun = 0 if request.resumed is None else len(request.resumed.token_ids)
+        num_new = max(0, generation.num_sampled - num_begun)
+        stats.generated_tokens += num_new
+        if not stats.served:
+            stats.served.append(Served())
+        stats.served[-1].add(request, num_new)
+        is_cut = stopping and generation.finish_reason is FinishReason.abort
+        stats.samples_aborted += is_cut
+        stats.samples_generated += not is_cut
+        if group.is_dropped:
+            response.generation = generation
+            stats.wasted_tokens += num_new  # the rest was counted when the group was dropped
+            return
+        # A response that was stopped is as good as a truncated one, if that much of it is right.
+        judged = replace(generation, finish_reason=FinishReason.length) if is_cut else generation
+        reason = invalid_reason(request, judged, policy_version=self._engine_version, oldest_version=response.since)
+        if is_cut:
+            if reason is None:
+                response.request = replace(request, resumed=generation)
+            else:
+                stats.wasted_tokens += num_new
+            return
+        response.generation = generation
+        stats.seen_versions.update(generation.token_versions[num_begun:])
+        if reason is None:
+            self.score(group, response)
+        else:
+            stats.samples_dropped[reason.name] += 1
+            self._set_done(group, response)
+
+    def _set_done(self, group: PendingGroup, response: PendingResponse) -> None:
+        response.is_done = True
+        if group.is_scored:
+            group.rank = self._num_scored_groups
+            self._num_scored_groups += 1

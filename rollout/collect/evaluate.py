@@ -1,0 +1,212 @@
+"""Evaluation: prompts -> one greedy and k sampled responses each -> accuracy, avg@k, pass@k, maj@k.
+
+Called by `trainer/run/evaluation.py`, in a run and by `parity eval`. Nothing that training reads is touched: prompts
+come from a list and not from the stream, and seeds are those of `EVALUATION_STEP`, which no training step has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import xxhash
+
+from rollout.collect.dispatch import Sampler
+from rollout.collect.filters import invalid_reason
+from rollout.collect.requests import SeedSource, make_sample, sampling_params
+from rollout.config import SamplingConfig
+from rollout.rewards import Scorer
+from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
+
+EVALUATION_STEP = -1
+"""Stands for the step in sampling seeds: no training step has it, and every evaluation draws the same."""
+GREEDY = 0
+"""Sample index of the greedy response to a prompt; the sampled ones follow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPlan:
+    """How a set is evaluated."""
+
+    sampling: SamplingConfig
+    """Of the sampled responses; the greedy one has its length limit."""
+    num_samples: int
+    """Sampled responses per prompt: k."""
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    name: str = ""
+    """Of a named set, so that it does not share its draws with another; empty for the task's own held-out set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalResult:
+    """What one evaluation found. Lengths and truncation are over all responses, greedy and sampled."""
+
+    accuracy: float
+    """Share of prompts whose greedy response is correct."""
+    accuracy_sampled: float
+    """avg@k: share of correct sampled responses, every prompt with the same weight."""
+    pass_at: dict[int, float]
+    """pass@k by k, for 1, 2, 4, .. and the number of samples: mean over prompts of `pass_at_k`."""
+    majority: float | None
+    """maj@k: mean over prompts of `majority_vote`; None where the reward function tells no answer from a response."""
+    num_prompts: int
+    num_samples: int
+    """Sampled responses per prompt."""
+    response_tokens_mean: float
+    truncated_frac: float
+    policy_version: int
+    groups: list[SampleGroup] = field(compare=False, repr=False)
+    """All responses, scored: per prompt the greedy one, then the sampled ones."""
+
+    def metrics(self, prefix: str = "eval") -> dict[str, float | None]:
+        """<prefix>/*. With one sample avg@1, pass@1 and maj@1 are accuracy_sampled, and are left out."""
+        found: dict[str, float | None] = {
+            "accuracy": self.accuracy,
+            "accuracy_sampled": self.accuracy_sampled,
+            "num_prompts": float(self.num_prompts),
+            "response_tokens_mean": self.response_tokens_mean,
+            "truncated_frac": self.truncated_frac,
+            "policy_version": float(self.policy_version),
+        }
+        if self.num_samples > 1:
+            found[f"avg@{self.num_samples}"] = self.accuracy_sampled
+            found |= {f"pass@{k}": value for k, value in self.pass_at.items() if k > 1}
+            found[f"maj@{self.num_samples}"] = self.majority
+        return {f"{prefix}/{name}": value for name, value in found.items()}
+
+    @property
+    def accuracy_error(self) -> float | None:
+        """Standard error of `accuracy` over prompts; None for one prompt."""
+        return standard_error([float(group.samples[GREEDY].correct is True) for group in self.groups])
+
+    @property
+    def sampled_error(self) -> float | None:
+        """Standard error of `accuracy_sampled` over prompts, whose samples are not independent; None for one prompt."""
+        return standard_error([num_correct(group.samples[GREEDY + 1 :]) / self.num_samples for group in self.groups])
+
+
+def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: EvalPlan) -> EvalResult:
+    """Answer every prompt once greedily and `plan.num_samples` times as the plan says, in one generate call.
+
+    A seed depends on the plan's seed and name, the prompt and the index of the sample only: more samples leave the
+    first ones as they were.
+
+    Raises:
+        ValueError: there are no prompts.
+        RuntimeError: a response is invalid or versions are mixed; an accuracy over part of the prompts could not be
+            compared with another.
+    """
+    if not prompts:
+        raise ValueError("there are no held-out prompts to evaluate on")
+    requests = evaluation_requests(prompts, plan)
+    generations = sampler.generate(requests)
+    if len(generations) != len(requests):
+        raise RuntimeError(f"evaluation: {len(requests)} responses were asked for, {len(generations)} came back")
+    policy_version = next((each.token_versions[0] for each in generations if each.token_versions), 0)
+    groups = [SampleGroup(prompt=prompt) for prompt in prompts]
+    invalid: Counter[str] = Counter()
+    for position, (request, generation) in enumerate(zip(requests, generations, strict=True)):
+        reason = invalid_reason(request, generation, policy_version=policy_version)
+        if reason is None:
+            groups[position // (1 + plan.num_samples)].samples.append(make_sample(request, generation))
+        else:
+            invalid[reason.name] += 1
+    if invalid:
+        reasons = ", ".join(f"{name} {count}" for name, count in invalid.items())
+        raise RuntimeError(
+            f"evaluation at policy version {policy_version}: {invalid.total()} of {len(requests)} responses are "
+            f"invalid: {reasons}. Look at the engine's log."
+        )
+    scorer.score(groups)
+    scorer.take_stats()  # what a step counts is its own
+    return summarize(groups, scorer, num_samples=plan.num_samples, policy_version=policy_version)
+
+
+def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[GenerateRequest]:
+    """Per prompt the greedy request, then the sampled ones."""
+    seeds = SeedSource(plan.seed, step=_seed_step(plan.name))
+    requests: list[GenerateRequest] = []
+    for prompt in prompts:
+        for index in range(GREEDY, GREEDY + 1 + plan.num_samples):
+            drawn = seeds.draw(prompt.prompt_id, index)
+            params = sampling_params(plan.sampling, seed=drawn, stop_token_ids=plan.stop_token_ids)
+            requests.append(
+                GenerateRequest(
+                    prompt_id=prompt.prompt_id,
+                    sample_index=index,
+                    prompt_token_ids=prompt.token_ids,
+                    answer=prompt.answer,
+                    row=prompt.row,
+                    sampling=replace(params, temperature=0.0) if index == GREEDY else params,
+                )
+            )
+    return requests
+
+
+def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, policy_version: int) -> EvalResult:
+    """Scored responses -> the result."""
+    samples = [sample for group in groups for sample in group.samples]
+    sampled = [group.samples[GREEDY + 1 :] for group in groups]
+    counts = [num_correct(each) for each in sampled]
+    ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+    votes = [majority_vote([(scorer.answer(s.text), s.correct is True) for s in each]) for each in sampled]
+    return EvalResult(
+        accuracy=sum(group.samples[GREEDY].correct is True for group in groups) / len(groups),
+        accuracy_sampled=sum(counts) / (len(groups) * num_samples),
+        pass_at={k: sum(pass_at_k(num_samples, count, k) for count in counts) / len(groups) for k in ks},
+        majority=sum(votes) / len(groups) if scorer.reads_answers else None,
+        num_prompts=len(groups),
+        num_samples=num_samples,
+        response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / len(samples),
+        truncated_frac=sum(sample.finish_reason is FinishReason.length for sample in samples) / len(samples),
+        policy_version=policy_version,
+        groups=groups,
+    )
+
+
+def num_correct(samples: Sequence[Sample]) -> int:
+    """Samples that passed the task's check."""
+    return sum(sample.correct is True for sample in samples)
+
+
+def pass_at_k(num_samples: int, correct: int, k: int) -> float:
+    """Probability that one of k responses is correct, without bias from n of which c are: 1 - C(n-c, k) / C(n, k).
+
+    Source: Chen et al., "Evaluating Large Language Models Trained on Code", eq. 1, https://arxiv.org/abs/2107.03374.
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= num_samples and 0 <= correct <= num_samples):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= c <= n, got n={num_samples}, c={correct}, k={k}")
+    return 1 - math.comb(num_samples - correct, k) / math.comb(num_samples, k)
+
+
+def majority_vote(votes: Sequence[tuple[str | None, bool]]) -> float:
+    """Probability that the most frequent answer is correct; votes are (answer or None, whether it is correct).
+
+    Responses without an answer do not vote; without any vote it is 0. Of answers that are equally frequent one is taken
+    at random, so the result is the share of correct ones among them.
+    """
+    counts = Counter(answer for answer, _ in votes if answer is not None)
+    if not counts:
+        return 0.0
+    most = max(counts.values())
+    tied = {answer for answer, count in counts.items() if count == most}
+    # A reward function may judge more than the answer, and two votes for one answer differently.
+    return sum(correct for answer, correct in votes if answer in tied) / (most * len(tied))
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard deviation (n - 1) of the values over the root of n; None for one value."""
+    count = len(values)
+    if count < 2:
+        return None
+    mean = sum(values) / count
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+
+
+def _seed_step(name: str) -> int:
+    """What stands for the step in the seeds of a set: negative, and another one for every name."""
+    return EVALUATION_STEP - (xxhash.xxh3_64_intdigest(name.encode()) >> 2 if name else 0)

@@ -1,0 +1,1 @@
+"""Data sources -> prompts and reference answers. `dataset.py` is the entry."""

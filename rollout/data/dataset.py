@@ -1,0 +1,224 @@
+"""DataConfig -> Prompts, tokenized once, and the resumable stream in which `rollout/collect/collector.py` takes them.
+
+Problems of the built-in task come from `rollout/data/arithmetic.py`, files and hub data sets from
+`rollout/data/file_prompts.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import numpy as np
+import orjson
+import xxhash
+
+from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
+from rollout.data.data_files import BadRow
+from rollout.data.file_prompts import file_prompts, tokenize
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from rollout.hf.transformers import PreTrainedTokenizerBase
+
+LISTED_ROWS = 20
+"""Bad rows shown in an error; the rest is counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """The prompts of a run."""
+
+    train: list[Prompt]
+    heldout: list[Prompt]
+    eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Prompts of further evaluation sets by name."""
+    notes: list[str] = field(default_factory=list)
+    """What was recognised, removed and skipped, for the console."""
+    skipped: list[BadRow] = field(default_factory=list)
+    """Rows that data.on_bad_row=skip left out."""
+
+
+def load_dataset(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
+) -> Dataset:
+    """Training and held-out prompts, and those of `eval_sets`, sources by name that are read like data.eval_path.
+
+    Raises ValueError listing all unusable rows of all sources, unless the config says to skip them.
+    """
+    match config:
+        case ArithmeticDataConfig():
+            if eval_sets:
+                raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
+            split = arithmetic_problems(config)
+            return Dataset(
+                train=_arithmetic_prompts(split.train, tokenizer), heldout=_arithmetic_prompts(split.heldout, tokenizer)
+            )
+        case FileDataConfig():
+            return _file_dataset(config, tokenizer, eval_sets or {})
+        case _:
+            raise ValueError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
+
+
+def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
+    _check_template(config, tokenizer)
+    train, report = file_prompts(config.train_path, config, tokenizer)
+    reports = [report]
+    held: dict[str, list[Prompt]] = {}
+    for name, source in {"": config.eval_path, **eval_sets}.items():
+        held[name], report = file_prompts(source, config, tokenizer, keep_duplicates=config.keep_eval_duplicates)
+        reports.append(report)
+    bad = [row for report in reports for row in report.bad]
+    if config.on_bad_row is OnBadRow.fail:
+        _refuse(bad)
+    if empty := [report.source for report in reports if not report.num_prompts]:
+        raise ValueError(f"no usable rows are left of {', '.join(empty)}")
+    if config.instruction and not any(report.has_text for report in reports):
+        raise ValueError(
+            "data.instruction is appended to text prompts, and all prompts are chat messages, which are used as they "
+            "are. Set data.instruction='' or write it into the messages."
+        )
+    notes = [line for report in reports for line in report.lines(config)]
+    trained = {prompt.text for prompt in train}
+    for report, prompts in zip(reports[1:], held.values(), strict=True):
+        if shared := sum(prompt.text in trained for prompt in prompts):
+            notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
+    return Dataset(train=train, heldout=held.pop(""), eval_sets=held, notes=notes, skipped=bad)
+
+
+def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the chat template is missing, or does not know a variable of the config."""
+    if config.chat_template and tokenizer.chat_template is None:
+        raise ValueError(
+            "data.chat_template=true needs a tokenizer with a chat template, and the model's has none. "
+            "Use data.chat_template=false, or a chat model."
+        )
+    unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
+    if unknown:
+        raise ValueError(
+            f"data.chat_template_kwargs.{unknown[0]} has no effect: the chat template of the model does not mention it"
+        )
+
+
+def _refuse(bad: list[BadRow]) -> None:
+    """Raise ValueError if there are bad rows."""
+    if not bad:
+        return
+    shown = [str(row) for row in bad[:LISTED_ROWS]]
+    if len(bad) > LISTED_ROWS:
+        shown.append(f"and {len(bad) - LISTED_ROWS} more")
+    way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+    raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, way_out]))
+
+
+def bad_rows_text(rows: Sequence[BadRow]) -> str:
+    """A line of JSON per row: source, line or row, problem, and the row itself."""
+    lines = [{"source": bad.source, bad.unit: bad.number, "problem": bad.problem, "values": bad.values} for bad in rows]
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """xxh3-64 of prompts, answers and other columns: whether two lists are the same data in the same order."""
+    digest = xxhash.xxh3_64()
+    for prompt in prompts:
+        digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
+        digest.update(f"|{prompt.answer}|".encode(errors="replace"))
+        if prompt.row:
+            digest.update(orjson.dumps(prompt.row, option=orjson.OPT_SORT_KEYS))
+    return digest.hexdigest()
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's end-of-sequence and those of generation_config.json, sorted.
+
+    Raises ValueError if there is none: every response would run into sampling.max_new_tokens.
+    """
+    ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    path = model_path / "generation_config.json"
+    if path.is_file():
+        listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ids.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    if not ids:
+        raise ValueError(
+            f"{model_path} names no end-of-sequence token: set eos_token in tokenizer_config.json "
+            "or eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(ids))
+
+
+class StreamState(TypedDict):
+    """Where a PromptStream stands; plain numbers and text for a checkpoint."""
+
+    seed: int
+    epoch: int
+    position: int
+    """Prompts of the epoch already taken."""
+    digest: str
+    """xxh3-64 of all prompts and answers: a stream continues only over the same data."""
+
+
+class PromptStream:
+    """Prompts without end, in a new order every epoch; no prompt comes twice within an epoch."""
+
+    def __init__(self, prompts: list[Prompt], *, seed: int) -> None:
+        """`seed` decides the order of every epoch."""
+        if not prompts:
+            raise ValueError("there are no training prompts")
+        self._prompts = prompts
+        self._by_id = {prompt.prompt_id: prompt for prompt in prompts}
+        self._seed = seed
+        self._epoch = 0
+        self._position = 0
+        self._order = self._permutation(0)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; goes on with the next epoch when one is used up."""
+        taken: list[Prompt] = []
+        while len(taken) < count:
+            if self._position == len(self._prompts):
+                self._epoch += 1
+                self._position = 0
+                self._order = self._permutation(self._epoch)
+            chosen = self._order[self._position : self._position + count - len(taken)]
+            taken += [self._prompts[index] for index in chosen]
+            self._position += len(chosen)
+        return taken
+
+    def prompt(self, prompt_id: int) -> Prompt:
+        """A prompt that was taken earlier. Raises KeyError for one that the data does not have."""
+        return self._by_id[prompt_id]
+
+    def state_dict(self) -> StreamState:
+        """What load_state_dict() needs to go on from here."""
+        digest = prompts_digest(self._prompts)
+        return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=digest)
+
+    def load_state_dict(self, state: StreamState) -> None:
+        """Go on where `state` was taken. Raises ValueError for another seed or other prompts."""
+        mine = self.state_dict()
+        if (state["seed"], state["digest"]) != (mine["seed"], mine["digest"]):
+            raise ValueError(
+                "the saved prompt stream was over other data or another run.seed: "
+                f"saved seed {state['seed']}, digest {state['digest']}; "
+                f"now seed {mine['seed']}, digest {mine['digest']}. Restore both to continue."
+            )
+        self._epoch = state["epoch"]
+        self._position = state["position"]
+        self._order = self._permutation(self._epoch)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        bits = np.random.PCG64(np.random.SeedSequence([self._seed, epoch]))
+        order: list[int] = np.random.Generator(bits).permutation(len(self._prompts)).tolist()
+        return order
+
+
+def _arithmetic_prompts(problems: list[ArithmeticProblem], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    token_ids = tokenize([problem.prompt for problem in problems], tokenizer, add_special_tokens=False)
+    return [
+        Prompt(prompt_id=index, token_ids=ids, text=problem.prompt, answer=problem.answer)
+        for index, (problem, ids) in enumerate(zip(problems, token_ids, strict=True))
+    ]

@@ -1,0 +1,268 @@
+"""One data source -> its prompts: rows checked, duplicates removed, templated, tokenized, and what was done said.
+
+    rows -columns chosen-> prompt, answer -duplicates and contradictions out-> text -chat template-> tokens
+
+A bad row never ends the work: all of them are collected, and `rollout/data/dataset.py` decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import xxhash
+
+from rollout.data.answers import ANSWER_MARK, to_number
+from rollout.data.data_files import BadRow, RawRow, plain, plain_text, read_rows, row_unit
+from rollout.data.data_layouts import Columns, choose_columns
+from rollout.task_config import FileDataConfig
+from rollout.types import Prompt
+
+if TYPE_CHECKING:
+    from rollout.hf.transformers import PreTrainedTokenizerBase
+
+LOOKED_AT = 100
+"""Rows from which the layout is recognised."""
+LISTED_NUMBERS = 10
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceReport:
+    """What was found in one source."""
+
+    source: str
+    columns: Columns
+    num_rows: int = 0
+    num_duplicates: int = 0
+    contradictions: list[int] = field(default_factory=list)
+    """Numbers of the rows that were dropped because another one gives their prompt another answer."""
+    bad: list[BadRow] = field(default_factory=list)
+    num_prompts: int = 0
+    has_text: bool = False
+    has_messages: bool = False
+
+    def lines(self, config: FileDataConfig) -> list[str]:
+        """For the console."""
+        lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
+        if self.num_duplicates:
+            lines.append(f"{self.source}: {self.num_duplicates:,} duplicates removed (same prompt, same answer)")
+        if self.contradictions:
+            shown = ", ".join(map(str, self.contradictions[:LISTED_NUMBERS]))
+            more = ", ..." if len(self.contradictions) > LISTED_NUMBERS else ""
+            lines.append(
+                f"{self.source}: {len(self.contradictions):,} rows with contradicting answers dropped "
+                f"({row_unit(self.source)} {shown}{more})"
+            )
+        if self.bad:
+            lines.append(f"{self.source}: {len(self.bad):,} bad rows")
+        if self.has_messages and config.instruction:
+            lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
+        return lines
+
+
+@dataclass(kw_only=True, slots=True)
+class _Row:
+    """A usable row, not yet tokenized."""
+
+    number: int
+    prompt: str | list[dict[str, str]]
+    answer: str
+    others: dict[str, Any]
+    text: str = ""
+    templated: bool = False
+    """Whether the chat template wrote the text."""
+
+
+def file_prompts(
+    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, *, keep_duplicates: bool = False
+) -> tuple[list[Prompt], SourceReport]:
+    """The prompts of one source, in its order. Raises ValueError if it cannot be read or its columns are unknown."""
+    rows = read_rows(source)
+    first = list(itertools.islice(rows, LOOKED_AT))
+    if not first:
+        raise ValueError(f"{source} has no rows")
+    readable = [row.values for row in first if not row.problem]
+    if not readable:
+        raise ValueError(f"{source}, {row_unit(source)} {first[0].number}: {first[0].problem}")
+    report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
+    # One after the other: DAPO's rows do not fit into memory together, what is left of them does.
+    usable = _usable_rows(itertools.chain(first, rows), report)
+    chosen = remove_duplicates(usable, report, keep=keep_duplicates)
+    prompts = _tokenized(_templated(chosen, config, tokenizer, report), config, tokenizer, report)
+    report.bad.sort(key=lambda bad: bad.number)
+    report.num_prompts = len(prompts)
+    return prompts, report
+
+
+def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]:
+    """Rows that have a prompt and an answer; the others go to the report."""
+    columns = report.columns
+    for row in rows:
+        report.num_rows += 1
+        try:
+            if row.problem:
+                raise ValueError(row.problem)
+            prompt = _prompt_value(columns.prompt(row.values), columns.prompt_key)
+            answer = _answer_text(columns.answer(row.values), columns.answer_key)
+        except ValueError as error:
+            report.bad.append(_bad(report, row.number, str(error), row.values))
+            continue
+        yield _Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
+
+
+def _bad(report: SourceReport, number: int, problem: str, values: dict[str, Any]) -> BadRow:
+    return BadRow(source=report.source, number=number, problem=problem, values=plain(values))
+
+
+@dataclass(kw_only=True, slots=True)
+class _Same:
+    """The rows with one prompt."""
+
+    answer: str
+    numbers: list[int] = field(default_factory=list)
+    contradict: bool = False
+
+
+def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool) -> list[_Row]:
+    """The first of the rows with the same prompt and answer (all if `keep`), none of those whose answers differ.
+
+    Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
+    answers would be rewarded for one of them and punished for the other.
+    """
+    found: dict[bytes, _Same] = {}
+    first: list[tuple[_Same, _Row]] = []
+    for row in rows:
+        key = xxhash.xxh3_128_digest(orjson.dumps(row.prompt, option=orjson.OPT_SORT_KEYS))
+        answer = same_answer_key(row.answer)
+        same = found.setdefault(key, _Same(answer=answer))
+        same.contradict |= same.answer != answer
+        if keep or not same.numbers:
+            first.append((same, row))
+        same.numbers.append(row.number)
+    report.contradictions = sorted(n for same in found.values() if same.contradict for n in same.numbers)
+    kept = [row for same, row in first if not same.contradict]
+    report.num_duplicates = sum(len(same.numbers) for same in found.values() if not same.contradict) - len(kept)
+    return kept
+
+
+def same_answer_key(answer: str) -> str:
+    """Equal for answers that are the same: what follows "####", numbers by value."""
+    stated = answer.rpartition(ANSWER_MARK)[2].strip()
+    number = to_number(stated, whole=True)
+    return stated if number is None else f"{number.normalize() + 0:f}"
+
+
+def _templated(
+    rows: list[_Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
+) -> list[_Row]:
+    """The rows with their text as the engine will see it."""
+    done: list[_Row] = []
+    for row in rows:
+        is_text = isinstance(row.prompt, str)
+        report.has_text |= is_text
+        report.has_messages |= not is_text
+        try:
+            row.text, row.templated = _prompt_text(row.prompt, config, tokenizer)
+        except ValueError as error:
+            report.bad.append(_bad(report, row.number, str(error), {"prompt": row.prompt, "answer": row.answer}))
+            continue
+        done.append(row)
+    return done
+
+
+def _tokenized(
+    rows: list[_Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
+) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    for templated in (True, False):
+        chosen = [row for row in rows if row.templated is templated]
+        # A chat template writes its own special tokens.
+        token_ids = tokenize([row.text for row in chosen], tokenizer, add_special_tokens=not templated)
+        for row, ids in zip(chosen, token_ids, strict=True):
+            if problem := _length_problem(len(ids), report.columns, config):
+                values = {"prompt": row.prompt, "answer": row.answer}
+                report.bad.append(_bad(report, row.number, problem, values))
+                continue
+            prompts.append(
+                Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))
+            )
+    return sorted(prompts, key=lambda prompt: prompt.prompt_id)
+
+
+def _length_problem(num_tokens: int, columns: Columns, config: FileDataConfig) -> str | None:
+    if not num_tokens:
+        return f"{columns.prompt_key} has no tokens"
+    if num_tokens > config.max_prompt_tokens:
+        return f"{num_tokens} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
+    return None
+
+
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
+    """Token ids of every text."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    return ids
+
+
+def _prompt_value(value: object, key: str) -> str | list[dict[str, str]]:
+    """Text or chat messages, checked. Raises ValueError."""
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{key} is empty")
+        return plain_text(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{key} must be text or a list of chat messages, got {value!r:.80}")
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
+    if not any(message["content"].strip() for message in value):
+        raise ValueError(f"{key} is empty")
+    messages: list[dict[str, str]] = plain(value)
+    return messages
+
+
+def _prompt_text(
+    prompt: str | list[dict[str, str]], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, bool]:
+    """Prompt as the engine will see it, and whether the chat template wrote it. Raises ValueError."""
+    if not isinstance(prompt, str):
+        return _apply_template(prompt, config, tokenizer), True
+    text = f"{prompt} {config.instruction}" if config.instruction else prompt
+    if not config.chat_template:
+        return text, False
+    return _apply_template([{"role": "user", "content": text}], config, tokenizer), True
+
+
+def _apply_template(messages: list[dict[str, str]], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    from jinja2 import TemplateError
+
+    if tokenizer.chat_template is None:
+        raise ValueError("chat messages need a tokenizer with a chat template, and the model's has none")
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
+            )
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+
+def _answer_text(value: object, key: str) -> str:
+    """The reference as text: 42 and 42.0 both become "42". Raises ValueError."""
+    if value is None or value == "":
+        raise ValueError(f"{key} is missing")
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value)) if value.is_integer() else str(value)
+    raise ValueError(f"{key} must be text or a finite number, got {value!r:.80}")

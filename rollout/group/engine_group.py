@@ -1,0 +1,400 @@
+"""EngineGroup: a typed handle over the rollout workers. Spreads requests, fans out weights, replaces engines that fail.
+
+The only file of `rollout/` that calls the rollout workers; see `rollout/group/worker.py` for the verbs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from rollout.config import EngineConfig
+from rollout.engine import (
+    POLL_S,
+    BroadcastError,
+    EngineError,
+    EngineInfo,
+    WeightReport,
+    WeightSyncError,
+    aborted,
+    wait_for,
+)
+from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
+from rollout.group.balance import load_of, split_by_kind
+from rollout.group.group_member import Health, Member, Published, Way, check_any_left, receivers_of
+from rollout.group.residency import Turns
+from rollout.processes.process_memory import MemoryUse
+from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
+from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
+
+logger = logging.getLogger(__name__)
+
+
+class EngineGroup:
+    """All rollout engines as one, and the care for them.
+
+    An engine is lost when its process dies, when it raises, or when it holds requests and does not answer in time.
+    It is then killed and started anew, given the weights that were published last, and used once it has verified them;
+    its requests go to the others. The caller's own thread does all of this, inside the methods.
+    """
+
+    def __init__(
+        self,
+        spawn: Callable[[int], ActorHandle[Any]],
+        *,
+        nodes: Sequence[str],
+        config: EngineConfig,
+        turns: Turns | None = None,
+    ) -> None:
+        """`spawn` makes the worker of an engine; `nodes` are the Ray node ids of the engines.
+
+        `turns` is shared with whoever is on the same GPUs.
+        """
+        self._spawn = spawn
+        self._config = config
+        self._turns = turns or Turns()
+        self._members = [self._started(index, node) for index, node in enumerate(nodes)]
+        self._weights: Published | None = None
+        self._next_ticket = 0
+        self._backlog: dict[int, GenerateRequest] = {}
+        """Requests that no engine holds."""
+        self._early: list[Completion] = []
+        """What `poll` will return at once."""
+        self._num_restarts = self._num_redispatched = 0
+        self._generating_s = 0.0
+        """Seconds in which the engines sampled inside `generate`."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def wait_ready(self) -> list[EngineInfo]:
+        """Return when every engine is ready; they began to start when the group was made.
+
+        An engine that cannot start the first time ends the run: nothing would change the second time.
+        """
+        calls = [member.call for member in self._members if member.call is not None]
+        names = [member.name for member in self._members]
+        started = gather(calls, names=names, phase="engine start", deadline_s=self._config.start_timeout_s + GRACE_S)
+        for member, (_, processes) in zip(self._members, started, strict=True):
+            member.processes = processes
+            member.call, member.health = None, Health.serving
+        return [info for info, _ in started]
+
+    @property
+    def unfinished(self) -> int:
+        """Tickets that `poll` has not returned yet."""
+        return sum(len(member.held) for member in self._members) + len(self._backlog) + len(self._early)
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
+        """Queue requests, spread over the engines; a ticket for each, unique in the run.
+
+        Where some engines are quantised and others not, every prompt goes to both kinds, as long as both serve. Raises
+        WorkerError for a request that can never be served; none of them is sampled then.
+        """
+        tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
+        self._next_ticket += len(requests)
+        self._backlog.update(zip(tickets, (request.for_engine() for request in requests), strict=True))
+        try:
+            self._dispatch()
+        except WorkerError:
+            self.abort(tickets)
+            self._forget(tickets)
+            raise
+        return tickets
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended on any engine since the last poll; waits at most `timeout_s` for the first.
+
+        Raises EngineError when no engine is left.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._early:
+            self._dispatch()
+            for member in self._serving():
+                if member.held and member.call is None:
+                    member.call = member.worker.poll.remote(POLL_S)
+                    member.due = time.monotonic() + POLL_S + self._config.answer_timeout_s
+            self._early += self._wait(deadline - time.monotonic())
+            idle = not self._backlog and not any(member.held for member in self._members)
+            if idle or time.monotonic() >= deadline:
+                break
+        completions, self._early = self._early, []
+        return completions
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End the unfinished requests among `tickets`, None for all; `poll` returns what they have so far."""
+        chosen = None if tickets is None else set(tickets)
+        for ticket in [ticket for ticket in self._backlog if chosen is None or ticket in chosen]:
+            self._early.append(Completion(ticket, aborted(self._backlog.pop(ticket))))
+        for member in self._members:
+            if mine := [ticket for ticket in member.held if chosen is None or ticket in chosen]:
+                member.aborting.update(mine)
+                member.worker.abort.remote(mine)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One response per request, in the order of the requests, spread over the engines."""
+        before_s = self.sampling_s()
+        others: list[Completion] = []
+        try:
+            generations = wait_for(self.submit(requests), self.poll, others=others)
+        finally:
+            self._early += others
+        self._generating_s += self.sampling_s() - before_s
+        return generations
+
+    def sampling_s(self) -> float:
+        """Seconds, since they started, in which the engines had unfinished requests, mean over engines; without those
+        inside `generate`, whose caller waits anyhow."""
+        calls = {member.index: member.worker.sampling_s.remote() for member in self._serving()}
+        for index, seconds in self._gather(calls, phase="sampling time").items():
+            self._members[index].sampled_s = seconds
+        sampled_s = sum(member.sampled_before_s + member.sampled_s for member in self._members)
+        return sampled_s / len(self._members) - self._generating_s
+
+    @property
+    def kinds(self) -> list[bool]:
+        """Which weights the engines take: quantised (True), plain (False), or both."""
+        return [kind for kind in (True, False) if self.num_of(kind)]
+
+    def num_of(self, quantized: bool) -> int:
+        """Engines of a kind."""
+        return sum(member.quantized == quantized for member in self._members)
+
+    def num_by(self, way: Way) -> int:
+        """Serving engines that got their weights so."""
+        return sum(member.way is way for member in self._serving())
+
+    def receivers(self, node: str, *, quantized: bool) -> tuple[Receiver, ...]:
+        """For each other Ray node than `node`, a serving engine of the kind whose worker can receive for all there."""
+        return receivers_of([member for member in self._serving() if member.quantized == quantized], node=node)
+
+    def receive_weights(
+        self, announced: SharedWeights, address: BroadcastAddress, receivers: Sequence[Receiver]
+    ) -> dict[str, SharedWeights]:
+        """Have `receivers` take what rank 0 sends meanwhile; where it lies, by Ray node of those that have got it."""
+        nodes = {index: self._members[index].node for index, _ in receivers}
+        calls: dict[int, ray.ObjectRef[Any]] = {
+            index: self._members[index].worker.receive_weights.remote(announced, address, rank)
+            for rank, index in enumerate(nodes, start=1)
+        }
+        return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
+
+    def load_weights(self, published: Published) -> dict[int, WeightReport]:
+        """Give every engine the weights of its kind; each verifies what it then holds. Reports by engine that serves.
+
+        An engine that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
+        """
+        self._weights = published
+        # One that still loads an earlier version goes on to this one: left behind, it would keep memory in use that
+        # the trainer needs for a later version.
+        stale = {member.index for member in self._members if member.health is Health.stale}
+        self._wait_while(lambda member: member.health is Health.stale)
+        calls = {member.index: self._load_call(member) for member in self._serving() if member.index not in stale}
+        for index, report in self._gather(calls, phase="weight sync").items():
+            self._members[index].report = report
+        if not self._serving():
+            self._wait_while(lambda member: not self._serving() and member.health is not Health.retired)
+        return {member.index: member.report for member in self._serving() if member.report is not None}
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the engines leave their GPUs, and lose their weights, while somebody else is resident."""
+        return self._turns.are_taken
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
+        return self._turns.resident(self)
+
+    def sleep(self) -> None:
+        """For `Turns` only: give the GPUs' memory back."""
+        self._wait_while(lambda member: member.health in (Health.starting, Health.stale))
+        self._all([member.worker.sleep.remote() for member in self._serving()], phase="engine sleep")
+
+    def wake(self) -> None:
+        """For `Turns` only: take memory for the weights; `load_weights` takes that of the caches."""
+        self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
+
+    def policy_versions(self) -> list[int]:
+        """Version of the weights that each serving engine says it holds."""
+        calls = {member.index: member.worker.policy_version.remote() for member in self._serving()}
+        return list(self._gather(calls, phase="weight version").values())
+
+    def memory(self) -> dict[int, MemoryUse]:
+        """What each serving engine holds, its server's processes included, by index."""
+        calls = {member.index: member.worker.memory.remote() for member in self._serving()}
+        return self._gather(calls, phase="engine memory")
+
+    def metrics(self) -> dict[str, float | None]:
+        """Engines that were started anew and requests that were given to another since the last call."""
+        restarts, redispatched = self._num_restarts, self._num_redispatched
+        self._num_restarts = self._num_redispatched = 0
+        return {"rollout/engine_restarts": float(restarts), "rollout/redispatched": float(redispatched)}
+
+    def stop(self) -> None:
+        """Stop every engine; an engine that does not answer is killed with its worker."""
+        alive = [member for member in self._members if member.health is not Health.retired]
+        stop_workers([member.worker for member in alive], names=[member.name for member in alive])
+
+    def _serving(self) -> list[Member]:
+        return [member for member in self._members if member.health is Health.serving]
+
+    def _started(self, index: int, node: str) -> Member:
+        worker = self._spawn(index)
+        due = time.monotonic() + self._config.start_timeout_s + GRACE_S
+        quantized = index < self._config.num_quantized
+        call: ray.ObjectRef[Any] = worker.start.remote()
+        return Member(index=index, node=node, quantized=quantized, worker=worker, call=call, due=due)
+
+    def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
+        if self._weights is None:
+            raise RuntimeError("weights are loaded after they have been published")
+        member.asked = self._weights.shared[member.quantized].policy_version
+        member.way, there = self._weights.place(member)
+        weights = self._weights.copies(member.quantized) if there is None else there
+        call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
+        return call
+
+    def _dispatch(self) -> None:
+        """Give the backlog to the engines that serve, in the order of submission."""
+        while self._backlog and (serving := self._serving()):
+            given = dict(sorted(self._backlog.items()))
+            self._backlog.clear()
+            tickets, requests = list(given), list(given.values())
+            loads = [sum(map(load_of, member.held.values())) for member in serving]
+            calls: dict[int, ray.ObjectRef[Any]] = {}
+            parts = split_by_kind(requests, loads, num_quantized=sum(member.quantized for member in serving))
+            for member, part in zip(serving, parts, strict=True):
+                if part:
+                    mine = {tickets[index]: requests[index] for index in part}
+                    member.held.update(mine)
+                    calls[member.index] = member.worker.submit.remote(list(mine), list(mine.values()))
+            # An engine that is lost meanwhile leaves its part in the backlog.
+            self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
+
+    def _forget(self, tickets: Sequence[int]) -> None:
+        """Nobody waits for these any more: what comes for them is ignored."""
+        gone = set(tickets)
+        for member in self._members:
+            member.forget(gone)
+        self._early = [completion for completion in self._early if completion.ticket not in gone]
+
+    def _wait(self, timeout_s: float) -> list[Completion]:
+        """Take the answers that are there, or else the first; lose the engines whose answers are overdue."""
+        waited = [member for member in self._members if member.call is not None]
+        if not waited:
+            return []
+        until_due_s = min(member.due for member in waited) - time.monotonic()
+        calls = [member.call for member in waited]
+        ray.wait(calls, num_returns=1, timeout=max(0.0, min(timeout_s, until_due_s)))
+        # All that are ready, so that no engine waits behind another.
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        completions: list[Completion] = []
+        for member in waited:
+            if member.call in ready:
+                completions += self._answered(member)
+            elif time.monotonic() >= member.due:
+                doing = "poll" if member.health is Health.serving else member.health.value
+                self._lose(member, f"phase {doing}: no answer from {member.name} in time")
+        return completions
+
+    def _answered(self, member: Member) -> list[Completion]:
+        """What follows from the answer to `member.call`."""
+        call, member.call = member.call, None
+        if call is None:
+            return []
+        phase = "generate" if member.health is Health.serving else f"restart, {member.health.value}"
+        try:
+            [answer] = gather([call], names=[member.name], phase=phase, deadline_s=GRACE_S)
+        except (EngineError, WorkerError) as error:
+            if isinstance(error, WeightSyncError) and self._is_behind(member):
+                self._load(member)
+            else:
+                self._lose(member, str(error))
+            return []
+        if member.health is Health.starting:
+            _, member.processes = answer
+            self._load(member)
+        elif member.health is Health.stale:
+            self._loaded(member, answer)
+        else:
+            return member.take(answer)
+        return []
+
+    def _is_behind(self, member: Member) -> bool:
+        """Whether newer weights were published since it was told to load."""
+        return self._weights is not None and self._weights.shared[member.quantized].policy_version != member.asked
+
+    def _load(self, member: Member) -> None:
+        """Have a new engine load what was published last; it serves at once if nothing was."""
+        member.health = Health.serving if self._weights is None else Health.stale
+        if self._weights is not None:
+            member.call = self._load_call(member)
+            member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
+
+    def _loaded(self, member: Member, report: WeightReport) -> None:
+        """Let a new engine serve, if it holds what was published last."""
+        if self._is_behind(member):
+            self._load(member)
+        elif report.policy_version != member.asked:
+            cause = f"it was sent policy version {member.asked} and reports {report.policy_version}"
+            self._lose(member, f"phase restart, stale: {member.name}: {cause}")
+        else:
+            member.report, member.health = report, Health.serving
+            logger.warning("%s serves again, after restart %d", member.name, member.restarts)
+
+    def _wait_while(self, is_waited_for: Callable[[Member], bool]) -> None:
+        """Until no engine is in a state that is waited for; each state has a deadline of its own."""
+        while any(map(is_waited_for, self._members)):
+            self._early += self._wait(POLL_S)
+
+    def _gather(
+        self, calls: Mapping[int, ray.ObjectRef[Any]], *, phase: str, deadline_s: float | None = None
+    ) -> dict[int, Any]:
+        """Answers by engine. One that dies, fails, or does not answer within rollout.sync_timeout_s, is lost.
+
+        Raises WeightSyncError for one that cannot hold the weights that it was sent: all of them may be wrong then.
+        """
+        limit_s = (self._config.sync_timeout_s if deadline_s is None else deadline_s) + GRACE_S
+        if calls:
+            ray.wait(list(calls.values()), num_returns=len(calls), timeout=limit_s)
+        answers = {}
+        for index, call in calls.items():
+            member = self._members[index]
+            try:
+                [answers[index]] = gather([call], names=[member.name], phase=phase, deadline_s=0.0)
+            except (EngineError, LostWorkerError) as error:
+                if isinstance(error, WeightSyncError):
+                    raise
+                if isinstance(error, BroadcastError):
+                    # Another member of its group may be the cause, and copies will do.
+                    logger.warning("phase %s: %s: %s", phase, member.name, error)
+                else:
+                    self._lose(member, str(error))
+        return answers
+
+    def _all(self, calls: Sequence[ray.ObjectRef[Any]], *, phase: str) -> None:
+        """Wait for all engines that serve; raises whatever one of them says."""
+        names = [member.name for member in self._serving()]
+        gather(calls, names=names, phase=phase, deadline_s=self._config.sync_timeout_s + GRACE_S)
+
+    def _lose(self, member: Member, cause: str) -> None:
+        """Kill an engine and start another in its place; what it held goes to the backlog."""
+        logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
+        again = {ticket: request for ticket, request in member.held.items() if ticket not in member.aborting}
+        self._backlog.update(again)
+        self._num_redispatched += len(again)
+        self._early += [Completion(t, aborted(request)) for t, request in member.held.items() if t in member.aborting]
+        kill_worker(member.worker, node=member.node, processes=member.processes)
+        if member.restarts < self._config.max_restarts:
+            self._num_restarts += 1
+            self._members[member.index] = self._started(member.index, member.node).instead_of(member, cause)
+            return
+        member.held, member.call = {}, None
+        member.health, member.lost_by = Health.retired, cause
+        check_any_left(self._members, max_restarts=self._config.max_restarts)

@@ -1,0 +1,135 @@
+"""What the engine group knows of each of its engines; `rollout/group/engine_group.py` decides by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from rollout.engine import EngineError, WeightReport
+from rollout.processes.process_marks import ProcessMark
+from rollout.types import Completion, GenerateRequest, SharedWeights
+from rollout.weights.weight_broadcast import Receiver
+
+
+class Health(Enum):
+    """What an engine can be used for."""
+
+    starting = "starting"
+    """Its process starts and loads the model; it holds no weights of the run."""
+    stale = "stale"
+    """It loads the weights that were published last: until they are verified it samples nothing."""
+    serving = "serving"
+    retired = "retired"
+    """It was lost more often than rollout.max_restarts."""
+
+
+class Way(Enum):
+    """How weights reach an engine."""
+
+    mapped = "shared memory"
+    """It is on the machine of rank 0."""
+    broadcast = "broadcast"
+    """One worker of its machine was sent them for all engines there."""
+    copied = "Ray objects"
+    """It joined later than the broadcast, or there was none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Member:
+    """One engine of the group."""
+
+    index: int
+    node: str
+    """Ray node id."""
+    quantized: bool
+    """Which weights it takes."""
+    worker: ActorHandle[Any]
+    call: ray.ObjectRef[Any] | None
+    """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""
+    due: float
+    """time.monotonic() at which a missing answer to `call` means that the engine is lost."""
+    health: Health = Health.starting
+    held: dict[int, GenerateRequest] = field(default_factory=dict)
+    """What it has not answered yet, by ticket."""
+    aborting: set[int] = field(default_factory=set)
+    """Those that it was told to end."""
+    processes: tuple[ProcessMark, ...] = ()
+    asked: int = -1
+    """Policy version of the weights that it was last told to load."""
+    way: Way = Way.mapped
+    """How those came."""
+    report: WeightReport | None = None
+    sampled_s: float = 0.0
+    """Seconds in which it sampled, as it said last."""
+    sampled_before_s: float = 0.0
+    """Those of the engines that it replaces."""
+    restarts: int = 0
+    lost_by: str = ""
+    """Why it was lost the last time."""
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.index}"
+
+    def instead_of(self, lost: Member, cause: str) -> Member:
+        """This engine, in the place of one that was `lost` by `cause`."""
+        self.restarts = lost.restarts + 1
+        self.sampled_before_s = lost.sampled_before_s + lost.sampled_s
+        self.lost_by = cause
+        return self
+
+    def take(self, answer: Sequence[Completion]) -> list[Completion]:
+        """What of an answer to `poll` is still waited for: another engine may have been faster."""
+        taken = [completion for completion in answer if completion.ticket in self.held]
+        for completion in taken:
+            completion.generation.quantized = self.quantized
+        self.forget({completion.ticket for completion in taken})
+        return taken
+
+    def forget(self, tickets: set[int]) -> None:
+        """Nobody waits for these here any more."""
+        self.held = {ticket: request for ticket, request in self.held.items() if ticket not in tickets}
+        self.aborting -= tickets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Published:
+    """The weights that were published last, by kind: quantised (True) or plain."""
+
+    shared: Mapping[bool, SharedWeights]
+    node: str
+    """Ray node where they lie in memory."""
+    received: Mapping[bool, Mapping[str, SharedWeights]]
+    """By kind and other node: where a broadcast has put them."""
+    copies: Callable[[bool], ray.ObjectRef[Any]]
+    """Makes copies, a list of WeightBucket in the object store."""
+
+    def place(self, member: Member) -> tuple[Way, SharedWeights | None]:
+        """Where an engine finds its weights in memory of its machine; None if it has to be sent copies."""
+        if member.node == self.node:
+            return Way.mapped, self.shared[member.quantized]
+        there = self.received.get(member.quantized, {}).get(member.node)
+        # The worker that received them may be the one that was lost, and its memory with it.
+        if there is None or member.health is not Health.serving:
+            return Way.copied, None
+        return Way.broadcast, there
+
+
+def receivers_of(members: Sequence[Member], *, node: str) -> tuple[Receiver, ...]:
+    """The first of `members` on each Ray node but `node`."""
+    first = {member.node: Receiver(member.index, member.restarts) for member in reversed(members)}
+    return tuple(sorted(receiver for place, receiver in first.items() if place != node))
+
+
+def check_any_left(members: Sequence[Member], *, max_restarts: int) -> None:
+    """Raise EngineError if all engines are retired, with the cause of each."""
+    if all(member.health is Health.retired for member in members):
+        causes = "\n".join(f"{member.name}: {member.lost_by}" for member in members)
+        raise EngineError(
+            f"0 of {len(members)} engines are left, each restarted rollout.max_restarts={max_restarts} times:\n{causes}"
+        )

@@ -1,0 +1,134 @@
+"""The rollout worker: hosts one engine in a Ray actor; `rollout/group/engine_group.py` is the typed handle over all.
+
+Ray runs one verb at a time, but for those of CONCURRENCY_GROUPS: requests come and answers go while another verb runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
+from rollout.engine import Engine, EngineInfo, WeightReport
+from rollout.processes.process_marks import ProcessMark, mark_processes
+from rollout.processes.process_memory import MemoryUse, memory_use
+from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
+from rollout.weights.shared_weights import WeightReader
+from rollout.weights.weight_broadcast import BroadcastAddress, WeightReceiver
+
+CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
+"""Threads that an actor has for the verbs marked with them, besides the one for the others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSetup:
+    """What a worker needs to start its engine."""
+
+    config: EngineConfig
+    index: int
+    """0 .. num_engines - 1."""
+    seed: int
+    """Run seed; engines derive distinct seeds from it and `index`."""
+    device: str
+    """"cpu" or "cuda"."""
+    num_threads: int
+    """Compute threads of the engine on a CPU."""
+    log_dir: Path
+    """Where a server writes its log."""
+    model_path: Path
+    sleeps: bool = False
+    """Whether the engine has to give its GPU's memory back at times: SGLang needs a special allocator for it."""
+
+
+def build_engine(setup: EngineSetup) -> Engine:
+    """The engine that `setup.config` asks for; imports only that one."""
+    if isinstance(setup.config, SGLangConfig):
+        from rollout.sglang.engine import SGLangEngine
+
+        return SGLangEngine(
+            setup.config,
+            index=setup.index,
+            seed=setup.seed,
+            device=setup.device,
+            log_dir=setup.log_dir,
+            num_threads=setup.num_threads,
+            sleeps=setup.sleeps,
+        )
+    if isinstance(setup.config, TorchEngineConfig):
+        from rollout.torch.engine import TorchEngine
+
+        return TorchEngine(setup.config, index=setup.index, device=setup.device, num_threads=setup.num_threads)
+    raise ValueError(f"rollout={setup.config.kind!r} is not an engine; use rollout=sglang or rollout=torch")
+
+
+class RolloutWorker:
+    """One engine behind the verbs of the Engine protocol."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        self._setup = setup
+        self._engine = build_engine(setup)
+        self._pids: tuple[int, ...] = ()
+        self._shared = WeightReader()
+        self._receiver = WeightReceiver()
+
+    def start(self) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
+        """Also the processes to kill where the worker does not answer any more."""
+        info = self._engine.start(self._setup.model_path)
+        self._pids = info.pids
+        return info, mark_processes((os.getpid(), *info.pids))
+
+    @ray.method(concurrency_group="requests")
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        self._engine.submit(tickets, requests)
+
+    @ray.method(concurrency_group="answers")
+    def poll(self, timeout_s: float) -> list[Completion]:
+        return self._engine.poll(timeout_s)
+
+    @ray.method(concurrency_group="requests")
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        self._engine.abort(tickets)
+
+    def sampling_s(self) -> float:
+        return self._engine.sampling_s
+
+    def receive_weights(self, announced: SharedWeights, address: BroadcastAddress, rank: int) -> SharedWeights:
+        """Take the weights from another machine for all engines of this one; where they lie here.
+
+        A collective of rank 0 of the policy and one worker per machine.
+        """
+        host = address.host if address.host in LOOPBACK else ray.util.get_node_ip_address()
+        return self._receiver.receive(announced, address, rank=rank, host=host)
+
+    def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
+        """From the memory of this machine, or as they came from another one."""
+        if isinstance(weights, SharedWeights):
+            with self._shared.opened(weights) as buckets:
+                report = self._engine.load_weights(buckets)
+        else:
+            report = self._engine.load_weights(weights)
+        if not (report.in_place and isinstance(weights, SharedWeights)):
+            self._shared.release()
+        return report
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def policy_version(self) -> int:
+        return self._engine.policy_version
+
+    def memory(self) -> MemoryUse:
+        """Of this process and those of the engine."""
+        return memory_use(self._pids)
+
+    def stop(self) -> None:
+        self._engine.stop()
+        self._shared.close()
+        self._receiver.close()

@@ -1,0 +1,1 @@
+"""Processes beside a worker: children that may hang or crash, code of the user, marks, memory, clocks."""

@@ -1,0 +1,37 @@
+"""Lets a real SGLang server run on any x86 CPU: the entry point of an out-of-tree SGLang platform.
+
+SGLang finds `activate` through the entry-point group `sglang.srt.platforms` and uses the platform only when the
+environment says `SGLANG_PLATFORM=parity_cpu`, which `rollout/sglang/server.py` sets for a CPU server. The platform
+itself is in `rollout/sglang/cpu/srt_platform.py`; this file imports neither SGLang nor torch at the top, because every
+process that imports SGLang on a machine with Parity installed loads it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rollout.hf.torchvision_operators import declare_torchvision_operators
+
+PLATFORM_NAME = "parity_cpu"
+"""Name of the entry point, and the value of SGLANG_PLATFORM that selects it."""
+
+ATTENTION_BACKEND = "parity_batched"
+"""Value of SGLang's `attention_backend` for `rollout/sglang/cpu/attention.py`, the default on a CPU."""
+
+PLATFORM_CLASS = "rollout.sglang.cpu.srt_platform.ParityCpuPlatform"
+
+
+def activate() -> str | None:
+    """Qualified name of the platform class, or None where it must not be used.
+
+    None unless SGLANG_PLATFORM names this platform (a user's own SGLang is left alone), and None where torch sees a
+    CUDA device. Before SGLang goes on to import torchvision, this makes that import possible.
+    """
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    declare_torchvision_operators()
+    return PLATFORM_CLASS

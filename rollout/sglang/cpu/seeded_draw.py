@@ -1,0 +1,77 @@
+"""Draws tokens from probabilities with one seed per sample: (probabilities, seeds, positions) -> token ids. Torch only.
+
+`rollout/sglang/cpu/srt_platform.py` uses it inside SGLang's scheduler. A draw depends on nothing but the sample's own
+seed, the position and its probabilities: not on the other samples of the batch, not on the order in which they arrived.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_GOLDEN_GAMMA = -7046029254386353131
+"""0x9E3779B97F4A7C15 as a signed 64-bit integer: the increment of SplitMix64 (doi.org/10.1145/2714064.2660195)."""
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+
+
+def uniforms(seeds: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
+    """One number in [0, 1) per row from (seed, position).
+
+    Args:
+        seeds: [B] int64, unique per sample.
+        positions: [B] integer, index of the token in its sequence.
+
+    Returns:
+        [B] float64 with 53 random bits. Two rounds of SplitMix64: the first scatters the seed, so that neighbouring
+        seeds at neighbouring positions do not share numbers.
+    """
+    state = _splitmix64(seeds.to(torch.int64))
+    state = _splitmix64(state + positions.to(torch.int64) * _GOLDEN_GAMMA)
+    return _logical_shift_right(state, 11).to(torch.float64) * 2.0**-53
+
+
+def draw(probs: torch.Tensor, *, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse-CDF draw: the first token whose cumulated probability exceeds `uniform` times the total.
+
+    Args:
+        probs: [B, V] non-negative weights; rows need not sum to 1.
+        uniform: [B] in [0, 1).
+
+    Returns:
+        [B] int64 token ids. A token of probability 0 is never drawn.
+    """
+    cumulated = probs.to(torch.float64).cumsum(dim=-1)
+    total = cumulated[:, -1:]
+    # Rounding may lift uniform * total up to total itself; stay below it, so that a token is always found.
+    target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+
+
+def truncate(probs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Probabilities with everything outside top-k, top-p and min-p set to 0; not renormalised.
+
+    Args:
+        probs: [B, V]. top_k: [B] integer (1 is greedy). top_p: [B] in (0, 1]. min_p: [B] in [0, 1].
+
+    Returns:
+        [B, V] float; among equal probabilities the lower token id is kept.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    rank = torch.arange(probs.shape[-1], device=probs.device).unsqueeze(0)
+    dropped = (rank >= top_k.unsqueeze(-1)) | (before > top_p.unsqueeze(-1))
+    dropped |= ordered < ordered[:, :1] * min_p.unsqueeze(-1)
+    return torch.zeros_like(probs).scatter(-1, order, ordered.masked_fill(dropped, 0.0))
+
+
+def _splitmix64(state: torch.Tensor) -> torch.Tensor:
+    """[B] int64 -> [B] int64, a bijection with good avalanche; int64 arithmetic wraps."""
+    state = state + _GOLDEN_GAMMA
+    state = (state ^ _logical_shift_right(state, 30)) * _MIX_1
+    state = (state ^ _logical_shift_right(state, 27)) * _MIX_2
+    return state ^ _logical_shift_right(state, 31)
+
+
+def _logical_shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift int64 right without dragging the sign bit along."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)

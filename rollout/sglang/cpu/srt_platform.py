@@ -1,0 +1,113 @@
+"""The SGLang platform class behind `platform.activate`: attention in batches, and a seed for every sample.
+
+Loaded by SGLang only, inside the server's processes. It uses SGLang's own extension points: the out-of-tree platform,
+`register_attention_backend`, `register_sampler_backend` and the plugin hook registry. Nothing of SGLang is edited.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.seeded_draw import draw, truncate, uniforms
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+_SEED_HOOK_TARGET = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_LAST_SLOT_HOOK_TARGET = "sglang.srt.mem_cache.allocation.get_last_loc"
+
+
+class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """Plain torch operators on any CPU: no AMX, no kernel package, no graphs."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """The in-tree pool; only models with plain multi-head attention are supported."""
+        if kind != "mha":
+            return None
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        pool: type = MHATokenToKVPool
+        return pool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+        allocator: type = PagedTokenToKVPoolAllocator
+        return allocator
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def init_backend(self) -> None:
+        """Called by SGLang once in each worker, after it applied the hooks of plugins: install what is ours."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+        register_attention_backend(ATTENTION_BACKEND)(_make_attention)
+        # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler takes that name.
+        _register_sampler()
+        source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
+        HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
+        HookRegistry.register(_LAST_SLOT_HOOK_TARGET, last_slots, HookType.REPLACE, source=source)
+        HookRegistry.apply_hooks()
+
+
+def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
+    """Give every request of a new batch its `sampling_seed`; SGLang fills the field only in deterministic mode.
+
+    SGLang carries the field along when it filters and merges batches.
+    """
+    info.sampling_seed = torch.tensor(
+        [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64
+    )
+
+
+def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
+    """[B] slot of the last token before each extension, -1 where there is none.
+
+    SGLang's own function starts a Triton kernel for every attention backend whose name it does not know.
+    """
+    found = req_to_token[requests, (prefix_lens - 1).clamp(min=0)].to(prefix_lens.dtype)
+    return torch.where(prefix_lens > 0, found, torch.full_like(prefix_lens, -1))
+
+
+def _make_attention(model_runner: Any) -> Any:
+    """SGLang calls this once per worker when the cache exists."""
+    from rollout.sglang.cpu.attention import BatchedAttention
+
+    return BatchedAttention(model_runner)
+
+
+def _register_sampler() -> None:
+    from sglang.srt.layers.sampler import Sampler, register_sampler_backend
+
+    class SeededSampler(Sampler):  # type: ignore[misc]
+        """SGLang's sampler with the draw itself replaced; temperature and log-probs are SGLang's."""
+
+        def _sample_from_probs(
+            self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool
+        ) -> tuple[torch.Tensor, None]:
+            if sampling_info.sampling_mask_batch_indices is not None:
+                raise NotImplementedError("return_sampling_mask is not supported by the parity_cpu platform")
+            if not simple_sampling_case:
+                probs = truncate(
+                    probs, top_k=sampling_info.top_ks, top_p=sampling_info.top_ps, min_p=sampling_info.min_ps
+                )
+            uniform = uniforms(sampling_info.sampling_seed, positions=positions)
+            return draw(probs, uniform=uniform).to(torch.int32), None
+
+    register_sampler_backend("pytorch", SeededSampler)

@@ -1,0 +1,1 @@
+"""Simulated rollouts, for `parity simulate`."""

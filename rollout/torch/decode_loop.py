@@ -1,0 +1,277 @@
+"""The thread in which the embedded engine samples: a queue of requests in front, completions behind.
+
+`rollout/torch/engine.py` owns the model and pauses the thread while it replaces weights; `rollout/torch/decoding.py`
+does the sampling. The thread lives while there are unfinished requests, and everything that others see changes under
+one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from rollout.engine import EngineError
+from rollout.processes.busy_clock import BusyClock
+from rollout.torch.decoding import Batch
+from rollout.torch.model import Decoder
+from rollout.types import Completion, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""Seconds after which a thread that waits looks around, though nobody woke it."""
+GATHER_S = 0.02
+"""Seconds that a poll waits for further completions."""
+
+
+class _Work(NamedTuple):
+    """What the thread is told before a token."""
+
+    decoder: Decoder
+    policy_version: int
+    is_renewed: bool
+    submitted: dict[int, GenerateRequest]
+    aborts: set[int]
+
+
+class DecodeLoop:
+    """Samples what is submitted with the decoder that it is given. All methods may be called by any thread.
+
+    After a failure nothing is sampled, and `submit` and `poll` raise it, until `load` is called.
+    """
+
+    def __init__(self, *, name: str, num_slots: int, request_timeout_s: float) -> None:
+        """`name` is for errors; `request_timeout_s` is rollout.generate_timeout_s."""
+        self._name = name
+        self._num_slots = num_slots
+        self._request_timeout_s = request_timeout_s
+        self._changed = threading.Condition()
+        self._decoder: Decoder | None = None
+        self._policy_version = 0
+        self._is_renewed = False
+        """Whether weights came that the batch has not been read again with."""
+        self._thread: threading.Thread | None = None
+        self._is_stepping = False
+        """Whether the thread is at work on the batch, without the lock."""
+        self._pauses = 0
+        self._submitted: dict[int, GenerateRequest] = {}
+        """What the thread has not seen yet."""
+        self._aborts: set[int] = set()
+        """The same for aborts."""
+        self._unfinished: set[int] = set()
+        """Tickets whose completion does not exist yet."""
+        self._clock = BusyClock()
+        self._completions: list[Completion] = []
+        self._oldest: tuple[float, GenerateRequest] | None = None
+        self._failure: EngineError | None = None
+
+    @property
+    def sampling_s(self) -> float:
+        """Seconds in which there were unfinished requests."""
+        with self._changed:
+            return self._clock.seconds
+
+    @property
+    def num_unfinished(self) -> int:
+        with self._changed:
+            return len(self._unfinished)
+
+    def load(self, decoder: Decoder, *, policy_version: int) -> None:
+        """Sample with `decoder` from now on, and forget a failure. Call inside `paused` while the old one is in use."""
+        with self._changed:
+            self._decoder, self._policy_version = decoder, policy_version
+            self._is_renewed = True
+            self._failure = None
+
+    def unload(self) -> None:
+        """Let go of the decoder. Raises EngineError while requests are unfinished."""
+        with self._changed:
+            if self._unfinished:
+                raise EngineError(
+                    f"{self._name}: {len(self._unfinished)} requests are unfinished; poll until they have ended, or "
+                    "abort them"
+                )
+            self._decoder = None
+
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        """Queue requests, all at once: those of one call are admitted as if they had come at the same time."""
+        with self._changed:
+            if self._failure is not None:
+                raise EngineError(str(self._failure)) from self._failure
+            if self._decoder is None:
+                raise EngineError(f"{self._where}: no weights are loaded")
+            if known := self._unfinished.intersection(tickets):
+                raise ValueError(f"{self._where}: tickets {sorted(known)[:5]} are in use")
+            self._submitted.update(zip(tickets, requests, strict=True))
+            self._unfinished.update(tickets)
+            self._clock.set(is_busy=bool(self._unfinished))
+            if self._thread is None and self._unfinished:
+                # A daemon: an engine that nobody stopped must not keep its process alive.
+                self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended since the last poll; then, if there is nothing, a failure or what ends in `timeout_s`.
+
+        With the first one it waits GATHER_S for others, within `timeout_s`: every answer takes time from sampling.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._completions:
+                self._check_deadline()
+                if self._failure is not None:
+                    raise EngineError(str(self._failure)) from self._failure
+                now = time.monotonic()
+                if now >= deadline:
+                    break
+                # Woken for every completion and failure; a request's own deadline may come before ours.
+                due = deadline if self._oldest is None else self._oldest[0] + self._request_timeout_s
+                self._changed.wait(max(0.001, min(deadline, due) - now))
+            if self._completions:
+                left = max(0.0, deadline - time.monotonic())
+                self._changed.wait_for(lambda: not self._unfinished, min(GATHER_S, left))
+            completions, self._completions = self._completions, []
+            return completions
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End unfinished requests; `poll` returns what they have once the thread has seen this."""
+        with self._changed:
+            self._aborts |= self._unfinished if tickets is None else self._unfinished.intersection(tickets)
+            self._changed.notify_all()
+
+    @contextmanager
+    def paused(self, timeout_s: float) -> Iterator[None]:
+        """Nothing is sampled inside the block. Raises EngineError if the token at work takes longer."""
+        with self._changed:
+            self._pauses += 1
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._is_stepping, timeout_s):
+                    raise EngineError(f"{self._name}: sampling did not pause within {timeout_s:.0f} s")
+            yield
+        finally:
+            with self._changed:
+                self._pauses -= 1
+                self._changed.notify_all()
+
+    def fail(self, cause: str) -> None:
+        """Give up all unfinished requests: `submit` and `poll` raise EngineError(`cause`) from now on."""
+        with self._changed:
+            self._fail(EngineError(cause))
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread, drop what is unfinished; a thread that hangs is left behind with a warning."""
+        with self._changed:
+            thread = self._thread
+            self._forget()
+            self._completions, self._failure, self._decoder = [], None, None
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.warning("%s: sampling did not end within %.0f s", self._name, timeout_s)
+
+    def _check_deadline(self) -> None:
+        """Fail if the oldest request takes too long. Here, not in the thread: that may be what hangs."""
+        if self._oldest is None or time.monotonic() - self._oldest[0] < self._request_timeout_s:
+            return
+        request = self._oldest[1]
+        self._fail(
+            EngineError(
+                f"{self._where}: rollout.generate_timeout_s={self._request_timeout_s} has passed since prompt "
+                f"{request.prompt_id}/{request.sample_index} was taken up; {len(self._unfinished)} requests are "
+                "unfinished. Raise it, or lower sampling.max_new_tokens or rollout.max_batch_size."
+            )
+        )
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = error
+        self._forget()
+        self._changed.notify_all()
+
+    def _forget(self) -> None:
+        self._submitted.clear()
+        self._unfinished.clear()
+        self._clock.set(is_busy=False)
+        self._aborts.clear()
+        self._oldest = None
+        # A thread that is not ours any more ends when it looks, and what it still samples is dropped.
+        self._thread, self._is_stepping = None, False
+
+    def _run(self) -> None:
+        """The thread: one token at a time, until nothing is unfinished."""
+        batch: Batch | None = None
+        with torch.inference_mode():
+            while (work := self._next_work()) is not None:
+                try:
+                    batch, completions = self._sample(batch, work)
+                except Exception as error:
+                    # Whatever it was, whoever polls must hear of it; the thread has nobody to raise to.
+                    logger.debug("%s: sampling failed", self._name, exc_info=True)
+                    self._end_with(error)
+                    return
+                self._hand_over(completions, batch.oldest)
+
+    def _sample(self, batch: Batch | None, work: _Work) -> tuple[Batch, list[Completion]]:
+        """One token for everything that has a slot after `work`."""
+        if batch is None:
+            batch = Batch(work.decoder, num_slots=self._num_slots, policy_version=work.policy_version)
+        elif work.is_renewed:
+            batch.renew(work.decoder, work.policy_version)
+        batch.add(list(work.submitted), list(work.submitted.values()))
+        aborted = batch.abort(work.aborts) if work.aborts else []
+        return batch, aborted + batch.advance()
+
+    def _end_with(self, error: Exception) -> None:
+        with self._changed:
+            if self._is_current:
+                self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
+
+    def _next_work(self) -> _Work | None:
+        """What has changed since the last token, once nobody pauses; None if the thread has to end."""
+        with self._changed:
+            while self._pauses and self._is_current:
+                self._changed.wait(IDLE_S)
+            if not self._is_current:
+                return None
+            if not self._unfinished or self._decoder is None:
+                self._thread = None
+                return None
+            work = _Work(
+                self._decoder, self._policy_version, self._is_renewed, dict(self._submitted), set(self._aborts)
+            )
+            if self._oldest is None:
+                # From now on a poll has a deadline to look at.
+                first = next(iter(self._submitted.values()), None)
+                self._oldest = None if first is None else (time.monotonic(), first)
+                self._changed.notify_all()
+            self._is_renewed, self._is_stepping = False, True
+            self._submitted.clear()
+            self._aborts.clear()
+            return work
+
+    def _hand_over(self, completions: list[Completion], oldest: tuple[float, GenerateRequest] | None) -> None:
+        with self._changed:
+            if not self._is_current:
+                return
+            self._unfinished.difference_update(completion.ticket for completion in completions)
+            self._clock.set(is_busy=bool(self._unfinished))
+            self._completions += completions
+            self._is_stepping, self._oldest = False, oldest
+            if completions or self._pauses:
+                self._changed.notify_all()
+
+    @property
+    def _where(self) -> str:
+        return f"{self._name}, at policy version {self._policy_version}, generate"
+
+    @property
+    def _is_current(self) -> bool:
+        return self._thread is threading.current_thread()

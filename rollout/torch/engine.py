@@ -1,0 +1,300 @@
+"""The embedded engine: a transformers model in the caller's process behind the Engine protocol, no server.
+
+Implements `rollout.engine.Engine`; hosted by `rollout/group/worker.py`. The thread of `rollout/torch/decode_loop.py`
+samples, with `rollout/torch/decoding.py`, the forward of `rollout/torch/model.py` and the memory of
+`rollout/torch/kv_cache.py`. Deterministic, so it is also what other engines are compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.config import TorchEngineConfig
+from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError
+from rollout.hf.model_limits import altered_logits
+from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
+from rollout.torch.decode_loop import DecodeLoop
+from rollout.torch.kv_cache import SLOT_ATTENTION
+from rollout.torch.model import build_decoder
+from rollout.torch.products import use_fast_products
+from rollout.torch.quantized_activations import input_rounding, round_inputs
+from rollout.types import Completion, GenerateRequest, WeightBucket
+from rollout.weights.buckets import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
+
+STOP_TIMEOUT_S = 10.0
+"""Seconds for the token that is being sampled when the engine is stopped or put to sleep."""
+LISTED_NAMES = 5
+"""Tensor names shown in an error; the rest is counted."""
+
+
+class TorchEngine(Engine):
+    """One model, continuous batched sampling in a thread of its own."""
+
+    def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
+        """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
+        self._config = config
+        self._index = index
+        self._device = torch.device(device)
+        self._num_threads = num_threads
+        self._rounding = input_rounding(config.quantization) if index < config.num_quantized else None
+        self._model: PreTrainedModel | None = None
+        self._version = 0
+        self._broken = ""
+        self._loop = DecodeLoop(
+            name=f"engine {index} (torch)",
+            num_slots=config.max_batch_size,
+            request_timeout_s=config.generate_timeout_s,
+        )
+
+    def start(self, model_path: Path) -> EngineInfo:
+        """Load weights and architecture from a local directory; policy version 0. Raises EngineError.
+
+        Loading cannot be interrupted: rollout.start_timeout_s is checked once it has ended.
+        """
+        begin = time.monotonic()
+        if not (model_path / "config.json").is_file():
+            raise EngineError(f"{self._name} start: {model_path} is not a model directory: it has no config.json")
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        try:
+            # Typed as the model alone, but with output_loading_info it is a pair.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                model_path,
+                dtype=DTYPES[self._config.dtype.name],
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+                attn_implementation=SLOT_ATTENTION,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise EngineError(f"{self._name} start: {model_path} could not be loaded: {error}") from error
+        model, loading = loaded
+        absent = sorted(loading["missing_keys"])
+        if absent:
+            # transformers would go on with random numbers in their place.
+            raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
+        if altered := altered_logits(model.config):
+            raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
+        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._version = 0
+        self._broken = ""
+        use_fast_products(model)
+        if self._rounding is not None:
+            round_inputs(model, self._rounding)
+        self._loop.load(build_decoder(model, self._rounding), policy_version=0)
+        start_s = time.monotonic() - begin
+        if start_s > self._config.start_timeout_s:
+            self.stop()
+            raise EngineError(
+                f"{self._name} start: loading took {start_s:.1f} s, more than "
+                f"rollout.start_timeout_s={self._config.start_timeout_s}"
+            )
+        return EngineInfo(name=f"torch {torch.__version__}", address="embedded", pids=(), start_s=start_s)
+
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        """Queue requests; those of one call are sampled the same way whatever else the process does meanwhile.
+
+        Raises ValueError for a request that cannot be served as it stands, EngineError if the engine holds no usable
+        weights or has failed.
+        """
+        model = self._usable_model("generate")
+        for request in requests:
+            self._check_request(request, model)
+        self._loop.submit(tickets, requests)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What has ended since the last poll; after a failure EngineError until weights are loaded again."""
+        return self._loop.poll(timeout_s)
+
+    def abort(self, tickets: Sequence[int] | None) -> None:
+        """End unfinished requests after the token that is being sampled; `poll` returns what they have."""
+        self._loop.abort(tickets)
+
+    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+        """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
+
+        Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
+        in shared memory become the parameters as they lie, joined projections too if they lie side by side. Others are
+        copied, read back and compared. Sampling pauses only once all that is checked before has been. Raises
+        WeightSyncError; if the read-back disagrees, unfinished requests are lost and none is served until a later sync
+        has succeeded.
+        """
+        model = self._started_model("load_weights")
+        begin = time.monotonic()
+        version = check_buckets(buckets, held_version=self._version)
+        parameters = dict(model.named_parameters())
+        self._check_names(buckets, parameters, version=version)
+        checked = time.monotonic()
+        with self._loop.paused(self._config.sync_timeout_s):
+            try:
+                in_place, loaded = self._replace(buckets, model, begin=begin, version=version)
+            finally:
+                if self._broken:
+                    self._loop.fail(f"{self._name} load_weights: the weights are unusable: {self._broken}")
+        return WeightReport(
+            policy_version=version,
+            num_tensors=len(parameters),
+            num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
+            load_s=loaded - checked,
+            verify_s=(checked - begin) + (time.monotonic() - loaded),
+            in_place=in_place,
+        )
+
+    def _replace(
+        self, buckets: Sequence[WeightBucket], model: PreTrainedModel, *, begin: float, version: int
+    ) -> tuple[bool, float]:
+        """Put checked weights into the model: whether they are used as they lie, and when they were in."""
+        parameters = dict(model.named_parameters())
+        self._broken = f"the sync of policy version {version} did not complete"
+        in_place = self._device.type == "cpu" and all(bucket.region is not None for bucket in buckets)
+        with torch.no_grad():
+            for bucket in buckets:
+                for spec, tensor in unpack(bucket):
+                    if in_place:
+                        parameters[spec.name].data = tensor
+                    else:
+                        self._check_sync_deadline(begin, version=version)
+                        parameters[spec.name].copy_(tensor)
+        loaded = time.monotonic()
+        if not in_place:
+            self._read_back(buckets, parameters, begin=begin, version=version)
+        # Projections that are computed together are copied next to each other where they do not lie so already: in
+        # shared memory they do, unless one module is larger than a bucket.
+        self._loop.load(build_decoder(model, self._rounding), policy_version=version)
+        self._version = version
+        self._broken = ""
+        return in_place, loaded
+
+    def sleep(self) -> None:
+        """Move the model to the host; it keeps its weights. Raises EngineError while requests are unfinished."""
+        model: torch.nn.Module = self._started_model("sleep")
+        self._loop.unload()
+        model.to("cpu")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Move the model back."""
+        model: torch.nn.Module = self._started_model("wake")
+        model.to(self._device)
+        if not self._broken:
+            decoder = build_decoder(self._started_model("wake"), self._rounding)
+            self._loop.load(decoder, policy_version=self._version)
+
+    @property
+    def sampling_s(self) -> float:
+        return self._loop.sampling_s
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the last weights that passed verification; 0 before the first sync."""
+        return self._version
+
+    def stop(self) -> None:
+        """End sampling, whatever is unfinished, and free the model; safe to call twice."""
+        self._loop.stop(STOP_TIMEOUT_S)
+        self._model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def _name(self) -> str:
+        return f"engine {self._index} (torch, policy version {self._version})"
+
+    def _started_model(self, phase: str) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError(f"{self._name} {phase}: the engine is not running; call start() first")
+        return self._model
+
+    def _usable_model(self, phase: str) -> PreTrainedModel:
+        model = self._started_model(phase)
+        if self._broken:
+            raise EngineError(f"{self._name} {phase}: the weights are unusable: {self._broken}; load weights again")
+        return model
+
+    def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
+        sampling = request.sampling
+        begun = [] if request.resumed is None else request.resumed.token_ids
+        given = request.prompt_token_ids + begun
+        problem = ""
+        if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, -1, 0.0):
+            problem = (
+                f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p} are not supported: "
+                "only 1.0, -1 and 0.0 keep the log-prob exact"
+            )
+        elif sampling.temperature < 0 or sampling.max_new_tokens < 1:
+            problem = (
+                f"temperature must be >= 0 and max_new_tokens >= 1, "
+                f"got {sampling.temperature} and {sampling.max_new_tokens}"
+            )
+        elif not request.prompt_token_ids:
+            problem = "the prompt has no tokens"
+        elif not 0 <= min(given) <= max(given) < model.config.vocab_size:
+            problem = f"the prompt has token ids outside 0..{model.config.vocab_size - 1}"
+        elif len(begun) >= sampling.max_new_tokens:
+            problem = f"{len(begun)} resumed tokens leave none of max_new_tokens={sampling.max_new_tokens}"
+        elif len(request.prompt_token_ids) + sampling.max_new_tokens > model.config.max_position_embeddings:
+            problem = (
+                f"{len(request.prompt_token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed "
+                f"the model's context of {model.config.max_position_embeddings} tokens"
+            )
+        if problem:
+            raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
+
+    def _check_names(
+        self, buckets: Sequence[WeightBucket], parameters: dict[str, torch.nn.Parameter], *, version: int
+    ) -> None:
+        specs = {spec.name: spec for bucket in buckets for spec in bucket.tensors}
+        where = f"{self._name} load_weights of policy version {version}"
+        unknown = sorted(specs.keys() - parameters.keys())
+        missing = sorted(parameters.keys() - specs.keys())
+        if unknown or missing:
+            raise WeightSyncError(
+                f"{where}: the names are not those of the model's parameters; "
+                f"unknown: {_listed(unknown)}; missing: {_listed(missing)}"
+            )
+        for name, parameter in parameters.items():
+            spec = specs[name]
+            if spec.shape != tuple(parameter.shape) or spec.dtype != dtype_name(parameter.dtype):
+                raise WeightSyncError(
+                    f"{where}: tensor {name} was sent as {spec.dtype} {spec.shape}, the engine holds "
+                    f"{dtype_name(parameter.dtype)} {tuple(parameter.shape)} (rollout.dtype decides the type)"
+                )
+
+    def _read_back(
+        self,
+        buckets: Sequence[WeightBucket],
+        parameters: dict[str, torch.nn.Parameter],
+        *,
+        begin: float,
+        version: int,
+    ) -> None:
+        for spec in (spec for bucket in buckets for spec in bucket.tensors):
+            self._check_sync_deadline(begin, version=version)
+            held = tensor_digest(parameters[spec.name])
+            if held != spec.digest:
+                self._broken = f"tensor {spec.name} is not what was sent with policy version {version}"
+                raise WeightSyncError(
+                    f"{self._name} load_weights: tensor {spec.name} was sent with digest {spec.digest} "
+                    f"(policy version {version}) but the engine holds {held} (last good version {self._version})"
+                )
+
+    def _check_sync_deadline(self, begin: float, *, version: int) -> None:
+        if time.monotonic() - begin > self._config.sync_timeout_s:
+            raise WeightSyncError(
+                f"{self._name} load_weights: policy version {version} was not loaded and verified within "
+                f"rollout.sync_timeout_s={self._config.sync_timeout_s}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "none"
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(names[:LISTED_NAMES]) + more

@@ -1,0 +1,165 @@
+"""Keys and values of the sequences being decoded, and attention over them: any Hugging Face decoder can use both.
+
+A slot is a row of memory for one sequence: column t holds its token t, so no slot knows padding and sequences of
+different ages are decoded together. The active slots are always the first ones; memory grows with the longest
+sequence. The model calls `slot_attention` by the name SLOT_ATTENTION; what is to be done travels with the call, as a
+`Prefill` or a `Step`.
+
+S: slots, N: active ones, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns,
+D: size of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollout.hf.model_limits import check_attention
+from rollout.hf.transformers import AttentionInterface
+
+SLOT_ATTENTION = "parity_slots"
+"""Value of `attn_implementation` that selects this attention."""
+
+FIRST_COLUMNS = 64
+"""Columns beyond the first prompts; memory doubles when they are used up."""
+
+
+def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of `dtype` are multiplied in: on a CPU float32, which loses nothing.
+
+    There torch copies bfloat16 matrices that have room between them before it multiplies them, and slowly; to widen
+    them first takes less, and they are kept, and read, in half the bytes.
+    """
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+class KVSlots:
+    """Keys and values of every layer. A layer's memory is taken when its first prompt comes."""
+
+    def __init__(self, *, num_slots: int, max_columns: int) -> None:
+        """`max_columns` is the length of the longest sequence that will be stored; `resize` raises both."""
+        self._num_slots = num_slots
+        self._max_columns = max_columns
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def resize(self, *, num_slots: int, max_columns: int) -> None:
+        """Make room for more slots or longer sequences; what is stored stays. Never takes room away."""
+        self._num_slots = max(self._num_slots, num_slots)
+        self._max_columns = max(self._max_columns, max_columns)
+
+    def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [S, K, C, D], with room for `columns`.
+
+        `like` [.., K, .., D] gives shape, dtype and device.
+        """
+        held = self._layers.get(index)
+        slots, room = (0, 0) if held is None else (held[0].shape[0], held[0].shape[2])
+        if held is not None and slots >= self._num_slots and room >= columns:
+            return held
+        if held is None:
+            room = min(columns + FIRST_COLUMNS, self._max_columns)
+        elif room < columns:
+            room = min(max(columns, 2 * room), self._max_columns)
+        shape = (self._num_slots, like.shape[1], room, like.shape[3])
+        # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
+        grown = (like.new_zeros(shape), like.new_zeros(shape))
+        if held is not None:
+            for new, old in zip(grown, held, strict=True):
+                new[: old.shape[0], :, : old.shape[2]] = old
+        self._layers[index] = grown
+        return grown
+
+    def move(self, source: Tensor, target: Tensor, *, columns: int) -> None:
+        """Copy the first `columns` of slots `source` to slots `target`, both [M] int64 without a common element."""
+        for layer in self._layers.values():
+            for memory in layer:
+                memory[target, :, :columns] = memory[source, :, :columns]
+
+
+class Prefill:
+    """Prompts are read and stored: prompt `prompt_of_slot[i]` in slot `first_slot + i`."""
+
+    def __init__(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> None:
+        """`longest` is the length of the longest prompt."""
+        self._slots = slots
+        self._target = slice(first_slot, first_slot + len(prompt_of_slot))
+        self._prompt_of_slot = prompt_of_slot
+        self.longest = longest
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Causal attention within each prompt: query [U, H, P, D], key and value [U, K, P, D] -> [U, H, P, D].
+
+        Prompts are padded on the right: no token of a prompt sees padding behind it.
+        """
+        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+            memory[self._target, :, : self.longest] = new[self._prompt_of_slot]
+        gqa = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+
+
+class Step:
+    """Each of the first N slots gets one token, at its own position."""
+
+    def __init__(self, slots: KVSlots, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
+        """`positions` [N] int64, column of the new token; `longest` is their maximum plus one; `dtype` of the model."""
+        self._slots = slots
+        self._positions = positions
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self.longest = longest
+        self._dtype = multiplied_dtype(dtype, positions.device)
+        self._mask: Tensor | None = None
+        if int(positions.min()) + 1 < longest:
+            behind = torch.arange(longest, device=positions.device) > positions[:, None]
+            mask = torch.zeros(behind.shape, dtype=self._dtype, device=positions.device)
+            self._mask = mask.masked_fill_(behind, -torch.inf)[:, None]
+
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Store the new token and attend to all of its sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
+        count, num_heads, _, size = query.shape
+        num_kv = key.shape[1]
+        past = []
+        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+            memory[self._rows, :, self._positions] = new[:, :, 0]
+            held = memory[:count, :, : self.longest].to(self._dtype)
+            # [N * K, C, D], without a further copy: active slots lie together. Batched products beat the fused
+            # attention of torch 2.13 two to three times on a CPU when there is one query per sequence.
+            past.append(held.flatten(0, 1))
+        keys, values = past
+        scale = size**-0.5 if scaling is None else scaling
+        queries = query.reshape(count * num_kv, num_heads // num_kv, size).to(self._dtype) * scale
+        if self._mask is None:
+            scores = torch.bmm(queries, keys.transpose(1, 2))
+        else:
+            if len(self._mask) != count * num_kv:
+                # Once for all layers.
+                self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
+            scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2))
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)
+        return torch.bmm(weights, values).view(count, num_heads, 1, size).to(query.dtype)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attention interface of transformers: [B, H, T, D] -> [B, T, H, D]. Needs `forward_kind` as a keyword argument of
+    the model's forward: a Prefill or a Step.
+    """
+    kind = kwargs["forward_kind"]
+    if not isinstance(kind, Prefill | Step):
+        raise TypeError("slot attention needs a Prefill or a Step")
+    check_attention(kwargs, longest=kind.longest, name="slot")
+    index = module.layer_idx
+    if not isinstance(index, int):
+        raise TypeError(f"{type(module).__name__} has no layer_idx")
+    return kind.attend(index, query, key, value, scaling).transpose(1, 2), None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)

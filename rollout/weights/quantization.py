@@ -1,0 +1,239 @@
+"""Weights on the grid of a quantised engine: tensor <-> (small values, scales), without loss beyond the rounding.
+
+`trainer/policy/worker.py` passes the weights of quantised engines through a `Quantizer` at every sync. What is
+published then is what the engine is to hold, so its digests prove the quantised weights as they prove others: the
+values that the engine would compute with, in its own type, or values and scales for an engine that takes them (SGLang
+on a GPU).
+
+A scale holds 16 bits of mantissa, rounded up: every product value * scale is exact in float32. So a tensor that lies on
+the grid already is quantised to the same values and scales again, and dequantising rounds nothing. A change of type
+after that (rollout.dtype=bfloat16) rounds once more; the reported error includes it.
+
+O: output features, I: input features of a projection [O, I].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.config import EngineConfig, Quantization
+from rollout.types import QuantizationReport, SharedWeights, WeightBucket
+from rollout.weights.buckets import DTYPES, TensorShape
+from rollout.weights.shared_weights import WeightPublisher
+
+PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
+"""Names of what an engine quantises: the projections of attention and MLP. Never embeddings, head, norms, biases."""
+IN_LAYER = re.compile(r"\.layers\.\d+\.")
+SCALE_BITS_DROPPED = 8
+"""Of the 24 bits of a float32 mantissa."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Which numbers a format can hold."""
+
+    rows: int
+    """Output features that share a scale."""
+    columns: int | None
+    """Input features that share a scale; None for all."""
+    largest: float
+    """Largest value before the scale; the smallest is its negative."""
+    dtype: torch.dtype
+    """Of the values."""
+
+
+SCALES = {Quantization.int8: "weight_scale", Quantization.fp8: "weight_scale_inv"}
+"""What a scale is called beside its weight where an engine takes quantised tensors; both multiply the values."""
+
+GRIDS = {
+    Quantization.int8: Grid(rows=1, columns=None, largest=127.0, dtype=torch.int8),
+    Quantization.fp8: Grid(rows=128, columns=128, largest=448.0, dtype=torch.float8_e4m3fn),
+    Quantization.int4: Grid(rows=1, columns=128, largest=7.0, dtype=torch.int8),
+}
+"""Formats of SGLang 0.5.23 (w8a8_int8; fp8 with weight_block_size=[128, 128]) and of weight-only int4 checkpoints."""
+
+
+class Quantized(NamedTuple):
+    """A projection as a quantised engine stores it."""
+
+    values: Tensor
+    """[O, I] int8 or float8_e4m3fn."""
+    scales: Tensor
+    """[ceil(O / rows), ceil(I / columns)] float32: what the values of a tile are multiplied with."""
+
+
+def is_projection(name: str) -> bool:
+    """Whether engines quantise the parameter of this Hugging Face name."""
+    return PROJECTION.search(name) is not None
+
+
+def quantize(tensor: Tensor, grid: Grid, *, name: str) -> Quantized:
+    """The nearest values on the grid of `tensor` [O, I], symmetric, with the largest magnitude of a tile at `largest`.
+
+    A tile of zeros has scale 1. Raises ValueError naming the tensor if it is not a matrix or not finite.
+    """
+    if tensor.dim() != 2:
+        raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} cannot be quantised: it is not a matrix")
+    source = tensor.detach().to(torch.float32)
+    magnitudes = _tiles(source, grid).abs().amax(dim=(1, 3))
+    if not bool(torch.isfinite(magnitudes).all()):
+        raise ValueError(f"tensor {name} cannot be quantised: it holds inf or NaN")
+    scales = _short(torch.where(magnitudes == 0, 1.0, (magnitudes / grid.largest).clamp_min(SMALLEST_SCALE)))
+    scaled = (source / spread(scales, grid, source.shape)).clamp_(-grid.largest, grid.largest)
+    return Quantized((scaled if grid.dtype.is_floating_point else scaled.round_()).to(grid.dtype), scales)
+
+
+def dequantize(quantized: Quantized, grid: Grid) -> Tensor:
+    """[O, I] float32: what the engine multiplies activations with, exactly."""
+    values = quantized.values.to(torch.float32)
+    return values.mul_(spread(quantized.scales, grid, values.shape))
+
+
+def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
+    """The scale of every element of `shape` [O, I], or something that broadcasts to it."""
+    if grid.rows > 1:
+        scales = scales.repeat_interleave(grid.rows, dim=0)[: shape[0]]
+    if grid.columns is not None:
+        scales = scales.repeat_interleave(grid.columns, dim=1)[:, : shape[1]]
+    return scales
+
+
+def relative_error(held: Tensor, wanted: Tensor) -> float:
+    """Frobenius norm of the difference / that of `wanted`; 0 for zeros that are held as zeros."""
+    wanted = wanted.to(torch.float32)
+    difference, norm = torch.linalg.vector_norm(held.to(torch.float32) - wanted), torch.linalg.vector_norm(wanted)
+    return float(difference / norm) if float(norm) else float(difference)
+
+
+def scale_name(weight: str, quantization: Quantization) -> str:
+    """Name of the scales of the projection `weight` (..._proj.weight) in a quantised checkpoint of SGLang."""
+    return f"{weight.removesuffix('weight')}{SCALES[quantization]}"
+
+
+def stored_shapes(shapes: Iterable[TensorShape], quantization: Quantization) -> Iterator[TensorShape]:
+    """What `Quantizer.stored` yields for tensors of these shapes."""
+    grid = GRIDS[quantization]
+    for shape in shapes:
+        if not is_projection(shape.name):
+            yield shape
+            continue
+        columns = grid.columns or max(1, shape.shape[1])
+        tiles = (-(-shape.shape[0] // grid.rows), -(-shape.shape[1] // columns))
+        yield TensorShape(shape.name, grid.dtype, shape.shape, kept=True)
+        yield TensorShape(scale_name(shape.name, quantization), torch.float32, tiles, kept=True)
+
+
+class Quantizer:
+    """Passes the weights of a model through a grid; `report` is about the tensors that have passed last."""
+
+    def __init__(self, shapes: Iterable[TensorShape], quantization: Quantization, *, dtype: torch.dtype) -> None:
+        """`dtype` is the engine's. Raises ValueError if it is unclear which of `shapes` an engine would quantise."""
+        matrices = [shape.name for shape in shapes if len(shape.shape) > 1]
+        unclear = [name for name in matrices if IN_LAYER.search(name) and not is_projection(name)]
+        if unclear or not any(is_projection(name) for name in matrices):
+            found = f"unknown: {', '.join(unclear[:5])}" if unclear else "none was found"
+            raise ValueError(
+                f"rollout.quantization={quantization.name} knows models whose layers multiply with *_proj.weight "
+                f"alone ({found}); use rollout.quantization=none"
+            )
+        self._quantization = quantization
+        self._dtype = dtype
+        self._errors: dict[str, float] = {}
+
+    def dequantized(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in their order, the projections as an engine sees them, the others as they are."""
+        grid = GRIDS[self._quantization]
+        self._errors = {}
+        for name, tensor in named_tensors:
+            if is_projection(name):
+                held = dequantize(quantize(tensor, grid, name=name), grid)
+                self._errors[name] = relative_error(held.to(self._dtype), tensor)
+                yield name, held
+            else:
+                yield name, tensor
+
+    def stored(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in their order, a projection as its values, followed by its scales."""
+        grid = GRIDS[self._quantization]
+        self._errors = {}
+        for name, tensor in named_tensors:
+            if is_projection(name):
+                quantized = quantize(tensor, grid, name=name)
+                self._errors[name] = relative_error(dequantize(quantized, grid), tensor)
+                yield name, quantized.values
+                yield scale_name(name, self._quantization), quantized.scales
+            else:
+                yield name, tensor
+
+    def report(self) -> QuantizationReport:
+        """Errors of the last tensors; raises RuntimeError before any have passed."""
+        if not self._errors:
+            raise RuntimeError("no weights have been quantised yet")
+        return QuantizationReport(quantization=self._quantization, errors=dict(self._errors))
+
+
+class QuantizedPublisher:
+    """A `WeightPublisher` of weights that lie on a grid."""
+
+    def __init__(self, publisher: WeightPublisher, quantizer: Quantizer, *, as_stored: bool) -> None:
+        """`as_stored`: the engine takes values and scales, and `publisher` was made for `stored_shapes`."""
+        self._publisher = publisher
+        self._quantizer = quantizer
+        self._pass = quantizer.stored if as_stored else quantizer.dequantized
+
+    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
+        """Like `WeightPublisher.publish`, with what the grid has cost."""
+        shared = self._publisher.publish(self._pass(named_tensors), policy_version=policy_version)
+        return replace(shared, quantization=self._quantizer.report())
+
+    def copies(self) -> list[WeightBucket]:
+        """Like `WeightPublisher.copies`."""
+        return self._publisher.copies()
+
+    def published(self) -> np.ndarray:
+        """Like `WeightPublisher.published`."""
+        return self._publisher.published()
+
+
+Publisher = WeightPublisher | QuantizedPublisher
+
+
+def publishers(shapes: Sequence[TensorShape], config: EngineConfig, *, bucket_bytes: int) -> dict[bool, Publisher]:
+    """Whoever publishes plain (False) and quantised (True) weights to the engines of `config`; only those it has.
+
+    Raises ValueError like `Quantizer` and `WeightPublisher`.
+    """
+    dtype = DTYPES[config.dtype.name]
+    made: dict[bool, Publisher] = {}
+    if config.num_quantized:
+        quantizer = Quantizer(shapes, config.quantization, dtype=dtype)
+        sent = list(stored_shapes(shapes, config.quantization)) if config.takes_quantized else shapes
+        publisher = WeightPublisher(sent, bucket_bytes=bucket_bytes, dtype=dtype)
+        made[True] = QuantizedPublisher(publisher, quantizer, as_stored=config.takes_quantized)
+    if config.num_quantized < config.num_engines:
+        made[False] = WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
+    return made
+
+
+def _tiles(matrix: Tensor, grid: Grid) -> Tensor:
+    """[tiles down, rows, tiles across, columns], padded with zeros where the matrix ends."""
+    columns = grid.columns or max(1, matrix.shape[1])
+    down, across = -(-matrix.shape[0] // grid.rows), -(-matrix.shape[1] // columns)
+    missing = (0, across * columns - matrix.shape[1], 0, down * grid.rows - matrix.shape[0])
+    return (pad(matrix, missing) if any(missing) else matrix).reshape(down, grid.rows, across, columns)
+
+
+def _short(scales: Tensor) -> Tensor:
+    """Positive float32 rounded up to 16 bits of mantissa."""
+    mask = (1 << SCALE_BITS_DROPPED) - 1
+    bits = scales.contiguous().view(torch.int32)
+    return ((bits + mask) & ~mask).view(torch.float32)

@@ -1,0 +1,142 @@
+"""Weights across machines: rank 0 of the policy broadcasts its region's bytes to one engine worker per other machine.
+
+`trainer/policy/worker.py` has a `WeightSender`, `rollout/group/worker.py` a `WeightReceiver`. What arrives lies in a
+region of the receiving machine (`rollout/weights/shared_weights.py`), which its engines map and check against the
+trainer's digests, as those beside the trainer do. So the weights cross the network once per machine, whatever the
+engine and its parallelism.
+
+A group is one of its own and lasts as long as its members: whoever lost one forms another. It is gloo, on machines with
+GPUs too: the bytes lie in host memory on both sides, and where a member of a NCCL group dies, the group's watchdog ends
+the other processes, the trainer's among them. Members meet at a store on rank 0's machine, which listens on every
+interface and knows no password, as that of ranks on several machines does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollout.engine import BroadcastError
+from rollout.types import SharedWeights
+from rollout.weights.shared_weights import RegionPool
+
+PIECE_BYTES = 64 << 20
+"""Bytes of one broadcast."""
+
+
+class Receiver(NamedTuple):
+    """An engine whose worker takes the weights for its machine."""
+
+    engine: int
+    """Its index."""
+    restarts: int
+    """Of the engine: another process is another receiver."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BroadcastAddress:
+    """Where the receivers of weights meet their sender."""
+
+    host: str
+    port: int
+    num_receivers: int
+    timeout_s: float
+    """Bounds every broadcast of all weights, the first one with the forming of the group."""
+
+
+class WeightSender:
+    """The root of the broadcasts to one set of receivers, on rank 0. Joins them with the first `send`."""
+
+    def __init__(self, host: str, *, num_receivers: int, timeout_s: float) -> None:
+        """`host` is how other machines reach this one; the system chooses a free port."""
+        self._store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self.address = BroadcastAddress(
+            host=host, port=self._store.port, num_receivers=num_receivers, timeout_s=timeout_s
+        )
+        self._group: _Group | None = None
+
+    def send(self, data: np.ndarray) -> None:
+        """Broadcast `data` [num_bytes] uint8; every receiver must call `receive`. Raises BroadcastError."""
+        deadline = time.monotonic() + self.address.timeout_s
+        self._group = self._group or _Group(self._store, self.address, rank=0, host=self.address.host)
+        self._group.broadcast(data, deadline=deadline)
+
+
+class WeightReceiver:
+    """One member that is sent weights, for all engines of its machine."""
+
+    def __init__(self) -> None:
+        self._pool = RegionPool()
+        self._group: _Group | None = None
+        self._address: BroadcastAddress | None = None
+
+    def receive(self, announced: SharedWeights, address: BroadcastAddress, *, rank: int, host: str) -> SharedWeights:
+        """Take the weights that rank 0 announced; where they lie on this machine, with the digests of rank 0.
+
+        `rank` is 1 .. num_receivers, `host` how other machines reach this one. The bytes are not looked at: an engine
+        does that. Raises BroadcastError, and WeightSyncError if engines hold on to all memory.
+        """
+        deadline = time.monotonic() + address.timeout_s
+        version = announced.policy_version
+        region = self._pool.locked_region(announced.address.num_bytes, policy_version=version)
+        with region.writing(version) as data:
+            if self._group is None or self._address != address:
+                self._group, self._address = None, address
+                self._group = _Group(_join_store(address), address, rank=rank, host=host)
+            self._group.broadcast(data, deadline=deadline)
+        return replace(announced, address=region.address)
+
+    def close(self) -> None:
+        """Leave the group and give all memory back that no engine uses."""
+        self._group = None
+        self._pool.close()
+
+
+def _join_store(address: BroadcastAddress) -> dist.Store:
+    try:
+        return dist.TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=address.timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise BroadcastError(
+            f"rank 0 of the policy cannot be reached at {address.host}:{address.port} for its weights: {error}"
+        ) from error
+
+
+class _Group:
+    """A process group of rank 0 and the receivers, beside those of the policy's ranks."""
+
+    def __init__(self, store: dist.Store, address: BroadcastAddress, *, rank: int, host: str) -> None:
+        self._timeout_s = address.timeout_s
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        # Not what the machine's name resolves to, which may be loopback.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=address.timeout_s)
+        try:
+            # Any: torch's annotations do not know the collectives.
+            self._group: Any = dist.ProcessGroupGloo(store, rank, address.num_receivers + 1, options)
+        except RuntimeError as error:
+            raise BroadcastError(
+                f"the group that carries weights to {address.num_receivers} other machine(s) was not formed within "
+                f"rollout.sync_timeout_s={address.timeout_s:g}: {error}"
+            ) from error
+
+    def broadcast(self, data: np.ndarray, *, deadline: float) -> None:
+        """Rank 0's `data` [num_bytes] uint8 into everybody's; `deadline` as of time.monotonic()."""
+        for piece in torch.from_numpy(data).split(PIECE_BYTES):
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            options = dist.BroadcastOptions()
+            options.rootRank, options.timeout = 0, left
+            try:
+                self._group.broadcast([piece], options).wait(left)
+            except RuntimeError as error:
+                raise BroadcastError(
+                    f"the broadcast of weights between machines failed or took longer than "
+                    f"rollout.sync_timeout_s={self._timeout_s:g}: {error}"
+                ) from error

@@ -1,0 +1,181 @@
+"""Rewarded groups -> advantages -> TrainBatch: packed micro-batches for every rank.
+
+`trainer/batch/planner.py` says which sequences share a micro-batch; none is ever split or truncated. Denominators
+(response tokens, sequences) are counted here, over the whole optimizer step, so that no later split can change them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from algorithms.advantage import ADVANTAGES
+from algorithms.config import AdvantageConfig, Estimator
+from rollout.types import Sample, SampleGroup
+from trainer.batch.planner import DEFAULT_COST, BinCost, attention_pad_frac, padding_efficiency, plan
+from trainer.batch.train_batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
+
+
+def micro_batch(
+    samples: Sequence[Sample], numbers: Sequence[int] | None = None, *, policy_version: int | None = None
+) -> MicroBatch:
+    """Lay samples end to end. No samples: one masked token, so that the rank still takes part in collectives.
+
+    `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is that of the
+    weights that the step starts with; None leaves the lags of single tokens out.
+    """
+    lengths = [len(sample.token_ids) for sample in samples] or [1]
+    ends = np.cumsum([0, *lengths])
+    mask = _joined([sample.response_mask for sample in samples], np.bool_)
+    advantages = np.repeat(np.array([advantage_of(sample) for sample in samples] or [0.0]), lengths)
+    response_mask = torch.from_numpy(mask)
+    return MicroBatch(
+        token_ids=torch.from_numpy(_joined([sample.token_ids for sample in samples], np.int64)),
+        position_ids=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(ends).to(torch.int32),
+        max_seqlen=max(lengths),
+        response_index=response_mask.nonzero().flatten(),
+        response_mask=response_mask,
+        rollout_logprobs=torch.from_numpy(_joined([sample.rollout_logprobs for sample in samples], np.float32)),
+        advantages=torch.from_numpy(np.where(mask, advantages, 0.0).astype(np.float32)),
+        sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
+        sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
+        token_lags=None if policy_version is None else _token_lags(samples, policy_version),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """One array with all of them, or with one zero for none."""
+    return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(1, dtype)
+
+
+def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None:
+    """[T] int64, 0 off the mask; None if no response has tokens of several versions."""
+    if all(np.ptp(sample.response_versions) == 0 for sample in samples):
+        return None
+    lags = [np.where(sample.response_mask, policy_version - sample.token_versions, 0) for sample in samples]
+    return torch.from_numpy(np.concatenate(lags))
+
+
+def advantage_of(sample: Sample) -> float:
+    """The sample's advantage; raises if `assign_advantages` has not run."""
+    if sample.advantage is None:
+        raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no advantage")
+    return sample.advantage
+
+
+def pack(
+    mini_batches: Sequence[Sequence[Sample]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    policy_version: int,
+    cost: BinCost = DEFAULT_COST,
+) -> TrainBatch:
+    """Pack the samples of each optimizer step for `num_ranks` ranks.
+
+    `mini_batches[k]` are the samples of optimizer step k, group after group; `max_tokens` is the cap of one
+    micro-batch, `policy_version` that of the weights that the step starts with, `cost` what is balanced over ranks.
+    """
+    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    samples = [sample for mini_batch in mini_batches for sample in mini_batch]
+    lengths = [len(sample.token_ids) for sample in samples]
+    plans: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    first = 0
+    for mini_batch in mini_batches:
+        end = first + len(mini_batch)
+        num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
+        for rank, bins in enumerate(plan(lengths[first:end], cap=max_tokens, num_ranks=num_ranks, cost=cost)):
+            numbers = [[first + i for i in indices] for indices in bins]
+            ranks[rank].append(
+                MiniBatch(
+                    micro_batches=[
+                        micro_batch([samples[i] for i in bin_], bin_, policy_version=policy_version) for bin_ in numbers
+                    ],
+                    num_response_tokens=num_response_tokens,
+                    num_sequences=len(mini_batch),
+                )
+            )
+            plans[rank] += numbers
+        first = end
+    return TrainBatch(
+        ranks=ranks,
+        samples=step_samples(samples, policy_version=policy_version),
+        stats=_packing_stats(plans, lengths, max_tokens=max_tokens, cost=cost),
+    )
+
+
+def _packing_stats(
+    plans: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int, cost: BinCost
+) -> PackingStats:
+    """`plans[rank]` holds all bins of the rank, over all mini-batches, as positions in `lengths`."""
+    bins = [indices for rank_bins in plans for indices in rank_bins]
+    costs = [sum(cost.of(indices, lengths) for indices in rank_bins) for rank_bins in plans]
+    # An empty bin still runs one masked token.
+    num_tokens = sum(sum(lengths[i] for i in indices) or 1 for indices in bins)
+    return PackingStats(
+        num_micro_batches=len(plans[0]),
+        num_tokens=num_tokens,
+        fill_frac=num_tokens / (len(bins) * max_tokens),
+        imbalance=max(costs) * len(costs) / sum(costs) - 1,
+        attention_pad_frac=attention_pad_frac(bins, lengths, cost),
+        padding_efficiency=padding_efficiency(bins, lengths, cost),
+    )
+
+
+def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSamples:
+    """What the ranks know of every sample of the step; `samples` stand group after group.
+
+    Raises:
+        ValueError: a sample without a reward.
+    """
+    group_ids: list[int] = []
+    for index, sample in enumerate(samples):
+        before = samples[index - 1] if index else sample
+        # A prompt may come back in the same step when an epoch ends; its sample indices then start again.
+        same = (sample.prompt_id, True) == (before.prompt_id, sample.sample_index > before.sample_index)
+        group_ids.append(group_ids[-1] if index and same else len(group_ids))
+    return StepSamples(
+        rewards=torch.tensor([_reward_of(sample) for sample in samples], dtype=torch.float32),
+        group_ids=torch.tensor(group_ids, dtype=torch.int64),
+        num_tokens=torch.tensor([sample.num_response_tokens for sample in samples], dtype=torch.int64),
+        lags=torch.tensor([policy_version - sample.policy_version for sample in samples], dtype=torch.int64),
+    )
+
+
+def _reward_of(sample: Sample) -> float:
+    if sample.reward is None:
+        raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
+    return sample.reward
+
+
+def assign_advantages(groups: Sequence[SampleGroup], config: AdvantageConfig) -> None:
+    """Set the advantage of every sample from the rewards of the step, all samples forming the baseline.
+
+    NaN with `gae`: the ranks make one per token of it, once they have the values (`trainer/policy/critic.py`).
+    """
+    if config.estimator is Estimator.gae:
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.advantage = math.nan
+        return
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
+    samples = [sample for group in groups for sample in group.samples]
+    num_tokens = torch.tensor([sample.num_response_tokens for sample in samples])
+    advantages = ADVANTAGES[config.estimator.name](rewards, group_ids, epsilon=config.epsilon, num_tokens=num_tokens)
+    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
+        sample.advantage = advantage
+
+
+def split_mini_batches(groups: Sequence[SampleGroup], num_parts: int) -> list[list[Sample]]:
+    """Deal whole groups, in order, to `num_parts` optimizer steps of (nearly) equal group count."""
+    bounds = [len(groups) * part // num_parts for part in range(num_parts + 1)]
+    parts = [groups[start:end] for start, end in pairwise(bounds)]
+    return [[sample for group in part for sample in group.samples] for part in parts if part]

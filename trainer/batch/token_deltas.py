@@ -1,0 +1,102 @@
+"""Delta of every token of a few samples, for the eye: the worst by K3, and some others to compare with.
+
+Each rank chooses among its own samples and copies their tokens only, at the end of a rollout step; while it trains,
+it keeps what it has computed anyway. Delta is log pi_old - log mu, nats.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from algorithms.correction import valid_tokens
+from trainer.batch.train_batch import MicroBatch
+
+MAX_TOKENS: Final = 256
+"""Tokens of one sample at most: those around its largest |Delta|."""
+
+SampleKey = tuple[int, int]
+"""(prompt_id, sample_index)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenDeltas:
+    """Consecutive tokens of one sample. M: at most MAX_TOKENS, of the response and what stands between its turns."""
+
+    first: int
+    """Index of the first of them in the sample, prompt included."""
+    token_ids: list[int]
+    """[M]."""
+    rollout_logprobs: list[float | None]
+    """[M] log mu, nats; None where the model did not sample the token, or a log-prob is not valid."""
+    deltas: list[float | None]
+    """[M] log pi_old - log mu, nats; None likewise."""
+
+
+class ScoredTokens:
+    """The micro-batches of a rollout step with the log-probs that their mismatch was measured with."""
+
+    def __init__(self) -> None:
+        self._scored: list[tuple[MicroBatch, Tensor]] = []
+
+    def add(self, micro: MicroBatch, old_logprobs: Tensor) -> None:
+        """Keep a micro-batch [T] and its log pi_old [T]; nothing is copied."""
+        self._scored.append((micro, old_logprobs))
+
+    def worst_and_others(self, sample_k3: Mapping[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
+        """At most `count` samples of this rank as `choose` picks them; reads the device."""
+        wanted = set(choose(sample_k3, count=count))
+        return {
+            key: _tokens_of(micro, old_logprobs, number)
+            for micro, old_logprobs in self._scored
+            for number, key in enumerate(micro.sample_keys)
+            if key in wanted
+        }
+
+
+def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKey]:
+    """Half of `count`, rounded up, by the largest K3, the rest at random: by a hash, the same in every repetition."""
+    ordered = sorted(sample_k3, key=lambda key: sample_k3[key] if math.isfinite(sample_k3[key]) else -1.0, reverse=True)
+    num_worst = count - count // 2
+    others = sorted(ordered[num_worst:], key=lambda key: zlib.crc32(repr((key, sample_k3[key])).encode()))
+    return ordered[:num_worst] + others[: count // 2]
+
+
+def merge_ranks(
+    by_rank: Iterable[Mapping[SampleKey, TokenDeltas]], sample_k3: Mapping[SampleKey, float]
+) -> dict[SampleKey, TokenDeltas]:
+    """As many as the largest rank has, chosen from those of all ranks; worst first."""
+    ranks = list(by_rank)
+    found = {key: tokens for rank in ranks for key, tokens in rank.items()}
+    count = max((len(rank) for rank in ranks), default=0)
+    return {key: found[key] for key in choose({key: sample_k3[key] for key in found}, count=count)}
+
+
+def _tokens_of(micro: MicroBatch, old_logprobs: Tensor, number: int) -> TokenDeltas:
+    """The tokens of sequence `number` around its largest |Delta|."""
+    start, end = micro.cu_seqlens[number : number + 2].tolist()
+    part = slice(start, end)
+    mask, rollout = micro.response_mask[part].cpu(), micro.rollout_logprobs[part].cpu()
+    old = old_logprobs[part].float().cpu()
+    valid = valid_tokens(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask)
+    deltas = torch.where(valid, old - rollout, 0.0)
+    first = int(mask.int().argmax())
+    begin = int(deltas.abs().argmax()) - MAX_TOKENS // 2
+    begin = max(first, min(begin, end - start - MAX_TOKENS))
+    shown = slice(begin, begin + MAX_TOKENS)
+    return TokenDeltas(
+        first=begin,
+        token_ids=micro.token_ids[part][shown].tolist(),
+        rollout_logprobs=_where(valid[shown], rollout[shown].tolist()),
+        deltas=_where(valid[shown], deltas[shown].tolist()),
+    )
+
+
+def _where(valid: Tensor, values: Sequence[float]) -> list[float | None]:
+    return [value if on else None for value, on in zip(values, valid.tolist(), strict=True)]

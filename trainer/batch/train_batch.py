@@ -1,0 +1,192 @@
+"""What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
+
+Built by `trainer/batch/packing.py`, consumed by `trainer/policy/training_step.py`, where the policy's forward adds
+TokenScores. T: packed tokens, N: sequences, R: response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True, slots=True)
+class MicroBatch:
+    """One forward: sequences laid end to end. Index t of every [T] tensor describes token t."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64, restarts at 0 in each sequence."""
+    cu_seqlens: Tensor
+    """[N+1] int32, first token of each sequence; the last entry is T."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
+    response_index: Tensor
+    """[R] int64, positions where response_mask is True, ascending."""
+    response_mask: Tensor
+    """[T] bool, True where pi_rollout sampled the token."""
+    rollout_logprobs: Tensor
+    """[T] float32, 0 off the mask."""
+    advantages: Tensor
+    """[T] float32, 0 off the mask; NaN on it until a critic has set them."""
+    sample_keys: list[tuple[int, int]]
+    """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
+    sample_numbers: Tensor
+    """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
+    token_lags: Tensor | None = None
+    """[T] int64, optimizer steps between the weights that sampled a token and those that the step starts with, 0 off
+    the mask; None where the tokens of every response have the same, which `StepSamples.lags` holds."""
+    old_logprobs: Tensor | None = None
+    """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, set by the worker when there is a reference policy."""
+    old_values: Tensor | None = None
+    """[T] float32, values before the first update of the step in units of reward, set by the critic."""
+    returns: Tensor | None = None
+    """[T] float32, what the values are trained towards, in units of reward, set by the critic."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as arrays, which Ray passes on as they lie in memory; torch writes a tensor to a file first."""
+        values = [getattr(self, each.name) for each in fields(self)]
+        return _received, ([value.cpu().numpy() if isinstance(value, Tensor) else value for value in values],)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+    def select(self, index: Tensor) -> MicroBatch:
+        """The response tokens at `index` [C] as one sequence: for what looks at each token by itself."""
+        size = index.numel()
+        return MicroBatch(
+            token_ids=self.token_ids[index],
+            position_ids=self.position_ids[index],
+            cu_seqlens=torch.tensor([0, size], dtype=torch.int32, device=index.device),
+            max_seqlen=size,
+            response_index=torch.arange(size, device=index.device),
+            response_mask=self.response_mask[index],
+            rollout_logprobs=self.rollout_logprobs[index],
+            advantages=self.advantages[index],
+            sample_keys=[],
+            sample_numbers=self.sample_numbers.new_zeros(1),
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[index],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
+        )
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with every tensor on `device`."""
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            cu_seqlens=self.cu_seqlens.to(device),
+            response_index=self.response_index.to(device),
+            response_mask=self.response_mask.to(device),
+            rollout_logprobs=self.rollout_logprobs.to(device),
+            advantages=self.advantages.to(device),
+            sample_numbers=self.sample_numbers.to(device),
+            token_lags=None if self.token_lags is None else self.token_lags.to(device),
+            old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
+            old_values=None if self.old_values is None else self.old_values.to(device),
+            returns=None if self.returns is None else self.returns.to(device),
+        )
+
+
+def _received(values: Sequence[Any]) -> MicroBatch:
+    """A micro-batch from what `MicroBatch.__reduce__` gave; arrays are copied, for Ray's cannot be written to."""
+    known: dict[str, Any] = {each.name: value for each, value in zip(fields(MicroBatch), values, strict=True)}
+    arrays = {name: value for name, value in known.items() if isinstance(value, np.ndarray)}
+    return MicroBatch(**known | {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()})
+
+
+class TokenScores(NamedTuple):
+    """What the policy says about a micro-batch's tokens."""
+
+    logprobs: Tensor
+    """[T] float32, log pi_theta at the sampling temperature; 0 off the response mask."""
+    entropy: Tensor
+    """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
+    floor_delta: Tensor | None
+    """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MiniBatch:
+    """One optimizer step of one rank. The counts are global over ranks: the denominators of the loss."""
+
+    micro_batches: list[MicroBatch]
+    """Every rank has the same number, so that collectives match."""
+    num_response_tokens: int
+    """Response tokens of the optimizer step over all ranks, before any rejection."""
+    num_sequences: int
+    """Responses of the optimizer step over all ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepSamples:
+    """What is known of every sample of a rollout step, all ranks. S: samples."""
+
+    rewards: Tensor
+    """[S] float32, what advantages are computed from."""
+    group_ids: Tensor
+    """[S] int64, equal within a group."""
+    num_tokens: Tensor
+    """[S] int64, response tokens."""
+    lags: Tensor
+    """[S] int64, optimizer steps between the weights that sampled and those that the step starts with."""
+
+    def to(self, device: torch.device) -> StepSamples:
+        """The same on `device`."""
+        return StepSamples(
+            rewards=self.rewards.to(device),
+            group_ids=self.group_ids.to(device),
+            num_tokens=self.num_tokens.to(device),
+            lags=self.lags.to(device),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class PackingStats:
+    """How well a step's samples were packed."""
+
+    num_micro_batches: int
+    """Forwards of one rank, over all mini-batches."""
+    num_tokens: int
+    """Tokens of all ranks, prompts included."""
+    fill_frac: float
+    """Tokens / (micro-batches of all ranks x cap)."""
+    imbalance: float
+    """Estimated FLOPs of the dearest rank / mean over ranks - 1, all mini-batches together, with the padding of
+    attention where there is any: what `trainer/batch/planner.py` balances, not tokens."""
+    attention_pad_frac: float
+    """Share of the (query, key) cells of attention that are padding: on a GPU 1 - sum of length^2 / sum of sequences x
+    longest^2 over micro-batches; 0 on a CPU, where attention does not pad."""
+    padding_efficiency: float
+    """Estimated FLOPs of all sequences by themselves / those of the micro-batches with their padding; 1 on a CPU."""
+
+    def metrics(self) -> dict[str, float | None]:
+        return {
+            "perf/microbatches": float(self.num_micro_batches),
+            "perf/train_tokens": float(self.num_tokens),
+            "perf/fill_frac": self.fill_frac,
+            "perf/dp_imbalance": self.imbalance,
+            "perf/attention_pad_frac": self.attention_pad_frac,
+            "perf/padding_efficiency": self.padding_efficiency,
+        }
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainBatch:
+    """A rollout step, packed for all ranks."""
+
+    ranks: list[list[MiniBatch]]
+    """[num_ranks][optimizer steps]."""
+    samples: StepSamples
+    """Every rank sees all of them."""
+    stats: PackingStats

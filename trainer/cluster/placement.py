@@ -1,0 +1,371 @@
+"""Ray: start or join a cluster, reserve all resources at once, spawn the workers. Only this file knows placement."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray._private import ray_constants, services
+from ray.actor import ActorHandle
+from ray.job_config import JobConfig
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout.config import LOOPBACK, Quantization
+from rollout.group.engine_group import EngineGroup
+from rollout.group.residency import Turns
+from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.config.train import TrainConfig
+from trainer.limits.memory_plan import may_take_turns, memory_plan
+from trainer.policy.worker import PolicySetup, PolicyWorker
+from trainer.rundir.termination import end_at_sigterm
+
+logger = logging.getLogger(__name__)
+
+RENDEZVOUS_PORTS = range(20000, 30000)
+"""Below the range from which Linux takes the ports of outgoing connections."""
+
+ONEDNN_KERNELS = 32
+"""Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
+that it keeps otherwise take hundreds of MiB within a hundred steps."""
+RANK_KERNELS = 32
+"""Of the 1,024 that torch keeps in front of oneDNN, for a rank: there a bfloat16 product of a shape that never comes
+again costs 0.2 MiB. Engines keep all, for their batch sizes come again and again."""
+
+SPINS = 2000
+"""Looks that a waiting OpenMP thread (GNU's) takes before it sleeps: tens of microseconds, about what it takes to wake
+one that sleeps. A decoding step is hundreds of operations that are not much longer."""
+RANK_HEAP = f"glibc.malloc.mmap_threshold={2**40}:glibc.malloc.trim_threshold={2**40}:glibc.malloc.hugetlb=1"
+"""How glibc keeps the memory of a rank on a CPU: all of it on the heap, so that tensors of tens of MiB find the pages
+of those before them instead of new ones from the kernel, and in pages of 2 MiB where the kernel has them. What is free
+is given back by `rollout/processes/process_memory.py`."""
+
+
+class PlacementError(RuntimeError):
+    """The resources of the run cannot be had: says what is required and what is available."""
+
+
+def worker_resources(config: TrainConfig) -> list[dict[str, float]]:
+    """Ray resources of every worker: the FSDP ranks first, then the engines."""
+    policy = {"CPU": config.policy.cpus_per_worker, "GPU": config.policy.gpus_per_worker}
+    engine = {"CPU": config.rollout.cpus_per_engine, "GPU": config.rollout.gpus_per_engine}
+    workers = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
+    return [{name: amount for name, amount in worker.items() if amount > 0} for worker in workers]
+
+
+def bundle_numbers(config: TrainConfig) -> list[int]:
+    """The bundle of every worker: one of its own, but rank i and engine i are in one where they share a GPU."""
+    ranks, engines = config.policy.num_workers, config.rollout.num_engines
+    first = 0 if config.shares_gpus else ranks
+    return [*range(ranks), *range(first, first + engines)]
+
+
+def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
+    """What Ray has to reserve together, bundle by bundle; a bundle is on one machine."""
+    numbers = bundle_numbers(config)
+    bundles: list[list[dict[str, float]]] = [[] for _ in range(max(numbers) + 1)]
+    for number, resources in zip(numbers, worker_resources(config), strict=True):
+        bundles[number].append(resources)
+    return [total(members) for members in bundles]
+
+
+def engines_only(config: TrainConfig) -> TrainConfig:
+    """The config of a cluster without ranks, for evaluation; what placement reads differs from `config`.
+
+    And no engine is quantised: weights come to lie on a grid in a sync, and there is none.
+    """
+    policy, rollout = copy.copy(config.policy), copy.copy(config.rollout)
+    policy.num_workers, policy.gpus_per_worker = 0, 0.0
+    rollout.quantization, rollout.quantized_engines = Quantization.none, None
+    alone = copy.copy(config)
+    alone.policy, alone.rollout = policy, rollout
+    return alone
+
+
+def policy_threads(config: TrainConfig) -> int:
+    """Compute threads of one FSDP rank on a CPU."""
+    return config.policy.threads_per_worker or max(1, (os.cpu_count() or 1) // config.policy.num_workers)
+
+
+def engine_threads(config: TrainConfig) -> int:
+    """Compute threads of one engine on a CPU."""
+    return max(1, (os.cpu_count() or 1) // config.rollout.num_engines)
+
+
+def total(bundles: list[dict[str, float]]) -> dict[str, float]:
+    """Sum of bundles by resource."""
+    names = sorted({name for bundle in bundles for name in bundle})
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+
+
+def describe(resources: dict[str, float], names: list[str]) -> str:
+    """ "CPU 2, GPU 0" for the given names."""
+    return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in names)
+
+
+class OwnPathJob(JobConfig):
+    """A job whose workers do not put the driver's working directory first on their path.
+
+    There a file `rollout.py` or `trainer.py` of the user would hide the package of that name. Ray adds the directory
+    and has no option against it; the workers find the packages as the driver did, installed or by PYTHONPATH.
+    """
+
+    @property
+    def _py_driver_sys_path(self) -> list[str]:
+        return []
+
+    @_py_driver_sys_path.setter
+    def _py_driver_sys_path(self, paths: list[str]) -> None:
+        pass
+
+
+def start_ray(address: str | None) -> None:
+    """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
+    if address is not None:
+        ray.init(address=address, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
+        end_at_sigterm()
+        return
+    # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
+    # Both must be set, because Ray read the variable when it was imported.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with _sessions_of_their_own():
+        ray.init(
+            address="local",  # or Ray would follow the environment variable RAY_ADDRESS to another cluster
+            job_config=OwnPathJob(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    end_at_sigterm()
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Ray's processes that are started within do not hear what is sent to the driver's process group.
+
+    A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
+    option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills them with it.
+    """
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen  # type: ignore[misc]
+
+
+def spawn_worker(setup: EngineSetup, **options: object) -> ActorHandle[Any]:
+    """Begin to start one rollout worker; `options` are those of a Ray actor."""
+    # The type stubs know neither the argument nor the threads of its verbs.
+    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]
+    worker: ActorHandle[Any] = actor.options(**options).remote(setup)
+    return worker
+
+
+class Cluster:
+    """The Ray cluster of one run, as a context manager: leaving it ends every worker and what they started."""
+
+    def __init__(self, config: TrainConfig, *, log_dir: Path) -> None:
+        self._config = config
+        self._log_dir = log_dir
+        self._owns_ray = False
+        self._placement: PlacementGroup | None = None
+        self._policy: PolicyGroup | None = None
+        self._engines: EngineGroup | None = None
+        self._meeting_file: Path | None = None
+        self._turns = Turns()
+
+    def __enter__(self) -> Cluster:
+        if not ray.is_initialized():
+            start_ray(self._config.cluster.address)
+            self._owns_ray = True
+        try:
+            self._placement = self._reserve()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Last in, first out; each is tried whatever happened to the others.
+        with ExitStack() as cleanup:
+            if self._owns_ray:
+                cleanup.callback(ray.shutdown)
+            if self._meeting_file is not None:
+                cleanup.callback(self._meeting_file.unlink, missing_ok=True)
+            if self._placement is not None:
+                cleanup.callback(remove_placement_group, self._placement)
+            for group in (self._policy, self._engines):
+                if group is not None:
+                    cleanup.callback(group.stop)
+
+    def metrics(self) -> dict[str, float | None]:
+        """Of the step: seconds in which sides moved on and off shared GPUs, part of the phases too; lost engines."""
+        engines = {} if self._engines is None else self._engines.metrics()
+        return self._turns.metrics() | engines
+
+    def spawn_policy(self, model_path: Path, critic_path: Path | None = None) -> PolicyGroup:
+        """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model.
+
+        A critic starts from `critic_path`, or like the policy from `model_path`.
+        """
+        config = self._config.policy
+        on_gpu = config.gpus_per_worker > 0
+        init_method = self._rendezvous()
+        threads = policy_threads(self._config)
+        workers: list[Any] = []
+        for rank in range(config.num_workers):
+            setup = PolicySetup(
+                config=self._config,
+                model_path=model_path.resolve(),
+                critic_path=None if critic_path is None else critic_path.resolve(),
+                rank=rank,
+                init_method=init_method,
+                device="cuda" if on_gpu else "cpu",
+                num_threads=threads,
+                host=self._host(),
+                engine_threads=engine_threads(self._config),
+            )
+            actor = ray.remote(PolicyWorker).options(**self._options(rank, threads))
+            workers.append(actor.remote(setup))
+        self._policy = PolicyGroup(
+            workers,
+            node=self._nodes()[0],
+            start_timeout_s=config.start_timeout_s,
+            step_timeout_s=config.step_timeout_s,
+            turns=self._turns,
+        )
+        return self._policy
+
+    def spawn_engines(self, model_path: Path) -> EngineGroup:
+        """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
+
+        Where policy and engines take turns on their GPUs, this waits for the policy and puts it to sleep first.
+        """
+        takes_turns = self._policy_sleeps_first()
+        config = self._config.rollout
+        threads = engine_threads(self._config)
+
+        def spawn(index: int) -> ActorHandle[Any]:
+            setup = EngineSetup(
+                config=config,
+                index=index,
+                seed=self._config.run.seed,
+                device="cuda" if config.gpus_per_engine > 0 else "cpu",
+                num_threads=threads,
+                log_dir=self._log_dir,
+                model_path=model_path.resolve(),
+                sleeps=takes_turns,
+            )
+            options = self._options(self._config.policy.num_workers + index, threads)
+            return spawn_worker(setup, **options)
+
+        nodes = self._nodes()[self._config.policy.num_workers :]
+        self._engines = EngineGroup(spawn, nodes=nodes, config=config, turns=self._turns)
+        if takes_turns:
+            self._turns.take(awake=self._engines)
+        return self._engines
+
+    def _policy_sleeps_first(self) -> bool:
+        """Decide whether the sides take turns; if so, the policy is asleep when this returns."""
+        if self._policy is None or not may_take_turns(self._config):
+            return False
+        device_bytes = min((info.device_bytes or 0 for info in self._policy.wait_ready()), default=0)
+        plan = memory_plan(self._config, device_bytes=device_bytes or None)
+        logger.info("%s", plan.verdict)
+        if plan.takes_turns:
+            self._policy.sleep()
+        return plan.takes_turns
+
+    def _rendezvous(self) -> str:
+        """Where the ranks meet: a file on one machine, a port on the machine of rank 0 across machines.
+
+        The store behind a port listens on every interface and knows no password; a file cannot be reached.
+        """
+        if self._config.cluster.address is not None:
+            return f"tcp://{self._host()}:{secrets.choice(RENDEZVOUS_PORTS)}"
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._meeting_file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
+        return f"file://{self._meeting_file}"
+
+    def _host(self) -> str:
+        """How other machines of the cluster reach rank 0's."""
+        if self._config.cluster.address is None:
+            return LOOPBACK[0]
+        [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]
+        return str(address)
+
+    def _nodes(self) -> list[str]:
+        """Ray node id of every worker: the FSDP ranks first, then the engines."""
+        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        return [nodes[bundle] for bundle in bundle_numbers(self._config)]
+
+    def _options(self, worker: int, threads: int) -> dict[str, object]:
+        if self._placement is None:
+            raise RuntimeError("workers are spawned inside `with Cluster(...)`")
+        resources = worker_resources(self._config)[worker]
+        environment = {
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
+            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_KERNELS),
+        }
+        if worker < self._config.policy.num_workers:
+            environment["LRU_CACHE_CAPACITY"] = str(RANK_KERNELS)
+            if self._config.policy.gpus_per_worker == 0:
+                environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", RANK_HEAP)
+        if self._config.cluster.address is None:
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._placement, placement_group_bundle_index=bundle_numbers(self._config)[worker]
+            ),
+            # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
+            # threads must soon sleep: a spinning one takes a core from the worker that has something to do.
+            "runtime_env": {"env_vars": environment},
+        }
+
+    def _reserve(self) -> PlacementGroup:
+        """Reserve all workers together, or say within the deadline what is missing."""
+        bundles = required_bundles(self._config)
+        required = total(bundles)
+        names = sorted(required)
+        present = ray.cluster_resources()
+        remedy = (
+            "Lower policy.num_workers, rollout.num_engines, policy.cpus_per_worker or rollout.cpus_per_engine "
+            "(on GPUs policy.gpus_per_worker, rollout.gpus_per_engine; both 0 for a run on the CPU), "
+            "or end other runs on this cluster."
+        )
+        if any(present.get(name, 0.0) < amount for name, amount in required.items()):
+            raise PlacementError(
+                f"phase placement: the run requires {describe(required, names)}; "
+                f"the cluster has {describe(present, names)}. {remedy}"
+            )
+        group: PlacementGroup = placement_group(bundles, strategy="PACK")
+        timeout_s = self._config.cluster.placement_timeout_s
+        ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+        if not ready:
+            free = ray.available_resources()
+            remove_placement_group(group)
+            raise PlacementError(
+                f"phase placement: no placement within {timeout_s:.0f} s: the run requires "
+                f"{describe(required, names)}; free are {describe(free, names)} "
+                f"of {describe(present, names)}. {remedy}"
+            )
+        return group

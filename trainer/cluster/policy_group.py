@@ -1,0 +1,192 @@
+"""PolicyGroup: a typed handle over the FSDP workers. One method per verb of `trainer/policy/worker.py`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from rollout.engine import BroadcastError
+from rollout.group.actor_calls import GRACE_S, gather, stop_workers
+from rollout.group.residency import Turns
+from rollout.processes.process_memory import MemoryUse
+from rollout.types import SharedWeights
+from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
+from trainer.batch.token_deltas import merge_ranks
+from trainer.batch.train_batch import MicroBatch, TrainBatch
+from trainer.config.override import AS_CONFIGURED, StepOverride
+from trainer.limits.ceilings import Ceilings
+from trainer.policy.dry_run import DryRunReport
+from trainer.policy.recorder import DumpReport
+from trainer.policy.shards import ShardReport
+from trainer.policy.training_step import TrainReport
+from trainer.policy.worker import PolicyInfo
+
+logger = logging.getLogger(__name__)
+
+CEILINGS_TIMEOUT_S = 60.0
+"""Deadline in seconds of measuring what the hardware can do; it takes one or two."""
+
+
+class PolicyGroup:
+    """All FSDP ranks as one. Collectives inside the verbs need every rank: each call goes to all of them."""
+
+    def __init__(
+        self,
+        workers: Sequence[ActorHandle[Any]],
+        *,
+        node: str,
+        start_timeout_s: float,
+        step_timeout_s: float,
+        turns: Turns | None = None,
+    ) -> None:
+        """`node` is the Ray node id of rank 0, from which the weights go out; `turns` is shared with whoever is on the
+        same GPUs, if anybody."""
+        self._workers = list(workers)
+        self.node = node
+        self._names = [f"policy {rank}" for rank in range(len(self._workers))]
+        self._starting = [worker.setup.remote() for worker in self._workers]
+        self._start_timeout_s = start_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._turns = turns or Turns()
+        self._broadcasts: dict[bool, tuple[tuple[Receiver, ...], BroadcastAddress | None]] = {}
+        """By kind of weights: the receivers of the last group, and where they meet unless the group has failed."""
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def wait_ready(self) -> list[PolicyInfo]:
+        """Return when every rank has loaded and sharded the model; they began when the group was made."""
+        return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
+
+    def train(self, batch: TrainBatch, *, step: int, override: StepOverride = AS_CONFIGURED) -> TrainReport:
+        """One rollout step on all ranks, as configured but for `override`; the report is global."""
+        refs = [
+            worker.train.remote(mini_batches, batch.samples, step, override)
+            for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
+        ]
+        reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
+        sample_k3 = {key: value for report in reports for key, value in report.sample_k3.items()}
+        skipped = reports[0].metrics["optim/skipped_steps"]
+        if skipped:
+            norm, kept = reports[0].metrics["optim/grad_norm"], reports[0].metrics["mismatch/kept_frac"]
+            text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
+            logger.warning(text, step, skipped, norm, kept)
+        token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
+        return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas)
+
+    def save_dump(self, path: Path) -> list[DumpReport]:
+        """Write what every rank has just trained on to the directory `path`, after a step that `dump.every` names."""
+        refs = [worker.save_dump.remote(path) for worker in self._workers]
+        return self._gather(refs, phase="dump", deadline_s=self._step_timeout_s)
+
+    def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
+        """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""
+        refs = [worker.dry_run.remote(list(lengths)) for worker in self._workers]
+        reports: list[DryRunReport] = self._gather(refs, phase="dry run", deadline_s=self._step_timeout_s)
+        return max(reports, key=lambda report: report.peak_bytes)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:
+        """Trainer log-probs [T] of each micro-batch under the current weights, at `sampling.temperature` or another."""
+        refs = [worker.logprobs.remote(list(micro_batches), temperature) for worker in self._workers]
+        answers: list[list[Tensor]] = self._gather(refs, phase="logprobs", deadline_s=self._step_timeout_s)
+        return answers[0]
+
+    def ceilings(self) -> tuple[Ceilings | None, Ceilings | None]:
+        """What one rank and one engine can do at most, as rank 0 measures it while the others rest."""
+        refs = [self._workers[0].ceilings.remote()]
+        [found] = gather(refs, names=self._names[:1], phase="ceilings", deadline_s=CEILINGS_TIMEOUT_S)
+        of_rank, of_engine = found
+        return of_rank, of_engine
+
+    def memory(self) -> list[MemoryUse]:
+        """What each rank holds."""
+        refs = [worker.memory.remote() for worker in self._workers]
+        return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
+
+    def publish_weights(self, *, policy_version: int, quantized: bool = False) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map; `quantized`: for quantised engines."""
+        refs = [worker.publish_weights.remote(policy_version, quantized) for worker in self._workers]
+        answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
+        return answers[0]
+
+    def copy_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
+        """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
+        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote(quantized)
+        return ref
+
+    def broadcast_to(self, receivers: tuple[Receiver, ...], *, quantized: bool = False) -> BroadcastAddress | None:
+        """Where `receivers` meet rank 0; None if they have failed together: they get copies until one is replaced."""
+        known, address = self._broadcasts.get(quantized, ((), None))
+        if known != receivers:
+            refs = [self._workers[0].open_broadcast.remote(len(receivers), quantized)]
+            [address] = gather(refs, names=self._names[:1], phase="weight broadcast", deadline_s=self._step_timeout_s)
+            self._broadcasts[quantized] = receivers, address
+        return address
+
+    def send_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
+        """Begin to broadcast what was published last; the receivers must be called too."""
+        ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote(quantized)
+        return ref
+
+    def has_sent(self, sending: ray.ObjectRef[Any], address: BroadcastAddress) -> bool:
+        """Wait for the end of `send_weights`; False if the broadcast failed, which the log explains."""
+        deadline_s = address.timeout_s + GRACE_S
+        try:
+            gather([sending], names=self._names[:1], phase="weight broadcast", deadline_s=deadline_s)
+        except BroadcastError as error:
+            logger.warning("phase weight broadcast: %s: %s", self._names[0], error)
+            return False
+        return True
+
+    def end_broadcast(self, *, quantized: bool = False) -> None:
+        """The group of the receivers has failed: it is not used again."""
+        receivers, _ = self._broadcasts[quantized]
+        self._broadcasts[quantized] = receivers, None
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Have the ranks on their GPUs for the block."""
+        return self._turns.resident(self)
+
+    def sleep(self) -> None:
+        """For `Turns` only: move everything to the host. Checkpoints can be saved meanwhile."""
+        refs = [worker.sleep.remote() for worker in self._workers]
+        self._gather(refs, phase="policy sleep", deadline_s=self._step_timeout_s)
+
+    def wake(self) -> None:
+        """For `Turns` only: move everything back."""
+        refs = [worker.wake.remote() for worker in self._workers]
+        self._gather(refs, phase="policy wake", deadline_s=self._step_timeout_s)
+
+    def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
+        """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""
+        refs = [worker.save_checkpoint.remote(path, asynchronous) for worker in self._workers]
+        self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+
+    def saved_checkpoint(self, *, wait: bool) -> list[ShardReport] | None:
+        """What every rank wrote in the last save; None while one is still writing, unless `wait`."""
+        refs = [worker.saved_checkpoint.remote(wait) for worker in self._workers]
+        reports = self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+        return None if None in reports else reports
+
+    def load_checkpoint(self, path: Path, *, step: int) -> bool:
+        """Go on with what is in `path`, the state after `step`, which any number of ranks may have written.
+
+        False if the random number generators were seeded anew, because another number of ranks wrote it.
+        """
+        refs = [worker.load_checkpoint.remote(path, step) for worker in self._workers]
+        return all(self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s))
+
+    def stop(self) -> None:
+        """End every rank; one that does not answer is killed."""
+        stop_workers(self._workers, names=self._names)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
+        return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

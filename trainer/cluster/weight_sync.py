@@ -1,0 +1,138 @@
+"""Policy -> engines: all weights after every step, verified. The receipt is printed and logged.
+
+Rank 0 casts the gathered weights into shared memory, with a digest per tensor; engines on its machine read them there,
+to other machines it broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that what
+it holds is bitwise what was published. A wrong byte, name or version ends the run with the tensor's name.
+
+A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
+later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
+the receivers are others, and form their group with the next sync.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+from rollout.engine import WeightSyncError
+from rollout.group.engine_group import EngineGroup
+from rollout.group.group_member import Published, Way
+from rollout.types import QuantizationReport, SharedWeights
+from trainer.cluster.policy_group import PolicyGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReport:
+    """The receipt of one weight sync."""
+
+    policy_version: int
+    num_tensors: int
+    num_bytes: int
+    """Bytes of one copy of the weights; the mean where engines hold different ones."""
+    num_engines: int
+    num_mapped: int
+    """Engines on the machine of rank 0, which read the weights in its shared memory."""
+    num_broadcast: int
+    """Engines on machines to which the weights were broadcast; what is left was sent copies."""
+    seconds: float
+    """From the first gather to the last verified engine."""
+    gather_s: float
+    """Seconds in which the ranks gathered, and rank 0 cast and digested, and broadcast to other machines."""
+    load_s: float
+    """Seconds of the slowest engine's load."""
+    verify_s: float
+    """Seconds of the slowest engine's verification."""
+    quantization: QuantizationReport | None = None
+    """What the weights of quantised engines lost, if there are such engines."""
+    num_quantized: int = 0
+    """Engines that hold quantised weights."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes delivered to all engines / seconds, in 1e9 bytes per second."""
+        return self.num_bytes * self.num_engines / self.seconds / 1e9
+
+    def metrics(self) -> dict[str, float | None]:
+        return {
+            "sync/seconds": self.seconds,
+            "sync/bytes": float(self.num_bytes),
+            "sync/gb_per_s": self.gb_per_s,
+            "sync/gather_s": self.gather_s,
+            "sync/load_s": self.load_s,
+            "sync/verify_s": self.verify_s,
+        } | ({} if self.quantization is None else self.quantization.metrics())
+
+    @property
+    def transport(self) -> str:
+        """How the weights reached the engines."""
+        copied = self.num_engines - self.num_mapped - self.num_broadcast
+        counts = {Way.mapped: self.num_mapped, Way.broadcast: self.num_broadcast, Way.copied: copied}
+        return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)
+
+    def __str__(self) -> str:
+        return (
+            f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
+            f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) through {self.transport} "
+            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal{self._grid}"
+        )
+
+    @property
+    def _grid(self) -> str:
+        return "" if self.quantization is None else f"; {self.num_quantized} engine(s) hold {self.quantization}"
+
+
+def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
+    """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
+    started = time.perf_counter()
+    kinds = engines.kinds
+    with policy.resident():
+        shared = {kind: policy.publish_weights(policy_version=policy_version, quantized=kind) for kind in kinds}
+    received = {kind: to_other_nodes(policy, engines, shared[kind], quantized=kind) for kind in kinds}
+    gathered = time.perf_counter()
+    # Made when one is needed, once per sync. Rank 0 has time then: whoever waits for engines does not train.
+    copies = functools.cache(lambda kind: policy.copy_weights(quantized=kind))
+    with engines.resident():
+        by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received, copies=copies))
+    for index, report in by_engine.items():
+        sent = shared[index < engines.num_of(True)].num_tensors
+        if report.policy_version != policy_version or report.num_tensors != sent:
+            raise WeightSyncError(
+                f"phase weight sync: engine {index} holds version {report.policy_version} with "
+                f"{report.num_tensors} tensors; expected version {policy_version} with {sent}"
+            )
+    # An engine that is being started anew gets the weights when it is ready.
+    reports = list(by_engine.values())
+    return SyncReport(
+        policy_version=policy_version,
+        num_tensors=reports[0].num_tensors,
+        num_bytes=sum(report.num_bytes for report in reports) // len(reports),
+        num_engines=len(reports),
+        num_mapped=engines.num_by(Way.mapped),
+        num_broadcast=engines.num_by(Way.broadcast),
+        seconds=time.perf_counter() - started,
+        gather_s=gathered - started,
+        load_s=max(report.load_s for report in reports),
+        verify_s=max(report.verify_s for report in reports),
+        quantization=shared[True].quantization if True in shared else None,
+        num_quantized=engines.num_of(True),
+    )
+
+
+def to_other_nodes(
+    policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights, *, quantized: bool
+) -> dict[str, SharedWeights]:
+    """Broadcast weights of a kind to all Ray nodes with engines of the kind but the policy's; where they lie, by node.
+
+    Empty if any machine did not get them, which the log explains.
+    """
+    receivers = engines.receivers(policy.node, quantized=quantized)
+    address = policy.broadcast_to(receivers, quantized=quantized) if receivers else None
+    if address is None:
+        return {}
+    sending = policy.send_weights(quantized=quantized)
+    received = engines.receive_weights(announced, address, receivers)
+    if policy.has_sent(sending, address) and len(received) == len(receivers):
+        return received
+    policy.end_broadcast(quantized=quantized)
+    return {}

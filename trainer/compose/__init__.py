@@ -1,0 +1,1 @@
+"""Recipe + overrides -> TrainConfig. Hydra ends here; `compose.py` is the entry."""

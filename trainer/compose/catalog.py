@@ -1,0 +1,97 @@
+"""Recipe files -> cards for `parity recipes`, and a name on the command line -> the file of the recipe.
+
+A recipe is a Hydra primary config whose leading comment states what it is for, one `# Field: text` per line with
+the fields of `RecipeCard`; a line that is indented more goes on with the field above it. Used by
+`trainer/cli/commands.py`; composing a recipe is the work of `compose.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from algorithms.config import Problem
+from trainer.config.paths import MAIN_CONFIG, recipe_dir
+
+SUFFIX = ".yaml"
+CONTINUED = "#   "
+UNSTATED = "not stated"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeCard:
+    """What the header of a recipe says."""
+
+    name: str
+    """What follows `parity train`."""
+    question: str
+    """The question that the run answers."""
+    hardware: str
+    """What it needs."""
+    expected: str
+    """What should come out, and after how long."""
+    source: str
+    """Whose numbers it has, and where it differs from them; ours if it does not say."""
+    verified: str
+    """Whether and where it was run: "no, ..." or "yes, ..."."""
+
+
+def read_card(path: Path) -> RecipeCard:
+    """Read the header of the recipe at `path`; a field that it does not state reads "not stated"."""
+    stated = {field: UNSTATED for field in ("question", "hardware", "expected", "source", "verified")}
+    last = ""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        field, colon, rest = line.removeprefix("#").partition(":")
+        if colon and field.strip().lower() in stated:
+            last = field.strip().lower()
+            stated[last] = rest.strip()
+        elif last and line.startswith(CONTINUED):
+            stated[last] = f"{stated[last]} {line.removeprefix('#').strip()}"
+        else:
+            last = ""
+    return RecipeCard(name=path.stem, **stated)
+
+
+def recipe_files(directory: Path) -> dict[str, Path]:
+    """Name -> file of every recipe in `directory`, sorted by name."""
+    return {path.stem: path for path in sorted(directory.glob(f"*{SUFFIX}"))}
+
+
+def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
+    """The file that `given` names: a path to a YAML file, a recipe of `own_dir`, or one that comes with the project.
+
+    Returns a Problem with the nearest name if there is none.
+    """
+    if given.endswith(SUFFIX) or "/" in given:
+        path = Path(given)
+        if path.suffix != SUFFIX:
+            return Problem(key="recipe", rule=f"must be the name of a recipe or end in {SUFFIX}", value=given)
+        if not path.is_file():
+            return Problem(key="recipe", rule="must be an existing file", value=given, remedy=_names(own_dir))
+    else:
+        found = _known(own_dir)
+        if given not in found:
+            close = difflib.get_close_matches(given, found, n=1)
+            hint = f"Did you mean {close[0]}? " if close else ""
+            return Problem(key="recipe", rule="is not known", value=given, remedy=hint + _names(own_dir))
+        path = found[given]
+    if path.stem == MAIN_CONFIG:
+        return Problem(
+            key="recipe",
+            rule=f"must not be called {MAIN_CONFIG}{SUFFIX}: that is what recipes start from",
+            value=given,
+            remedy="Rename the file.",
+        )
+    return path.resolve()
+
+
+def _known(own_dir: Path | None) -> dict[str, Path]:
+    """Name -> file; the user's own recipes hide those of the project."""
+    return recipe_files(recipe_dir()) | ({} if own_dir is None else recipe_files(own_dir))
+
+
+def _names(own_dir: Path | None) -> str:
+    return f"Recipes: {', '.join(sorted(_known(own_dir)))}; or a path to a {SUFFIX} file."

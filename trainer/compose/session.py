@@ -1,0 +1,68 @@
+"""Hydra, told where the project's configs are: typed groups, configs/, recipes/ and the user's own directory.
+
+`compose.py` composes inside a `hydra_session`; `trainer/cli/launch.py` registers the same places for hydra.main.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+
+from trainer.config.paths import config_dir, recipe_dir
+from trainer.config.train import GROUPS, PRESETS, TrainConfig
+
+VERSION_BASE = "1.3"
+"""Behaviour of Hydra that the configs are written for."""
+SCHEMA = "parity_schema"
+"""Name of the typed root in Hydra's ConfigStore; the first entry of configs/train.yaml."""
+
+
+def empty_root() -> DictConfig:
+    """The typed root with every default and with no choice in any group."""
+    root: DictConfig = OmegaConf.structured(TrainConfig)
+    for group in GROUPS:
+        # A default of one type could not be replaced with another type by the defaults list.
+        root[group] = "???"
+    return root
+
+
+@functools.cache
+def register(own_dir: Path | None) -> None:
+    """Make the typed groups and the directories of YAML known to Hydra, once, for the life of this process."""
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA, node=empty_root())
+    for group, options in GROUPS.items():
+        for name, option in options.items():
+            store.store(group=group, name=name, node=option)
+        for name, value in PRESETS.get(group, {}).items():
+            store.store(group=group, name=name, node=value)
+
+    class ParitySearchPath(SearchPathPlugin):
+        """Where Hydra looks: configs/, the directory of the recipe ("main"), the user's, recipes/."""
+
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.prepend("parity", f"file://{config_dir()}", SearchPathQuery(provider="main"))
+            if own_dir is not None:
+                search_path.append("config-dir", f"file://{own_dir.resolve()}")
+            search_path.append("parity", f"file://{recipe_dir()}")
+
+    Plugins.instance().register(ParitySearchPath)
+
+
+@contextmanager
+def hydra_session(recipe: Path, own_dir: Path | None) -> Iterator[ConfigLoader]:
+    """Hydra, initialised to compose the recipe in the file `recipe`."""
+    register(own_dir)
+    with initialize_config_dir(str(recipe.parent), job_name="parity", version_base=VERSION_BASE):
+        yield GlobalHydra.instance().config_loader()

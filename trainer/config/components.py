@@ -1,0 +1,332 @@
+"""Configuration of the trainer's own parts: run, model, batch, optimizer, critic, workers, cluster.
+
+`trainer.config.train` puts them together with those of `trainer.config.recording`, `algorithms` and `rollout`. Imports
+no torch, no Ray and no SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import ClassVar
+
+from algorithms.config import Aggregation, Checked, Problem
+from rollout.config import DType
+
+
+class Resume(Enum):
+    """What to do with a run directory that holds an earlier run."""
+
+    never = "never"
+    """Refuse it."""
+    auto = "auto"
+    """Go on from its newest good checkpoint; begin where there is none, with an earlier run moved aside."""
+    clean = "clean"
+    """Move it aside, to <run.dir>.before-<time>, and begin."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig(Checked):
+    """The run as a whole."""
+
+    recipe: str = "custom"
+    """Name of the recipe; set by the command line."""
+    dir: str = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
+    """Directory of everything the run writes; must be absent or empty."""
+    seed: int = 0
+    """Decides prompt order, sampling seeds and initialisation."""
+    num_steps: int = 40
+    """Rollout steps: one collection of prompts, one or more optimizer steps."""
+    resume: Resume = Resume.never
+    """Whether to go on with the run in run.dir."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.num_steps < 1:
+            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
+        if not 0 <= self.seed < 2**31:
+            yield Problem(key="seed", rule="must lie in [0, 2**31)", value=self.seed)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig(Checked):
+    """The policy's initial weights. Choose with `model=hf` or `model=arithmetic`."""
+
+    kind: ClassVar[str] = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class HFModelConfig(ModelConfig):
+    """A Hugging Face causal language model; safetensors only, no remote code."""
+
+    kind: ClassVar[str] = "hf"
+    path: str = ""
+    """Local directory or hub name."""
+    revision: str | None = None
+    """Git revision of a hub model; pin it."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.path:
+            yield Problem(key="path", rule="must be set", value=self.path, remedy="A local directory or a hub name.")
+
+
+@dataclass(kw_only=True, slots=True)
+class ArithmeticModelConfig(ModelConfig):
+    """A small Qwen2 trained on the spot on demonstrations of mixed quality, and cached; see
+    trainer/run/base_model.py."""
+
+    kind: ClassVar[str] = "arithmetic"
+    hidden_size: int = 64
+    """Width of the residual stream; a multiple of 32 (the head size)."""
+    num_layers: int = 3
+    """Transformer blocks."""
+    wrong_fraction: float = 0.6
+    """Share of demonstrations whose author forgets to carry."""
+    calculator: bool = False
+    """Whether the other authors ask a calculator for the sum instead of carrying; for episode.function=calculator."""
+    num_steps: int = 1200
+    """Supervised optimizer steps."""
+    seed: int = 0
+    """Decides initialisation and demonstrations."""
+
+    def problems(self) -> Iterator[Problem]:
+        if self.hidden_size < 32 or self.hidden_size % 32:
+            yield Problem(key="hidden_size", rule="must be a positive multiple of 32", value=self.hidden_size)
+        if self.num_layers < 1:
+            yield Problem(key="num_layers", rule="must be >= 1", value=self.num_layers)
+        if self.num_steps < 1:
+            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
+        if not 0 <= self.wrong_fraction < 1:
+            yield Problem(key="wrong_fraction", rule="must lie in [0, 1)", value=self.wrong_fraction)
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchConfig(Checked):
+    """How many samples make a step, and how they are cut for the optimizer and for memory."""
+
+    prompts_per_step: int = 16
+    """Groups trained on per rollout step."""
+    group_size: int = 8
+    """Samples per prompt."""
+    mini_batch_prompts: int | None = None
+    """Groups per optimizer step; null means all of them (one optimizer step per rollout)."""
+    max_tokens_per_microbatch: int = 8192
+    """Hard cap on the packed tokens of one forward on one rank; a longer sample is an error."""
+
+    @property
+    def optimizer_steps_per_rollout(self) -> int:
+        return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    def problems(self) -> Iterator[Problem]:
+        for key in ("prompts_per_step", "group_size", "max_tokens_per_microbatch"):
+            if getattr(self, key) < 1:
+                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
+        if self.mini_batch_prompts is not None and (
+            self.mini_batch_prompts < 1 or self.prompts_per_step % self.mini_batch_prompts
+        ):
+            yield Problem(
+                key="mini_batch_prompts",
+                rule=f"must divide batch.prompts_per_step ({self.prompts_per_step})",
+                value=self.mini_batch_prompts,
+                remedy="null means one optimizer step per rollout.",
+            )
+
+
+class Schedule(Enum):
+    """Learning rate after warm-up."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig(Checked):
+    """AdamW and its schedule. Units are in the names: a rollout step may hold several optimizer steps."""
+
+    lr: float = 1e-6
+    """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
+    warmup_rollout_steps: int = 0
+    """Rollout steps of linear warm-up from lr / warmup_rollout_steps."""
+    schedule: Schedule = Schedule.constant
+    """From the end of warm-up to run.num_steps. Vetted: constant."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
+    beta1: float = 0.9
+    """First-moment decay."""
+    beta2: float = 0.999
+    """Second-moment decay."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: float = 1.0
+    """Global L2 norm above which gradients are scaled down. Vetted: 1.0."""
+
+    def problems(self) -> Iterator[Problem]:
+        for key in ("lr", "epsilon", "max_grad_norm"):
+            if not getattr(self, key) > 0:
+                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                yield Problem(key=key, rule="must lie in [0, 1)", value=getattr(self, key))
+        for key in ("weight_decay", "warmup_rollout_steps"):
+            if getattr(self, key) < 0:
+                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
+
+
+class Offload(Enum):
+    """What lies on the host instead of the training device between uses."""
+
+    none = "none"
+    optimizer = "optimizer"
+    """Optimizer states; they come to the device for each update."""
+    parameters = "parameters"
+    """Weights, gradients and optimizer states; the update runs on the host."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticOptimConfig(OptimConfig):
+    """AdamW of the critic and its schedule, independent of those of the policy."""
+
+    lr: float = 1e-5
+    """Peak learning rate. Vetted: 1e-5 (verl and the GSM8K run of TIS), 9e-6 (OpenRLHF)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig(Checked):
+    """The critic: a decoder with one output, the value. There is one exactly with advantage.estimator=gae."""
+
+    path: str | None = None
+    """Local directory or hub name of the model that the critic starts from; null for that of the policy. Its output
+    head is not used, and it must have the policy's vocabulary. Vetted: null (verl), a reward model (OpenRLHF)."""
+    revision: str | None = None
+    """Git revision of a hub model; pin it."""
+    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    """Optimizer of the critic."""
+    warmup_rollout_steps: int = 0
+    """First rollout steps in which only the critic learns and the policy stays as it is. Vetted: 0 (verl)."""
+    value_clip: float | None = 0.5
+    """How far a value may move from the one before the step until its loss stops falling, in units of reward; null
+    for the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2 (SkyRL)."""
+    aggregation: Aggregation = Aggregation.token_mean
+    """What divides the loss of the values. Vetted: token_mean (verl)."""
+
+    def changed(self) -> dict[str, object]:
+        """What is not as it stands here: dotted key -> value."""
+        default = CriticConfig()._values()
+        return {key: value for key, value in self._values().items() if value != default[key]}
+
+    def _values(self) -> dict[str, object]:
+        own = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "optim"}
+        return own | {f"optim.{spec.name}": getattr(self.optim, spec.name) for spec in fields(self.optim)}
+
+    def problems(self) -> Iterator[Problem]:
+        yield from (problem.under("optim") for problem in self.optim.problems())
+        if self.revision is not None and self.path is None:
+            yield Problem(
+                key="revision",
+                rule="has no effect without path: the critic then starts from the model of the policy",
+                value=self.revision,
+                remedy="Set path, or use model.revision.",
+            )
+        if self.warmup_rollout_steps < 0:
+            yield Problem(key="warmup_rollout_steps", rule="must be >= 0", value=self.warmup_rollout_steps)
+        if self.value_clip is not None and not self.value_clip > 0:
+            yield Problem(
+                key="value_clip", rule="must be > 0, or null for off", value=self.value_clip, remedy="Vetted: 0.5."
+            )
+        if self.aggregation is Aggregation.fixed_length:
+            yield Problem(
+                key="aggregation",
+                rule="must not be fixed_length: a fixed length keeps the advantages of long responses from being "
+                "shrunk, and values have none",
+                value=self.aggregation,
+                remedy="Vetted: token_mean.",
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class PolicyConfig(Checked):
+    """The FSDP2 training workers."""
+
+    num_workers: int = 2
+    """Data-parallel FSDP2 ranks, one Ray actor each."""
+    dtype: DType = DType.float32
+    """Type of forward and backward; master weights, gradients and optimizer are float32. float16 scales the loss."""
+    logprob_chunk_tokens: int = 512
+    """Tokens whose full-vocabulary logits exist at one time."""
+    fp32_head: bool = False
+    """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
+    activation_checkpoint_every: int = 0
+    """Every this many-th decoder layer keeps only its input and is computed again for its backward; 1: all, 0: none."""
+    offload: Offload = Offload.none
+    """What lies on the host; slower, the same numbers."""
+    cpus_per_worker: float = 0.5
+    """Ray CPUs (logical cores) reserved for a worker."""
+    gpus_per_worker: float = 0.0
+    """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
+    threads_per_worker: int | None = None
+    """Torch threads of a worker on a CPU; null divides the cores among the workers."""
+    start_timeout_s: float = 300.0
+    """Deadline in seconds for loading the model and joining the process group."""
+    step_timeout_s: float = 1800.0
+    """Deadline in seconds of one training call, collectives included."""
+    sync_bucket_mib: int = 256
+    """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
+
+    @property
+    def train_flop_factor(self) -> float:
+        """Floating-point operations of forward and backward over those without activation checkpointing.
+
+        A backward costs two forwards, and a layer that is computed again costs one more.
+        """
+        recomputed = 1 / self.activation_checkpoint_every if self.activation_checkpoint_every else 0.0
+        return (3 + recomputed) / 3
+
+    def problems(self) -> Iterator[Problem]:
+        if self.activation_checkpoint_every < 0:
+            yield Problem(
+                key="activation_checkpoint_every",
+                rule="must be >= 0",
+                value=self.activation_checkpoint_every,
+                remedy="0: none, 1: every layer, k: every k-th layer.",
+            )
+        for key in ("num_workers", "logprob_chunk_tokens", "sync_bucket_mib"):
+            if getattr(self, key) < 1:
+                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
+        if self.threads_per_worker is not None and self.threads_per_worker < 1:
+            yield Problem(key="threads_per_worker", rule="must be >= 1 or null", value=self.threads_per_worker)
+        for key in ("cpus_per_worker", "gpus_per_worker"):
+            if getattr(self, key) < 0:
+                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
+        for key in ("start_timeout_s", "step_timeout_s"):
+            if not getattr(self, key) > 0:
+                yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
+
+
+class Residency(Enum):
+    """Whether policy and engines take turns on the GPUs that they share."""
+
+    auto = "auto"
+    """Only if the memory plan says that both do not fit."""
+    always = "always"
+    never = "never"
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterConfig(Checked):
+    """Ray: a local cluster on loopback, or the address of a running one."""
+
+    address: str | None = None
+    """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
+    placement_timeout_s: float = 60.0
+    """Deadline in seconds for the resources of all workers to be granted together."""
+    residency: Residency = Residency.auto
+    """Whether policy and engines take turns on GPUs that they share; sleeping and waking cost time in every step."""
+
+    def problems(self) -> Iterator[Problem]:
+        if not self.placement_timeout_s > 0:
+            yield Problem(key="placement_timeout_s", rule="must be > 0 seconds", value=self.placement_timeout_s)

@@ -1,0 +1,155 @@
+"""Rules across the components of a `TrainConfig`; `trainer/config/train.py` reports what they find together.
+
+Those with a file of their own are beside what they are about: `schedule_problems`, `episode_problems`,
+`combination_problems`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
+from rollout.config import DynamicCollectConfig
+from rollout.task_config import FileDataConfig
+from trainer.config.components import Residency
+
+if TYPE_CHECKING:
+    from trainer.config.train import TrainConfig
+
+BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
+"""Estimators whose baseline is the group, which therefore must have two members."""
+
+
+def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between what is saved and what is evaluated."""
+    every, evaluated = config.checkpoint.every, config.eval.every
+    if config.checkpoint.best_metric is None or every < 1 or evaluated < 0:
+        return
+    if evaluated == 0 or math.lcm(every, evaluated) >= config.run.num_steps:
+        yield Problem(
+            key="checkpoint.best_metric",
+            rule="needs checkpoints that are evaluated, and with "
+            f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
+            value=config.checkpoint.best_metric,
+            remedy=f"Set eval.every={every}, or a divisor of it.",
+        )
+
+
+def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between what is evaluated and the data."""
+    if config.eval.sets and not isinstance(config.data, FileDataConfig):
+        yield Problem(
+            key="eval.sets",
+            rule=f"must be empty with data={config.data.kind}: their files have the columns of data=file",
+            value=config.eval.sets,
+            remedy="Use data=file.",
+        )
+
+
+def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between the parts of a GPU that a rank and an engine have."""
+    rank, engine = config.policy.gpus_per_worker, config.rollout.gpus_per_engine
+    if config.shares_gpus and abs(rank + engine - 1) > 1e-6:
+        yield Problem(
+            key="policy.gpus_per_worker",
+            rule=f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one "
+            "engine, and two ranks cannot share one",
+            value=rank,
+            remedy=f"Set policy.gpus_per_worker={1 - engine:g}.",
+        )
+    is_shared = config.shares_gpus or (rank == 0 and engine == 0)
+    if config.cluster.residency is Residency.always and not is_shared:
+        yield Problem(
+            key="cluster.residency",
+            rule="must be auto or never: no rank shares a GPU with an engine",
+            value=config.cluster.residency,
+            remedy="GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
+        )
+
+
+def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between advantages and what else decides them: groups and the correction."""
+    estimator = config.advantage.estimator
+    if config.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
+        yield Problem(
+            key="batch.group_size",
+            rule=f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
+            value=config.batch.group_size,
+            remedy="Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
+        )
+    if config.batch.group_size < 2 and isinstance(config.collect, DynamicCollectConfig):
+        yield Problem(
+            key="batch.group_size",
+            rule="must be >= 2 with collect=dynamic, which keeps groups whose rewards differ",
+            value=config.batch.group_size,
+            remedy="Use collect=fixed.",
+        )
+    if config.has_critic and config.correction.spec().reject.opsm is not None:
+        yield Problem(
+            key="correction.reject.opsm",
+            rule="must be null with advantage.estimator=gae: it reads the sign of the advantage of a response, and "
+            "here every token has its own",
+            value=config.correction.spec().reject.opsm,
+            remedy="Use another criterion, for example correction.reject.veto.",
+        )
+    if config.advantage.baseline_scope is BaselineScope.all:
+        return
+    spec = config.correction.spec()
+    reasons = {
+        "must be all: the baseline of what is kept needs pi_old before the first update, which this correction "
+        "never computes": spec.compared is Compared.current,
+        "must be all: a criterion of the correction reads the advantages that would depend on it": (
+            spec.reject.reads_advantages()
+        ),
+        "has no effect: the correction rejects nothing": not spec.rejects,
+    }
+    for rule, broken in reasons.items():
+        if broken:
+            yield Problem(
+                key="advantage.baseline_scope",
+                rule=rule,
+                value=config.advantage.baseline_scope,
+                remedy=f"Set it to all, or choose another correction than {config.correction.mode} as it is set.",
+            )
+
+
+def critic_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between the critic, the estimator that needs it, and the length of the run."""
+    if not config.has_critic:
+        for key, value in config.critic.changed().items():
+            yield Problem(
+                key=f"critic.{key}",
+                rule=f"has no effect with advantage.estimator={config.advantage.estimator.name}, which has no critic",
+                value=value,
+                remedy="Use advantage.estimator=gae, or remove it.",
+            )
+        return
+    if config.critic.warmup_rollout_steps >= config.run.num_steps:
+        yield Problem(
+            key="critic.warmup_rollout_steps",
+            rule=f"must be < run.num_steps ({config.run.num_steps}), or the policy never learns",
+            value=config.critic.warmup_rollout_steps,
+            remedy="Vetted: 0.",
+        )
+
+
+def reference_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between the KL to the reference and the correction."""
+    spec = config.correction.spec()
+    if config.has_kl_in_reward and spec.compared is Compared.current:
+        yield Problem(
+            key="reference.placement",
+            rule="must be loss: a KL in the reward needs pi_old before the first update, which "
+            f"correction={config.correction.mode} as it is set never computes",
+            value=config.reference.placement,
+            remedy="Set it to loss, or choose another correction.",
+        )
+    if config.has_reference and not config.has_kl_in_reward and spec.self_normalize is not SelfNormalize.none:
+        yield Problem(
+            key="reference.coef",
+            rule="must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
+            value=config.reference.coef,
+            remedy="Use reference.placement=reward, or correction.self_normalize=none.",
+        )

@@ -1,0 +1,149 @@
+"""When the responses of a step are sampled: before its training, beside that of the step before, or further ahead.
+
+`trainer/run/loop.py` calls the same phases in every schedule; a `Schedule` says in which of them the engines begin with
+later steps. With v(k) for the weights that step k starts to train:
+
+    sync          collect k (all from v(k)); train k; weights
+    one_step_off  collect k; begin k+1 with v(k); train k; wait for the rest of k+1; weights
+                  -> every token of a step is from the weights of the step before
+    bounded       collect k; begin up to k+max_staleness; train k; weights, while the engines go on
+                  -> a response may have tokens of several versions, none older than max_staleness steps
+
+Imports no torch: the command line reads the configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from algorithms.config import Checked, Problem
+from rollout.config import CollectOrder, PauseMode, SGLangConfig
+from trainer.config.components import Residency
+
+if TYPE_CHECKING:
+    from rollout.collect.collector import Collector
+    from trainer.config.train import TrainConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig(Checked):
+    """When responses are sampled relative to training. Choose with `schedule=sync|one_step_off|bounded`."""
+
+    kind: ClassVar[str] = ""
+
+    @property
+    def steps_ahead(self) -> int:
+        """Rollout steps whose prompts the engines may have while a step is trained."""
+        return 0
+
+    @property
+    def updates_in_flight(self) -> bool:
+        """Whether weights change while responses are unfinished."""
+        return False
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncScheduleConfig(ScheduleConfig):
+    """Sample, then train, then sample with the new weights: on-policy but for the engines' rounding."""
+
+    kind: ClassVar[str] = "sync"
+
+
+@dataclass(kw_only=True, slots=True)
+class OneStepOffScheduleConfig(ScheduleConfig):
+    """The next step is sampled, with the weights before the update, while this one is trained."""
+
+    kind: ClassVar[str] = "one_step_off"
+
+    @property
+    def steps_ahead(self) -> int:
+        return 1
+
+
+@dataclass(kw_only=True, slots=True)
+class BoundedScheduleConfig(ScheduleConfig):
+    """The engines never wait for the trainer until they are `max_staleness` steps ahead; weights change in flight."""
+
+    kind: ClassVar[str] = "bounded"
+    max_staleness: int = 1
+    """Rollout steps that the weights which sampled a token may be behind those that train on it. Vetted: 1 to 4."""
+
+    @property
+    def steps_ahead(self) -> int:
+        return self.max_staleness
+
+    @property
+    def updates_in_flight(self) -> bool:
+        return True
+
+    def problems(self) -> Iterator[Problem]:
+        if self.max_staleness < 1:
+            yield Problem(
+                key="max_staleness",
+                rule="must be >= 1 rollout step",
+                value=self.max_staleness,
+                remedy="Use schedule=sync for tokens of the newest weights alone.",
+            )
+
+
+class Schedule:
+    """Has the collector begin with later steps; one per run."""
+
+    def __init__(self, config: ScheduleConfig, collector: Collector, *, num_steps: int) -> None:
+        """`num_steps` is the last step: nothing is sampled for a later one."""
+        self._config = config
+        self._collector = collector
+        self._num_steps = num_steps
+
+    def begin_next(self, step: int, policy_version: int) -> None:
+        """`step` has been collected and is trained next: let the engines go on, with weights of `policy_version`."""
+        ahead = min(self._config.steps_ahead, self._num_steps - step)
+        if ahead > 0:
+            self._collector.start(step + 1, policy_version, num_steps=ahead)
+
+    def before_update(self, step: int, policy_version: int) -> None:
+        """`step` has been trained and the engines still hold weights of `policy_version`: they change next."""
+        if self._config.steps_ahead and not self._config.updates_in_flight and step < self._num_steps:
+            self._collector.finish(step + 1, policy_version)
+
+
+def schedule_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Rules between the schedule, how groups are collected, and who is on which GPU."""
+    schedule, collect = config.schedule, config.collect
+    if collect.partial and schedule.steps_ahead:
+        goes_on = "the engines go on with them" if schedule.updates_in_flight else "every step is sampled to its end"
+        yield Problem(
+            key="collect.partial",
+            rule=f"must be false with schedule={schedule.kind}: no responses are resumed, {goes_on}",
+            value=collect.partial,
+            remedy="Use schedule=sync, or leave it out.",
+        )
+    if (
+        isinstance(config.rollout, SGLangConfig)
+        and config.rollout.pause_mode is PauseMode.abort
+        and (schedule.updates_in_flight)
+    ):
+        yield Problem(
+            key="rollout.pause_mode",
+            rule=f"must be retract or in_place with schedule={schedule.kind}: weights change while responses are "
+            "unfinished, which must go on",
+            value=config.rollout.pause_mode,
+            remedy="Vetted: retract.",
+        )
+    if collect.order is CollectOrder.completion and collect.over_sampling == 1 and not schedule.updates_in_flight:
+        yield Problem(
+            key="collect.order",
+            rule="has no effect with collect.over_sampling=1: a step then takes all groups",
+            value=collect.order,
+            remedy="Set collect.over_sampling, or collect.order=submission.",
+        )
+    if schedule.steps_ahead and config.shares_gpus and config.cluster.residency is not Residency.never:
+        yield Problem(
+            key="cluster.residency",
+            rule=f"must be never with schedule={schedule.kind}: engines that sample while the policy is trained cannot "
+            "take turns with it on a GPU",
+            value=config.cluster.residency,
+            remedy="Give engines and policy GPUs of their own, or make both fit and set cluster.residency=never.",
+        )

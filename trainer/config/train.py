@@ -1,0 +1,275 @@
+"""TrainConfig: composes the component configs and checks only what crosses them.
+
+Imports no torch, no Ray and no SGLang: the command line builds and checks it in well under a second.
+`GROUPS` and `PRESETS` are the tables from which the Hydra groups are registered (see trainer/compose/session.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from algorithms.config import (
+    PRESETS as CORRECTION_PRESETS,
+)
+from algorithms.config import (
+    AdvantageConfig,
+    Aggregation,
+    BaselineScope,
+    BypassConfig,
+    Checked,
+    CISPOConfig,
+    CorrectionConfig,
+    CustomConfig,
+    DPPOKLConfig,
+    DPPOTVConfig,
+    Estimator,
+    GSPOConfig,
+    KLPlacement,
+    LossConfig,
+    MISConfig,
+    PPOClipConfig,
+    PPOISConfig,
+    Problem,
+    RecomputeConfig,
+    ReferenceKLConfig,
+    ReinforceConfig,
+    SAPOConfig,
+    TISConfig,
+    VanillaISConfig,
+)
+from algorithms.config.combine import combination_problems, resolved_loss
+from rollout.config import (
+    CollectConfig,
+    DynamicCollectConfig,
+    EngineConfig,
+    FixedCollectConfig,
+    SamplingConfig,
+    SGLangConfig,
+    TorchEngineConfig,
+)
+from rollout.episodes.config import EpisodeConfig, episode_problems
+from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
+from trainer.config.components import (
+    ArithmeticModelConfig,
+    BatchConfig,
+    ClusterConfig,
+    CriticConfig,
+    HFModelConfig,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RunConfig,
+)
+from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
+from trainer.config.recording import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
+from trainer.config.rules import (
+    BASELINE_ESTIMATORS,
+    advantage_problems,
+    checkpoint_problems,
+    critic_problems,
+    evaluation_problems,
+    reference_problems,
+    sharing_problems,
+)
+from trainer.config.schedule import (
+    BoundedScheduleConfig,
+    OneStepOffScheduleConfig,
+    ScheduleConfig,
+    SyncScheduleConfig,
+    schedule_problems,
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig(Checked):
+    """Everything a run needs. Components check themselves; only rules across components stand here."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: EngineConfig = field(default_factory=SGLangConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    collect: CollectConfig = field(default_factory=FixedCollectConfig)
+    schedule: ScheduleConfig = field(default_factory=SyncScheduleConfig)
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    correction: CorrectionConfig = field(default_factory=TISConfig)
+    loss: LossConfig = field(default_factory=PPOClipConfig)
+    reference: ReferenceKLConfig = field(default_factory=ReferenceKLConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    guard: GuardConfig = field(default_factory=NoGuardConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def min_group_size(self) -> int:
+        """Samples without which a group cannot be trained on."""
+        return 2 if self.advantage.estimator in BASELINE_ESTIMATORS else 1
+
+    @property
+    def max_lag_steps(self) -> int:
+        """Rollout steps that the weights which sampled a token may be behind those that train on it."""
+        return self.collect.max_partial_age if self.collect.partial else self.schedule.steps_ahead
+
+    @property
+    def policy_loss(self) -> LossConfig:
+        """The loss that is computed: what the correction makes of `loss`."""
+        return resolved_loss(self.correction, self.loss)
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """How responses are sampled in an evaluation."""
+        temperature, tokens = self.eval.temperature, self.eval.max_new_tokens
+        return replace(
+            self.sampling,
+            temperature=self.sampling.temperature if temperature is None else temperature,
+            max_new_tokens=self.sampling.max_new_tokens if tokens is None else tokens,
+        )
+
+    @property
+    def needs_prepass(self) -> bool:
+        """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
+        return self.advantage.baseline_scope is BaselineScope.kept or self.has_kl_in_reward
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether values are learnt beside the policy, and advantages are those of tokens."""
+        return self.advantage.estimator is Estimator.gae
+
+    def policy_learns(self, step: int) -> bool:
+        """Whether the policy is updated in rollout step `step` (1-based): not while only the critic learns."""
+        return step > self.critic.warmup_rollout_steps
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the frozen initial policy is scored beside the policy."""
+        return self.reference.coef > 0
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether the KL to the reference is taken off the reward."""
+        return self.has_reference and self.reference.placement is KLPlacement.reward
+
+    @property
+    def needs_old_logprobs_pass(self) -> bool:
+        """Whether pi_old costs a forward of its own; otherwise the detached training forward is pi_old."""
+        steps = self.batch.optimizer_steps_per_rollout
+        return self.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether rank i and engine i are on one GPU, because each has a part of one."""
+        return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpus_per_engine < 1
+
+    @property
+    def forwards_per_token(self) -> int:
+        """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1, critic 4.
+
+        The critic pays for the values before the first update, and for a forward and a backward of its own.
+        """
+        return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
+
+    def problems(self) -> Iterator[Problem]:
+        unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
+        for key in unchosen:
+            yield Problem(
+                key=key,
+                rule="must be chosen",
+                value=None,
+                remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}.",
+            )
+        if isinstance(self.model, ArithmeticModelConfig) and not isinstance(self.data, ArithmeticDataConfig):
+            yield Problem(
+                key="model",
+                rule="arithmetic knows only the vocabulary of data=arithmetic",
+                value=self.data.kind,
+                remedy="Use model=hf with data=file.",
+            )
+        if self.reward.overlong_buffer_tokens >= self.sampling.max_new_tokens:
+            yield Problem(
+                key="reward.overlong_buffer_tokens",
+                rule=f"must be < sampling.max_new_tokens ({self.sampling.max_new_tokens})",
+                value=self.reward.overlong_buffer_tokens,
+            )
+        prompt_tokens = self.data.max_prompt_tokens if isinstance(self.data, FileDataConfig) else 1
+        if prompt_tokens + self.sampling.max_new_tokens > self.batch.max_tokens_per_microbatch:
+            yield Problem(
+                key="batch.max_tokens_per_microbatch",
+                rule=f"must hold a prompt ({prompt_tokens} tokens) and sampling.max_new_tokens "
+                f"({self.sampling.max_new_tokens}) response tokens",
+                value=self.batch.max_tokens_per_microbatch,
+            )
+        if self.batch.samples_per_step < self.policy.num_workers:
+            yield Problem(
+                key="policy.num_workers",
+                rule=f"must be <= samples per step ({self.batch.samples_per_step})",
+                value=self.policy.num_workers,
+            )
+        yield from sharing_problems(self)
+        yield from schedule_problems(self)
+        if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
+            self.sampling.max_new_tokens
+        ):
+            yield Problem(
+                key="loss.fixed_length_tokens",
+                rule=f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})",
+                value=self.loss.fixed_length_tokens,
+            )
+        yield from episode_problems(self.episode, self.collect)
+        yield from checkpoint_problems(self)
+        yield from evaluation_problems(self)
+        if "correction" not in unchosen and "loss" not in unchosen:
+            yield from combination_problems(self.correction, self.loss)
+            yield from advantage_problems(self)
+            yield from reference_problems(self)
+            yield from guard_problems(self)
+        yield from critic_problems(self)
+
+
+GROUPS: dict[str, dict[str, type[Checked]]] = {
+    "model": {"hf": HFModelConfig, "arithmetic": ArithmeticModelConfig},
+    "data": {"file": FileDataConfig, "arithmetic": ArithmeticDataConfig},
+    "rollout": {"sglang": SGLangConfig, "torch": TorchEngineConfig},
+    "collect": {"fixed": FixedCollectConfig, "dynamic": DynamicCollectConfig},
+    "schedule": {
+        "sync": SyncScheduleConfig,
+        "one_step_off": OneStepOffScheduleConfig,
+        "bounded": BoundedScheduleConfig,
+    },
+    "correction": {
+        "recompute": RecomputeConfig,
+        "ppo_is": PPOISConfig,
+        "vanilla_is": VanillaISConfig,
+        "tis": TISConfig,
+        "mis": MISConfig,
+        "bypass": BypassConfig,
+        "custom": CustomConfig,
+    },
+    "loss": {
+        "ppo_clip": PPOClipConfig,
+        "gspo": GSPOConfig,
+        "cispo": CISPOConfig,
+        "reinforce": ReinforceConfig,
+        "dppo_tv": DPPOTVConfig,
+        "dppo_kl": DPPOKLConfig,
+        "sapo": SAPOConfig,
+    },
+    "guard": {"none": NoGuardConfig, "mismatch": MismatchGuardConfig},
+}
+"""Hydra groups whose members are types: `correction=tis` chooses the class, `correction.cap=3` sets its field."""
+
+PRESETS: Mapping[str, Mapping[str, Checked]] = {"correction": CORRECTION_PRESETS}
+"""Further options of a group: named values of its types, for example `correction=decoupled_token_is`."""
+
+
+def _is_option(group: str, chosen: Checked) -> bool:
+    """Whether `chosen` is an instance of one of the group's types, not of the base that says nothing."""
+    return type(chosen) in GROUPS[group].values()

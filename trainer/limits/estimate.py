@@ -1,0 +1,226 @@
+"""TrainConfig -> tokens, micro-batches and memory at the length cap, before anything is loaded. No torch.
+
+`trainer/cli/plan.py` prints it. Everything here is at the cap: every prompt and every response as long as it may be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.config import MAX_PACKED_BYTES, DType, TorchEngineConfig
+from rollout.task_config import ArithmeticDataConfig, FileDataConfig
+from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload
+from trainer.config.train import TrainConfig
+from trainer.limits.model_shape import ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
+
+DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
+MASTER_BYTES = 4
+"""Master weights and gradients are float32."""
+ADAMW_BYTES = 8
+"""Two float32 moments per parameter."""
+SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
+"""Two float32 blocks of logits in which the softmax runs, at most (trainer/policy/logprob_head.py)."""
+GATHERED_LAYERS = 2
+"""Decoder layers that FSDP holds whole: the one that computes and the one that is fetched ahead."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """The arithmetic of one rollout step, at the cap."""
+
+    prompt_tokens: int
+    """Longest prompt."""
+    tokens_per_sample: int
+    tokens_per_step: int
+    samples_per_optimizer_step: int
+    microbatches: int
+    """Forwards per rank and optimizer step, if every sample had the same length."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes of one FSDP rank, the allocator's overhead on top."""
+
+    weights: int
+    """Shards of the policy, the reference and the critic."""
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Parameters that are whole on every rank while they compute."""
+    logits: int
+    activations: int
+    """Kept for the backward pass at the token cap."""
+    offload: Offload
+
+    @property
+    def working(self) -> int:
+        """Only while a micro-batch is trained on."""
+        return self.gathered + self.logits + self.activations
+
+    @property
+    def on_device(self) -> int:
+        """Most that is on the training device at one time."""
+        match self.offload:
+            case Offload.none:
+                return self.weights + self.gradients + self.optimizer + self.working
+            case Offload.optimizer:
+                # The states come for the update, when activations and logits are gone.
+                return self.weights + self.gradients + max(self.optimizer, self.working)
+            case Offload.parameters:
+                return self.working
+
+    @property
+    def on_host(self) -> int:
+        """What lies on the host for the training device."""
+        match self.offload:
+            case Offload.none:
+                return 0
+            case Offload.optimizer:
+                return self.optimizer
+            case Offload.parameters:
+                return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineMemory:
+    """Bytes in one rollout engine; its own overhead comes on top."""
+
+    weights: int
+    kv_cache: int
+    """If all samples of a step that the engine gets were in it together, at the cap."""
+
+
+def batch_shape(config: TrainConfig) -> BatchShape:
+    """Tokens and micro-batches of one rollout step at the cap."""
+    batch, response = config.batch, config.sampling.max_new_tokens
+    prompt = _prompt_cap(config)
+    tokens = prompt + response
+    per_optimizer_step = batch.samples_per_step // batch.optimizer_steps_per_rollout
+    per_rank = math.ceil(per_optimizer_step / config.policy.num_workers)
+    per_microbatch = max(1, batch.max_tokens_per_microbatch // tokens)
+    return BatchShape(
+        prompt_tokens=prompt,
+        tokens_per_sample=tokens,
+        tokens_per_step=tokens * batch.samples_per_step,
+        samples_per_optimizer_step=per_optimizer_step,
+        microbatches=math.ceil(per_rank / per_microbatch),
+    )
+
+
+def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> RankMemory:
+    """Memory of one FSDP rank; `critic` has the sizes of the model that the critic starts from, None without one.
+
+    The critic keeps no head over the vocabulary: one that is not tied to the embedding is not counted.
+    """
+    ranks, compute_bytes = config.policy.num_workers, DTYPE_BYTES[config.policy.dtype]
+    shard = math.ceil(shape.num_parameters / ranks)
+    # Embedding and head stay gathered from the forward to the end of the backward pass: they are in the root unit.
+    whole = _whole_parameters(shape)
+    critic_shard = 0
+    if critic is not None:
+        head = 0 if critic.is_tied else critic.head_parameters
+        critic_shard = math.ceil((critic.num_parameters - head) / ranks)
+        # The critic learns while the root of the policy is still gathered from the forward for pi_old.
+        whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
+    head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
+    logits_bytes = config.policy.logprob_chunk_tokens * shape.vocab_size * head_bytes
+    return RankMemory(
+        weights=(shard * (1 + config.has_reference) + critic_shard) * MASTER_BYTES,
+        gradients=(shard + critic_shard) * MASTER_BYTES,
+        optimizer=(shard + critic_shard) * ADAMW_BYTES,
+        gathered=whole * compute_bytes,
+        logits=logits_bytes + min(SOFTMAX_SCRATCH_BYTES, 2 * logits_bytes),
+        activations=activation_bytes(config, shape),
+        offload=config.policy.offload,
+    )
+
+
+def dry_run_lengths(config: TrainConfig) -> list[int]:
+    """Sequences of the largest micro-batch that a step can fill: the cap, or all samples of a rank if less."""
+    tokens = batch_shape(config).tokens_per_sample
+    per_rank = math.ceil(config.batch.samples_per_step / config.policy.num_workers)
+    count = max(1, min(config.batch.max_tokens_per_microbatch // tokens, per_rank))
+    rest = config.batch.max_tokens_per_microbatch - count * tokens if count < per_rank else 0
+    return [tokens] * count + ([rest] if rest >= 2 else [])
+
+
+def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
+    """What the decoder keeps for the backward pass of the largest micro-batch, from its widths.
+
+    Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
+    residual's width for the norms, two for what follows them; queries, keys, values and twice the attention's output;
+    four of the MLP's width). On a CPU attention and what it takes are float32. A checkpointed layer keeps its input;
+    one at a time is there in full.
+    """
+    number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
+    attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
+    mlp_size = max(0, shape.layer_parameters - attention_parameters) // (3 * hidden)
+    norms = 2 * hidden * (MASTER_BYTES + number)
+    attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
+    products = (2 * hidden + shape.attention_size + 4 * mlp_size) * number
+    products += (2 * shape.attention_size + shape.kv_size) * attention_number
+    every = config.policy.activation_checkpoint_every
+    checkpointed = math.ceil(shape.num_layers / every) if every else 0
+    in_full = min(shape.num_layers, shape.num_layers - checkpointed + bool(checkpointed))
+    # Behind the last layer: a norm, its output and the rows of it that are scored.
+    after = hidden * (MASTER_BYTES + 3 * number)
+    per_token = in_full * (norms + products) + checkpointed * hidden * number + after
+    return sum(dry_run_lengths(config)) * per_token
+
+
+def _whole_parameters(shape: ModelShape) -> int:
+    """Parameters of a model that are gathered at one time."""
+    return shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
+
+
+def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
+    """Memory of one rollout engine.
+
+    On a CPU the torch engine may hold its layers twice (`rollout/torch/products.py`).
+    """
+    number_bytes = DTYPE_BYTES[config.rollout.dtype]
+    samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
+    tokens = samples * batch_shape(config).tokens_per_sample
+    packed = 0
+    if isinstance(config.rollout, TorchEngineConfig) and not config.rollout.gpus_per_engine:
+        layers = shape.num_layers * shape.layer_parameters * number_bytes
+        packed = layers if layers <= MAX_PACKED_BYTES else 0
+    return EngineMemory(
+        weights=shape.num_parameters * number_bytes + packed,
+        kv_cache=tokens * shape.num_layers * shape.kv_size * number_bytes,
+    )
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """Sizes of the model of `config`; raises UnknownShapeError where they cannot be known without the network."""
+    if isinstance(config.model, ArithmeticModelConfig):
+        return arithmetic_shape(config.model)
+    if isinstance(config.model, HFModelConfig):
+        return _local_shape(config.model.path)
+    raise UnknownShapeError(f"no size is known for model={config.model.kind}")
+
+
+def critic_shape(config: TrainConfig) -> ModelShape | None:
+    """Sizes of the model that the critic of `config` starts from, None without a critic; raises as `model_shape`."""
+    if not config.has_critic:
+        return None
+    return model_shape(config) if config.critic.path is None else _local_shape(config.critic.path)
+
+
+def _local_shape(path: str) -> ModelShape:
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        raise UnknownShapeError(f"{path} is not a local directory, so its size is not known here")
+    return directory_shape(directory)
+
+
+def _prompt_cap(config: TrainConfig) -> int:
+    """Longest prompt in tokens."""
+    if isinstance(config.data, ArithmeticDataConfig):
+        # One token per digit of two operands, "+" and "=".
+        return 2 * len(str(config.data.max_operand)) + 2
+    if isinstance(config.data, FileDataConfig):
+        return config.data.max_prompt_tokens
+    raise ValueError(f"no longest prompt is known for data={config.data.kind}")

@@ -1,0 +1,143 @@
+"""The least seconds that a phase can take on given hardware: pure functions of model, lengths and ceilings. No torch.
+
+    floor = max(bytes that must move / bandwidth, FLOPs that must be done / rate)        fraction = floor / measured
+
+Counted is what the result needs, not what an implementation adds: no padding, no recomputation, no communication, no
+launch of kernels. So a fraction of 1 cannot be passed, and what is missing to it is overhead of some kind.
+
+Symbols: M parameters that a token is multiplied with (body; the head only where a token is scored or sampled), A query
+heads x head size, L layers, s tokens of a sequence, b bytes per number. Source of the FLOP counts: Kaplan et al.,
+"Scaling Laws for Neural Language Models", Table 1, https://arxiv.org/abs/2001.08361; attention with the causal half.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from trainer.limits.model_shape import ModelShape
+
+BACKWARD_FORWARDS = 2.0
+"""Of a backward pass, in forwards: gradients of the activations and of the weights."""
+ADAMW_BYTES = 28
+"""Per parameter and optimizer step, float32: weight, two moments and gradient are read, all but the last written."""
+TAIL_BUSY = 0.25
+"""A step of the replay belongs to the tail when fewer than this share of the slots is busy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Ceilings of one device in the type that it computes in."""
+
+    flops: float
+    """FLOPs per second."""
+    bytes_per_s: float
+    """Bytes per second, read and written."""
+
+
+class Lengths(NamedTuple):
+    """A sequence: what was given and what was sampled."""
+
+    prompt: int
+    response: int
+
+
+class Replay(NamedTuple):
+    """An ideal engine that serves given lengths: see `replay_decode`."""
+
+    seconds: float
+    """Of all decode steps."""
+    busy_frac: float
+    """Tokens / (steps x slots), where more slots than sequences do not count."""
+    tail_frac: float
+    """Share of the seconds in steps with less than `TAIL_BUSY` of the slots busy."""
+
+
+def sequence_flops(shape: ModelShape, lengths: Sequence[Lengths]) -> float:
+    """FLOPs of a forward that scores every response token of these sequences.
+
+    2 * body * tokens + 2 * head * response tokens + 2 * L * A * s^2 per sequence: attention has s^2 / 2 pairs of query
+    and key, each 2 * A FLOPs for the score and 2 * A for the value, in every layer.
+    """
+    tokens = sum(each.prompt + each.response for each in lengths)
+    squares = sum((each.prompt + each.response) ** 2 for each in lengths)
+    scored = sum(each.response for each in lengths)
+    matrices = 2.0 * shape.body_parameters * tokens + 2.0 * shape.head_parameters * scored
+    return matrices + 2.0 * shape.num_layers * shape.attention_size * squares
+
+
+def training_flops(shape: ModelShape, lengths: Sequence[Lengths], *, full_recompute: bool = False) -> float:
+    """FLOPs of forward and backward: 6 * M * tokens + 6 * L * A * s^2, 8 instead of 6 with full recomputation."""
+    return sequence_flops(shape, lengths) * (1 + BACKWARD_FORWARDS + full_recompute)
+
+
+def optimizer_floor(num_parameters: int, rates: Rates, *, cast_bytes: int = 0) -> float:
+    """Seconds of one AdamW step: ADAMW_BYTES per parameter, and `cast_bytes` for a copy in the compute type."""
+    return num_parameters * (ADAMW_BYTES + cast_bytes) / rates.bytes_per_s
+
+
+def sync_floor(num_parameters: int, number_bytes: int, rates: Rates) -> float:
+    """Seconds of a weight sync: every number is read once and written once, in the engine's type."""
+    return 2.0 * num_parameters * number_bytes / rates.bytes_per_s
+
+
+def prefill_floor(shape: ModelShape, prompts: Sequence[int], rates: Rates) -> float:
+    """Seconds to read these distinct prompts (tokens of each): body everywhere, head at the last token."""
+    flops = sequence_flops(shape, [Lengths(tokens, 0) for tokens in prompts])
+    return (flops + 2.0 * shape.head_parameters * len(prompts)) / rates.flops
+
+
+def kv_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
+    """Bytes of the KV cache that one token takes in all layers."""
+    return shape.num_layers * shape.kv_size * number_bytes
+
+
+def replay_decode(
+    shape: ModelShape, lengths: Sequence[Lengths], rates: Rates, *, number_bytes: int, slots: int | None
+) -> Replay:
+    """Serve sequences of these lengths, in this order, each in the first free slot; None: all at once.
+
+    The first token of a response comes from the prefill. Each further one is a decode step of all sequences that run:
+    max((M * b + kv * sum of contexts) / bandwidth, (2 * M * B + 4 * L * A * sum of contexts) / rate) for B of them.
+    """
+    steps = [max(0, each.response - 1) for each in lengths]
+    starts = _start_steps(steps, slots)
+    num_steps = max((start + count for start, count in zip(starts, steps, strict=True)), default=0)
+    if num_steps == 0:
+        return Replay(0.0, 1.0, 0.0)
+    # Changes of the running sequences and of sum(prompt - start), so that contexts at step t are that sum + t * B.
+    running, offset = np.zeros(num_steps + 1), np.zeros(num_steps + 1)
+    for each, start, count in zip(lengths, starts, steps, strict=True):
+        running[start] += 1
+        running[start + count] -= 1
+        offset[start] += each.prompt + 1 - start
+        offset[start + count] -= each.prompt + 1 - start
+    busy = running.cumsum()[:-1]
+    contexts = offset.cumsum()[:-1] + np.arange(num_steps) * busy
+    weights = shape.matrix_parameters
+    moved = weights * number_bytes + kv_bytes_per_token(shape, number_bytes) * contexts
+    flops = 2.0 * weights * busy + 4.0 * shape.num_layers * shape.attention_size * contexts
+    seconds = np.maximum(moved / rates.bytes_per_s, flops / rates.flops)
+    width = min(slots or len(lengths), len(lengths))
+    return Replay(
+        seconds=float(seconds.sum()),
+        busy_frac=float(busy.sum() / (num_steps * width)),
+        tail_frac=float(seconds[busy < TAIL_BUSY * width].sum() / seconds.sum()),
+    )
+
+
+def _start_steps(steps: Sequence[int], slots: int | None) -> list[int]:
+    """The decode step at which each sequence starts: list scheduling on `slots` slots."""
+    if slots is None or slots >= len(steps):
+        return [0] * len(steps)
+    free = [0] * slots
+    starts = []
+    for count in steps:
+        start = heapq.heappop(free)
+        starts.append(start)
+        heapq.heappush(free, start + count)
+    return starts

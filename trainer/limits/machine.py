@@ -1,0 +1,31 @@
+"""This machine, as a plan sees it: cores, GPUs and memory, found without torch."""
+
+from __future__ import annotations
+
+import glob
+import os
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine offers."""
+
+    cpus: int
+    """Logical cores that this process may use."""
+    gpus: int
+    """NVIDIA devices that this process may use."""
+    memory: int
+    """Bytes of memory, free and used."""
+
+
+def this_machine() -> Machine:
+    """Look at the machine without torch."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = len(glob.glob("/dev/nvidia[0-9]*"))
+    if visible is not None:
+        devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    return Machine(cpus=len(cores), gpus=devices, memory=psutil.virtual_memory().total)

@@ -1,0 +1,146 @@
+"""TrainConfig -> what must fit where, and whether policy and engines can be on a shared GPU together. No torch.
+
+Printed by `--dry-run` and before every start; `trainer/cluster/placement.py` acts on the verdict. The estimate is
+`trainer/limits/estimate.py`; the dry run before the first step measures what it says about a micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollout.config import SGLangConfig
+from trainer.config.components import Residency
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import (
+    EngineMemory,
+    RankMemory,
+    critic_shape,
+    engine_memory,
+    model_shape,
+    rank_memory,
+)
+from trainer.limits.model_shape import UnknownShapeError
+from trainer.rundir.wording import counted, size
+
+logger = logging.getLogger(__name__)
+
+USABLE = 0.92
+"""Share of a GPU's memory that is planned with: contexts, fragments and communication buffers take the rest."""
+QUERY_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    """What each side needs at the token cap."""
+
+    config: TrainConfig
+    rank: RankMemory | None
+    """None if the model's size is unknown."""
+    engine: EngineMemory | None
+    unknown: str
+    """Why the sizes are unknown; "" if they are not."""
+    device_bytes: int | None
+    """Memory of one GPU; None without one, or if it is not known."""
+
+    @property
+    def engine_bytes(self) -> int | None:
+        """What one engine takes of its GPU: SGLang a fixed part, the torch engine what it needs."""
+        if isinstance(self.config.rollout, SGLangConfig) and self.device_bytes is not None:
+            part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpus_per_engine)
+            return int(part * self.device_bytes)
+        return None if self.engine is None else self.engine.weights + self.engine.kv_cache
+
+    @property
+    def fits_together(self) -> bool | None:
+        """Whether rank and engine fit on one GPU at the same time; None if that cannot be known."""
+        if self.rank is None or self.engine_bytes is None or self.device_bytes is None:
+            return None
+        return self.rank.on_device + self.engine_bytes <= USABLE * self.device_bytes
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether one side sleeps while the other works."""
+        match self.config.cluster.residency:
+            case Residency.always:
+                return True
+            case Residency.never:
+                return False
+            case Residency.auto:
+                return self.config.shares_gpus and self.fits_together is not True
+
+    @property
+    def verdict(self) -> str:
+        """What happens on the GPUs, and why."""
+        asked = f"cluster.residency={self.config.cluster.residency.value}"
+        if not may_take_turns(self.config):
+            return "nothing sleeps: no GPU is shared" if not self.config.shares_gpus else f"nothing sleeps: {asked}"
+        if self.rank is None or self.fits_together is None:
+            reason = self.unknown or "the memory of the GPU is not known here"
+        else:
+            needed = size(self.rank.on_device + (self.engine_bytes or 0))
+            room = f"{USABLE:.0%} of {size(self.device_bytes or 0)}"
+            reason = f"rank and engine need {needed} of {room}"
+        if self.takes_turns:
+            return f"one side sleeps while the other works: {reason}; {asked}"
+        return f"both fit, nothing sleeps: {reason}; {asked}"
+
+    def lines(self) -> Iterator[str]:
+        """The plan as text."""
+        if self.rank is None or self.engine is None:
+            yield f"unknown: {self.unknown}"
+            return
+        rank, engine, policy = self.rank, self.engine, self.config.policy
+        others = ["reference"] * self.config.has_reference + ["critic"] * self.config.has_critic
+        models = f" ({' and '.join(['policy', *others])})" if others else ""
+        host = f", on the host {size(rank.on_host)}" if rank.on_host else ""
+        yield (
+            f"each of {counted(policy.num_workers, 'rank')}: {size(rank.on_device)}{host} = weights "
+            f"{size(rank.weights)}{models} + gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} "
+            f"+ gathered {size(rank.gathered)} + logits {size(rank.logits)} + activations {size(rank.activations)}"
+        )
+        yield (
+            f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
+            f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
+        )
+        yield self.verdict
+
+
+def may_take_turns(config: TrainConfig) -> bool:
+    """Whether it is up to the memory plan, or asked for, that one side sleeps."""
+    residency = config.cluster.residency
+    return residency is Residency.always or (config.shares_gpus and residency is Residency.auto)
+
+
+def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
+    """The plan for GPUs of `device_bytes` each; None where there is none or its size is unknown."""
+    try:
+        shape, critic = model_shape(config), critic_shape(config)
+    except UnknownShapeError as error:
+        return MemoryPlan(config=config, rank=None, engine=None, unknown=str(error), device_bytes=device_bytes)
+    return MemoryPlan(
+        config=config,
+        rank=rank_memory(config, shape, critic),
+        engine=engine_memory(config, shape),
+        unknown="",
+        device_bytes=device_bytes,
+    )
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the smallest NVIDIA device of this machine, asked from its driver; None without one."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(  # noqa: S603  (fixed words)
+            query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+        )
+        return min((int(line) * 2**20 for line in done.stdout.split()), default=None)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        logger.warning("the memory of the GPUs is unknown: %s", error)
+        return None

@@ -1,0 +1,148 @@
+"""Sizes of a causal language model, from its files or its config, without loading it. No torch.
+
+Used by the plan (`trainer/limits/estimate.py`), by the floors (`trainer/limits/floors.py`) and by the planner's cost of
+a bin.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.data.arithmetic import TOKENS
+from trainer.config.components import ArithmeticModelConfig
+
+ARITHMETIC_HEAD_SIZE = 32
+ARITHMETIC_MLP_FACTOR = 4
+MAX_HEADER_BYTES = 100 * 2**20
+"""The safetensors format allows no longer header; a larger number means that the file is something else."""
+LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
+HEAD_NAME = "lm_head.weight"
+EXPERT_NAME = ".experts."
+"""In the names of the parameters of a mixture of experts, of which a token meets only some."""
+
+
+class UnknownShapeError(ValueError):
+    """The model's size cannot be known yet: says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of a causal language model."""
+
+    num_parameters: int
+    """Tied parameters count once."""
+    layer_parameters: int
+    """Of the largest decoder layer."""
+    num_layers: int
+    vocab_size: int
+    hidden_size: int
+    attention_size: int
+    """Query heads x head size."""
+    kv_size: int
+    """Numbers that one token adds to the KV cache of one layer: keys and values of all KV heads."""
+    is_tied: bool
+    """Whether the embedding is also the head."""
+    is_dense: bool
+    """Whether a token meets every parameter of the layers: not so in a mixture of experts."""
+
+    @property
+    def root_parameters(self) -> int:
+        """Outside the layers: embedding, head, final norm."""
+        return max(0, self.num_parameters - self.num_layers * self.layer_parameters)
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head: what a token whose next token is scored or sampled is multiplied with."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def body_parameters(self) -> int:
+        """What every token is multiplied with: all but head and embedding, which is looked up."""
+        return self.num_parameters - self.head_parameters * (1 if self.is_tied else 2)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Body and head: what one decode step reads."""
+        return self.body_parameters + self.head_parameters
+
+
+def arithmetic_shape(model: ArithmeticModelConfig) -> ModelShape:
+    """Sizes of the Qwen2 that trainer/run/base_model.py makes: biases on q, k and v, embedding and head tied."""
+    hidden, mlp = model.hidden_size, ARITHMETIC_MLP_FACTOR * model.hidden_size
+    attention = 4 * hidden * hidden + 3 * hidden
+    layer = attention + 3 * hidden * mlp + 2 * hidden
+    width = hidden // ARITHMETIC_HEAD_SIZE * ARITHMETIC_HEAD_SIZE
+    return ModelShape(
+        num_parameters=len(TOKENS) * hidden + model.num_layers * layer + hidden,
+        layer_parameters=layer,
+        num_layers=model.num_layers,
+        vocab_size=len(TOKENS),
+        hidden_size=hidden,
+        attention_size=width,
+        kv_size=2 * width,
+        is_tied=True,
+        is_dense=True,
+    )
+
+
+def directory_shape(directory: Path) -> ModelShape:
+    """Sizes of a Hugging Face directory: config.json for the widths, the safetensors headers for the counts.
+
+    Raises UnknownShapeError if they do not tell.
+    """
+    described_at = directory / "config.json"
+    try:
+        described = json.loads(described_at.read_text(encoding="utf-8"))
+        # Models that also see or hear keep the language model's sizes one level down.
+        text = described.get("text_config", described)
+        return _shape(text, directory)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnknownShapeError(f"{described_at} and the safetensors files do not tell it ({error!r})") from error
+
+
+def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
+    """From the fields of config.json that describe the language model, and the tensors of `directory`."""
+    heads, hidden = text["num_attention_heads"], text["hidden_size"]
+    head_size = text.get("head_dim") or hidden // heads
+    sizes = _parameter_sizes(directory)
+    # Some files hold the head beside an embedding that it is tied to: it counts once.
+    is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
+    layers: dict[int, int] = {}
+    for name, size in sizes.items():
+        found = LAYER_NAME.search(f".{name}")
+        if found is not None:
+            layer = int(found.group(1) or found.group(2))
+            layers[layer] = layers.get(layer, 0) + size
+    return ModelShape(
+        num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),
+        layer_parameters=max(layers.values(), default=0),
+        num_layers=text["num_hidden_layers"],
+        vocab_size=text["vocab_size"],
+        hidden_size=hidden,
+        attention_size=heads * head_size,
+        kv_size=2 * text.get("num_key_value_heads", heads) * head_size,
+        is_tied=is_tied,
+        is_dense=not any(EXPERT_NAME in name for name in sizes),
+    )
+
+
+def _parameter_sizes(directory: Path) -> dict[str, int]:
+    """Parameters of every tensor, by name."""
+    sizes: dict[str, int] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors file in {directory}")
+    for path in files:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"{path} is not a safetensors file")
+            header = json.loads(file.read(length))
+        sizes |= {name: math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    return sizes

@@ -1,0 +1,94 @@
+"""One forward and backward at the token cap before the first step: too little memory shows at once, not in step 37.
+
+Called by `trainer/policy/worker.py` on every rank. Gradients are dropped and no weight changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollout.types import FinishReason, Sample
+from trainer.batch.packing import micro_batch
+from trainer.config.train import TrainConfig
+from trainer.limits.device_memory import read_peak, start_peak
+from trainer.limits.memory_plan import memory_plan
+from trainer.policy.forward import ScoringModel
+from trainer.policy.optimizer_state import Trainable
+from trainer.rundir.wording import size
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+"""What the messages of torch's allocators have in common; on a CPU there is no type of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRunReport:
+    """What a micro-batch at the cap took."""
+
+    num_tokens: int
+    seconds: float
+    peak_bytes: int
+    """Above what the rank held before: gradients, gathered parameters, activations and logits."""
+    planned_bytes: int | None
+    """The same from the memory plan; None if the size of the model is not known there."""
+
+    def __str__(self) -> str:
+        planned = "" if self.planned_bytes is None else f", {size(self.planned_bytes)} planned"
+        return (
+            f"dry run at the token cap: {self.num_tokens:,} tokens forward and backward in {self.seconds:.1f} s, peak "
+            f"{size(self.peak_bytes)} above weights and optimizer{planned}"
+        )
+
+
+def dry_run(
+    policy: Trainable[ScoringModel], config: TrainConfig, lengths: Sequence[int], *, device: torch.device
+) -> DryRunReport:
+    """Score and differentiate sequences of these lengths, >= 2 tokens each; a collective.
+
+    Raises:
+        RuntimeError: the memory does not suffice; names the keys that change it.
+    """
+    started = time.perf_counter()
+    before = start_peak(device)
+    try:
+        micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)]).to(device)
+        scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
+        policy.zero_grad()
+        policy.backward(scores.logprobs.sum() + scores.entropy.sum(), last=True)
+        del scores
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
+            raise
+        raise RuntimeError(
+            f"phase dry run: a micro-batch of {sum(lengths):,} tokens does not fit "
+            f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key or "
+            "policy.logprob_chunk_tokens, set policy.activation_checkpoint_every=1, or policy.offload=parameters."
+        ) from error
+    finally:
+        policy.zero_grad()
+    peak = (read_peak(device) or before) - before
+    planned = memory_plan(config, device_bytes=None).rank
+    return DryRunReport(
+        num_tokens=sum(lengths),
+        seconds=time.perf_counter() - started,
+        peak_bytes=max(0, peak),
+        planned_bytes=None if planned is None else planned.working + planned.gradients,
+    )
+
+
+def _sample(index: int, length: int) -> Sample:
+    """A sequence whose first token is the prompt: scoring it costs as much as any of that length."""
+    return Sample(
+        prompt_id=index,
+        sample_index=0,
+        token_ids=np.zeros(length, dtype=np.int64),
+        response_mask=np.arange(length) > 0,
+        rollout_logprobs=np.zeros(length),
+        token_versions=np.zeros(length, dtype=np.int64),
+        finish_reason=FinishReason.length,
+        advantage=0.0,
+    )

@@ -1,0 +1,109 @@
+"""MicroBatch -> log-probs and entropy of its response tokens. The only place where tokens shift by one.
+
+The full-vocabulary logits of at most `chunk_tokens` tokens exist at a time, in the forward and in the backward
+pass: `trainer/policy/logprob_head.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from rollout.hf.transformers import PreTrainedModel
+from trainer.batch.train_batch import MicroBatch, TokenScores
+from trainer.policy.logprob_head import HeadOptions, TokenGradient, token_logprobs
+
+FLOOR_ELEMENTS = 2**24
+"""Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
+FLOOR_VOCAB_ROWS = 8192
+"""Head rows converted to float64 at a time: bounds the memory of the measurement."""
+
+
+def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
+    """Hidden state [R, H] from which each response token is predicted, sequences not seeing each other."""
+    hidden: Tensor = decoder(
+        input_ids=micro.token_ids[None],
+        position_ids=micro.position_ids[None],
+        use_cache=False,  # with a cache, packed sequences would attend to each other
+        cu_seqlens=micro.cu_seqlens,
+        max_seqlen=micro.max_seqlen,
+    ).last_hidden_state[0]
+    # Token t is predicted from position t - 1; a response never starts a sequence.
+    return hidden[micro.response_index - 1]
+
+
+def head_floor(
+    hidden: Tensor, targets: Tensor, head: nn.Linear, *, engine_dtype: torch.dtype, temperature: float
+) -> Tensor:
+    """Log-prob error that the engine's head arithmetic alone causes: [F] float64.
+
+    The same hidden states go through the head twice: in `engine_dtype` with a float32 log-softmax, as an
+    engine does, and in float64. Everything else being equal, K3 of the difference is the smallest mismatch
+    that two correct engines can show.
+    """
+    num_tokens = max(1, FLOOR_ELEMENTS // head.weight.shape[0])
+    hidden, targets = hidden[:num_tokens].detach(), targets[:num_tokens]
+    bias = None if head.bias is None else head.bias.detach()
+    weight = head.weight.detach()
+    rounded = linear(hidden.to(engine_dtype), weight.to(engine_dtype), None if bias is None else bias.to(engine_dtype))
+    exact = torch.cat([hidden.double() @ rows.double().T for rows in weight.split(FLOOR_VOCAB_ROWS)], dim=-1)
+    if bias is not None:
+        exact = exact + bias.double()
+    deltas = []
+    for logits in (rounded.float(), exact):
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)
+        deltas.append(logprobs.gather(-1, targets[:, None]).squeeze(-1).double())
+    return deltas[0] - deltas[1]
+
+
+class ScoringModel(nn.Module):
+    """A causal language model whose forward scores tokens instead of returning logits.
+
+    It is the FSDP root: head and embedding are gathered for the whole of forward and backward, and the head
+    runs inside, chunk by chunk.
+    """
+
+    causal_lm: PreTrainedModel
+
+    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int, fp32_head: bool = False) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.chunk_tokens = chunk_tokens
+        self.fp32_head = fp32_head
+
+    def forward(
+        self,
+        micro: MicroBatch,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+        floor_dtype: torch.dtype | None = None,
+        gradient_of: TokenGradient | None = None,
+    ) -> TokenScores:
+        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding.
+
+        `gradient_of` tells the head the gradient of the loss while it scores: `trainer/policy/token_gradient.py`.
+        """
+        head = self.causal_lm.get_output_embeddings()
+        hidden = states_before(self.causal_lm.get_decoder(), micro)
+        targets = micro.token_ids[micro.response_index]
+        options = HeadOptions(
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy_grad=entropy_grad,
+            float32=self.fp32_head,
+        )
+        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options, gradient_of)
+        zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
+        # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
+        anchor = zeros + hidden.sum().float() * 0
+        floor = None
+        if floor_dtype is not None:
+            with torch.no_grad():
+                floor = head_floor(hidden, targets, head, engine_dtype=floor_dtype, temperature=temperature)
+        return TokenScores(
+            logprobs=anchor.index_put((micro.response_index,), logprobs),
+            entropy=zeros.index_put((micro.response_index,), entropy),
+            floor_delta=floor,
+        )

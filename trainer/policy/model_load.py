@@ -1,0 +1,150 @@
+"""Model directory -> a causal language model without memory, and each rank's own rows of its weights.
+
+Called by `trainer/policy/worker.py`: `empty_causal_lm`, then `shard` of `trainer/policy/model.py`, then `load_rows`. No
+rank ever holds more of the weights than its shard, on the device or on the host.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rollout.hf.model_limits import altered_logits
+from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from rollout.torch.products import use_fast_products
+from trainer.policy.attention import PACKED_ATTENTION
+from trainer.policy.host_copy import with_local_part
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LISTED_NAMES = 5
+"""Tensor names shown in a message; the rest is counted."""
+
+
+def load_hf_config(path: Path) -> PretrainedConfig:
+    """config.json of a model; ValueError for one whose logits are more than head(hidden states)."""
+    hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if altered := altered_logits(hf_config):
+        raise ValueError(f"model.path={path}: {altered} is not supported by the packed scorer")
+    return hf_config
+
+
+def empty_causal_lm(path: Path) -> PreTrainedModel:
+    """A float32 causal language model whose parameters have a shape and no memory (device meta), without remote code.
+
+    Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
+    """
+    hf_config = load_hf_config(path)
+    with parameters_without_memory():
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=PACKED_ATTENTION
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model.path={path} is not a torch model")
+    use_fast_products(model)
+    return model
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Parameters that are registered meanwhile lie on the meta device: one at a time is allocated, none is filled."""
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # One that is there already is left alone, so that tied parameters stay one object.
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    # What a hook returns takes the parameter's place; the annotation of torch 2.13 leaves that out.
+    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str = "") -> None:
+    """Fill the parameters of `model`, which is sharded and without memory, with this rank's rows.
+
+    Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
+    the files becomes float32. Tied parameters stay one object.
+
+    Args:
+        device: where the shards go; the host with policy.offload=parameters.
+        prefix: what stands before the model's names in the files, if it is a part of what they hold.
+
+    Raises:
+        ValueError: a parameter is not in the files, or has another shape there.
+        OSError: the directory holds no safetensors weights.
+    """
+    files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
+    absent = [names[parameter][0] for parameter, name in stored.items() if not name]
+    if absent:
+        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {_listed(absent)}")
+    unused = sorted(files.keys() - {name for aliases in names.values() for name in aliases})
+    if unused:
+        logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, _listed(unused))
+    state: dict[str, nn.Parameter] = {}
+    for parameter, name in stored.items():
+        loaded = nn.Parameter(
+            read_shard(parameter, files[name], prefix + name, device=device), requires_grad=parameter.requires_grad
+        )
+        state |= dict.fromkeys(names[parameter], loaded)
+    buffers = dict(model.named_buffers())
+    present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
+    model.load_state_dict({**state, **present}, strict=True, assign=True)
+
+
+def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:
+    """This rank's rows of tensor `name` in `file`, float32, placed as `parameter` (a DTensor sharded by rows) is."""
+    if not isinstance(parameter.data, DTensor) or parameter.data.placements != (Shard(0),):
+        raise TypeError(f"{name} is not sharded by rows over one mesh dimension")
+    whole, mesh = parameter.data, parameter.data.device_mesh
+    num_rows = whole.shape[0]
+    rows_per_rank = math.ceil(num_rows / mesh.size())
+    start = min(mesh.get_local_rank() * rows_per_rank, num_rows)
+    stop = min(start + rows_per_rank, num_rows)
+    local = torch.empty((stop - start, *whole.shape[1:]), dtype=torch.float32, device=device)
+    with safe_open(file, framework="pt") as tensors:
+        view = tensors.get_slice(name)
+        if tuple(view.get_shape()) != tuple(whole.shape):
+            raise ValueError(f"{file}: {name} has shape {view.get_shape()}, the model wants {list(whole.shape)}")
+        if stop > start:
+            rows: Tensor = view[start:stop]
+            local.copy_(rows)
+    return with_local_part(whole, local)
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file of the directory that holds it. Raises OSError if there is none."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / file for name, file in listed.items()}
+    single = path / WEIGHT_FILE
+    if not single.is_file():
+        raise FileNotFoundError(f"model.path={path} has neither {WEIGHT_FILE} nor {INDEX_FILE}")
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(names[:LISTED_NAMES]) + more

@@ -1,0 +1,115 @@
+"""What one rank keeps of a step that is written down, and its file: safetensors, one per rank.
+
+    <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `PACKED`, `OF_BATCH`, `OF_SCORES`
+    samples/<name>                            StepSamples, in the file of rank 0
+
+Micro-batches keep their boundaries and their order: sums over them, made again, are the same to the last bit. Tensors
+that are 0 off the response mask are stored for response tokens only. Used by `trainer/policy/training_step.py`;
+`trainer/replay/recorded.py` reads it. T: packed tokens, R: response tokens, N: sequences, S: samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.rundir.checkpoint import describe_file
+from trainer.rundir.dump import OptimizerStep, RankFile
+
+PACKED = ("token_ids", "cu_seqlens", "response_mask", "sample_keys", "sample_numbers")
+"""[T] int32, [N+1] int32, [T] bool, [N, 2] int64 of (prompt_id, sample_index), [N] int64."""
+OF_BATCH = (
+    "rollout_logprobs",
+    "advantages",
+    "old_logprobs",
+    "ref_logprobs",
+    "old_values",
+    "returns",
+    "token_lags",
+)
+"""[R] float32 (token_lags int32), as in MicroBatch; those that the run did not have are absent."""
+OF_SCORES = ("logprobs", "entropy")
+"""[R] float32, as in TokenScores: pi_theta of the optimizer step that the micro-batch belongs to."""
+SAMPLES = ("rewards", "group_ids", "num_tokens", "lags")
+"""[S], as in StepSamples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DumpReport:
+    """What became of one rank's part of a dump."""
+
+    rank_file: RankFile | None
+    """None after an error."""
+    error: str | None
+    num_tokens: int
+    """Of the rank, prompts included."""
+    write_s: float
+
+
+class StepRecorder:
+    """Collects the micro-batches of a step while they are trained on, on the host."""
+
+    def __init__(self, minis: Sequence[MiniBatch], samples: StepSamples, *, rank: int) -> None:
+        self._rank = rank
+        self._steps = tuple(
+            OptimizerStep(
+                num_response_tokens=mini.num_response_tokens,
+                num_sequences=mini.num_sequences,
+                num_micro_batches=len(mini.micro_batches),
+            )
+            for mini in minis
+        )
+        self._device = samples.rewards.device.type
+        self._num_tokens = 0
+        self._tensors: dict[str, Tensor] = {}
+        if rank == 0:
+            self._tensors = {f"samples/{name}": getattr(samples, name).cpu().contiguous() for name in SAMPLES}
+
+    def add(self, micro: MicroBatch, scores: TokenScores, *, index: int, position: int) -> None:
+        """Keep micro-batch `position` of optimizer step `index` as it enters the loss."""
+        self._num_tokens += micro.num_tokens
+        found = {name: getattr(micro, name) for name in OF_BATCH}
+        found |= {name: getattr(scores, name).detach() for name in OF_SCORES}
+        tensors = {name: value[micro.response_index] for name, value in found.items() if value is not None}
+        if micro.token_lags is not None:
+            tensors["token_lags"] = tensors["token_lags"].to(torch.int32)
+        tensors |= {
+            "token_ids": micro.token_ids.to(torch.int32),
+            "cu_seqlens": micro.cu_seqlens,
+            "response_mask": micro.response_mask,
+            "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(len(micro.sample_keys), 2),
+            "sample_numbers": micro.sample_numbers,
+        }
+        # A tensor that shares its memory with another one is refused by safetensors, so each is a copy.
+        self._tensors |= {
+            f"{index}/{position}/{name}": value.cpu().clone(memory_format=torch.contiguous_format)
+            for name, value in tensors.items()
+        }
+
+    def write(self, directory: Path) -> DumpReport:
+        """Write this rank's file to `directory`. What the disk does not take is in the report: no error gets past."""
+        started = time.perf_counter()
+        path = directory / f"rank_{self._rank:05d}.safetensors"
+        written: RankFile | None = None
+        problem = None
+        try:
+            save_file(self._tensors, path)
+            written = RankFile(
+                file=path.name,
+                record=describe_file(path),
+                optimizer_steps=self._steps,
+                num_threads=torch.get_num_threads(),
+                device=self._device,
+            )
+        except (OSError, SafetensorError) as error:
+            problem = f"rank {self._rank}: {error}"
+        seconds = time.perf_counter() - started
+        return DumpReport(rank_file=written, error=problem, num_tokens=self._num_tokens, write_s=seconds)

@@ -1,0 +1,151 @@
+"""What one rank writes to a checkpoint and takes back: its shards of a state dict, and its random number generators.
+
+    <policy>/__<rank>_<n>.distcp, .metadata    torch.distributed.checkpoint
+    <policy>/rng_<rank>.json                   trainer/policy/rng.py
+
+Used by `trainer/policy/worker.py`. Every method contains collectives: all ranks call it together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.policy.rng import RngState, capture_rng, reseed_rng, restore_rng
+from trainer.rundir.checkpoint import CheckpointError, FileRecord, describe_file, to_disk
+
+logger = logging.getLogger(__name__)
+
+_SHOWN_ERRORS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardReport:
+    """What became of one rank's part of a checkpoint."""
+
+    files: dict[str, FileRecord]
+    """Every file that this rank wrote, by name; on the disk. Empty after an error."""
+    error: str | None
+    """Why it could not be written."""
+    write_s: float
+    """Seconds from the call until the files were on the disk and described."""
+
+
+class ShardWriter:
+    """Writes the state of one rank, at once or in the background; one save at a time.
+
+    A save in the background first copies the state to host memory; then training may go on. It writes in a thread
+    of its own and agrees with the other ranks over a gloo group of its own, so that the collectives of training and
+    saving cannot meet.
+    """
+
+    def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
+        """`timeout_s` bounds every collective of a save, and how long `report` waits."""
+        self._rank = rank
+        self._device = device
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[ShardReport] | None = None
+
+    def save(self, state: Mapping[str, Any], path: Path, *, asynchronous: bool) -> None:
+        """Write `state` and the generators to the directory `path`; `report` says what came of it.
+
+        Returns when everything is written, or, if `asynchronous`, when it is copied.
+        """
+        started = time.perf_counter()
+        rng = capture_rng(self._device)
+        if asynchronous:
+            writing = dcp.async_save(dict(state), checkpoint_id=path, process_group=self._group)
+            assert isinstance(writing, Future)
+            self._running = self._thread.submit(self._finish, writing.result, rng, path, started)
+            return
+
+        def write() -> object:
+            return dcp.save(dict(state), checkpoint_id=path, process_group=self._group)
+
+        self._running = Future()
+        self._running.set_result(self._finish(write, rng, path, started))
+
+    def report(self, *, wait: bool) -> ShardReport | None:
+        """What became of the last save; None while it is being written, unless `wait`.
+
+        Raises TimeoutError if the wait takes longer than `timeout_s`.
+        """
+        if self._running is None:
+            raise RuntimeError("report() comes after save()")
+        if not wait and not self._running.done():
+            return None
+        try:
+            return self._running.result(self._timeout_s)
+        except TimeoutError as error:
+            text = f"the checkpoint was not written within policy.step_timeout_s={self._timeout_s:g} s"
+            raise TimeoutError(f"{text}; look at the disk, or raise it") from error
+
+    def _finish(self, write: Callable[[], object], rng: RngState, path: Path, started: float) -> ShardReport:
+        """Write and describe the files of this rank; no error gets past it, because the other ranks answer too."""
+        files, problem = {}, None
+        try:
+            write()
+            _rng_path(path, self._rank).write_text(json.dumps(asdict(rng)) + "\n", encoding="utf-8")
+            for file in self._own_files(path):
+                to_disk(file)
+                files[file.name] = describe_file(file)
+        except CheckpointException as error:
+            problem = _reasons(error)
+        except OSError as error:
+            problem = f"rank {self._rank}: {error}"
+        return ShardReport(files={} if problem else files, error=problem, write_s=time.perf_counter() - started)
+
+    def _own_files(self, path: Path) -> list[Path]:
+        index = [path / ".metadata"] if self._rank == 0 else []
+        return [*sorted(path.glob(f"__{self._rank}_*")), _rng_path(path, self._rank), *index]
+
+
+def load_shards(state: Mapping[str, Any], path: Path) -> None:
+    """Fill the tensors of `state` from the directory `path`, which any number of ranks may have written.
+
+    Raises CheckpointError if they do not fit, with the names of the tensors.
+    """
+    try:
+        dcp.load(dict(state), checkpoint_id=path)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{path} does not fit the model and the optimizer of this run: {_reasons(error)}. "
+            "Set model, policy and optim as they were when it was saved (state.json beside it)."
+        ) from error
+
+
+def load_rng(path: Path, *, rank: int, num_ranks: int, device: torch.device, seed: int, step: int) -> bool:
+    """Take back this rank's generators from `path`; False if they were seeded anew instead.
+
+    They are if another number of ranks wrote it: then no rank does what any of them did before.
+    """
+    if len(list(path.glob("rng_*.json"))) != num_ranks:
+        reseed_rng(seed=seed, step=step, rank=rank)
+        return False
+    restore_rng(RngState(**json.loads(_rng_path(path, rank).read_text(encoding="utf-8"))), device)
+    return True
+
+
+def _rng_path(path: Path, rank: int) -> Path:
+    return path / f"rng_{rank}.json"
+
+
+def _reasons(error: CheckpointException) -> str:
+    """The first errors behind torch's, which repeats them rank by rank with their tracebacks."""
+    texts = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+    more = f"; and {len(texts) - _SHOWN_ERRORS} more" if len(texts) > _SHOWN_ERRORS else ""
+    return "; ".join(texts[:_SHOWN_ERRORS]) + more

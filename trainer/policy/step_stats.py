@@ -1,0 +1,182 @@
+"""Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end.
+
+Used by `trainer/policy/training_step.py` while it trains, and by `trainer/replay/score.py` on a step that was written
+down: the same sums in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algorithms.correction import Correction, valid_tokens
+from algorithms.diagnostics import LossStats, MismatchStats
+from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
+from algorithms.kl import k3
+from algorithms.masked import segment_mean
+from algorithms.reference import ReferenceKLStats, reference_kl_stats
+from algorithms.stats import mean_or_none
+from trainer.batch.token_deltas import SampleKey, ScoredTokens, TokenDeltas
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.config.train import TrainConfig
+from trainer.policy.micro_loss import MicroLoss, StepFactor, micro_loss, mismatch_context
+
+
+class StepTotals:
+    """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loss: LossStats | None = None
+        self._step_loss: LossStats | None = None
+        self._mismatch: MismatchStats | None = None
+        self._factors: list[StepFactor] = []
+        self._grad_norms: list[float] = []
+        self.overflow_steps = 0
+        """Optimizer steps whose gradient left the range of float16; their norm says nothing and is left out."""
+        self._histograms: MismatchHistograms | None = None
+        self._reference: ReferenceKLStats | None = None
+        self._floor = torch.zeros(2, dtype=torch.float64, device=device)
+        self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
+        self._tokens = ScoredTokens()
+
+    def add(
+        self,
+        config: TrainConfig,
+        micro: MicroBatch,
+        scores: TokenScores,
+        *,
+        mini: MiniBatch,
+        index: int,
+        samples: StepSamples,
+        known: Correction | None,
+    ) -> MicroLoss:
+        """The loss of a micro-batch of `mini`, which is optimizer step `index` of the rollout step, counted here.
+
+        `known` is its `stored_correction`.
+        """
+        # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
+        old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        # Later mini-batches without a pi_old show drift and mismatch together and are left out.
+        measured = micro.old_logprobs is not None or index == 0
+        context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
+        part = micro_loss(config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context)
+        self.add_loss(part.stats)
+        if part.mismatch is not None:
+            self.add_mismatch(micro, part.mismatch, old_logprobs)
+        return part
+
+    def add_loss(self, stats: LossStats) -> None:
+        """Add the loss of a micro-batch of the running optimizer step."""
+        self._step_loss = stats if self._step_loss is None else self._step_loss.merge(stats)
+
+    def end_step(self, factor: StepFactor, *, grad_norm: float | None, overflowed: bool = False) -> None:
+        """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient.
+
+        `grad_norm` is None where the policy does not learn.
+        """
+        if self._step_loss is None:
+            raise RuntimeError("no micro-batch was trained on")
+        scaled = self._step_loss.scaled(policy=self._floor.new_tensor(factor.gradient))
+        self._loss = scaled if self._loss is None else self._loss.merge(scaled)
+        self._step_loss = None
+        self._factors.append(factor)
+        if overflowed:
+            self.overflow_steps += 1
+        elif grad_norm is not None:
+            self._grad_norms.append(grad_norm)
+
+    def add_mismatch(self, micro: MicroBatch, stats: MismatchStats, old_logprobs: Tensor) -> None:
+        """Add the mismatch of a micro-batch, and the mean K3 of each of its sequences; nothing is read yet."""
+        self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
+        histograms = mismatch_histograms(
+            old_logprobs=old_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            response_mask=micro.response_mask,
+            cu_seqlens=micro.cu_seqlens,
+        )
+        self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
+        if micro.ref_logprobs is not None:
+            reference = reference_kl_stats(
+                old_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
+            )
+            self._reference = reference if self._reference is None else self._reference.merge(reference)
+        valid = valid_tokens(
+            old_logprobs=old_logprobs, rollout_logprobs=micro.rollout_logprobs, response_mask=micro.response_mask
+        )
+        per_token = k3(torch.where(valid, old_logprobs - micro.rollout_logprobs, 0.0))
+        means = segment_mean(per_token, valid, micro.cu_seqlens)
+        self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
+        self._tokens.add(micro, old_logprobs)
+
+    def sample_k3(self) -> dict[SampleKey, float]:
+        """K3 of every sample of this rank; reads the device."""
+        return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
+
+    def token_deltas(self, sample_k3: dict[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
+        """The tokens of at most `count` samples of this rank, the worst and some others; reads the device."""
+        return self._tokens.worst_and_others(sample_k3, count=count)
+
+    def histograms(self) -> HistogramArrays:
+        """Reduce the histograms over ranks (a collective) and read them."""
+        if self._histograms is None:
+            raise RuntimeError("no micro-batch was trained on")
+        dist.all_reduce(self._histograms.sums, op=dist.ReduceOp.SUM)
+        return self._histograms.arrays()
+
+    def add_floor(self, delta: Tensor | None) -> None:
+        """Add the head's rounding errors [F] of one micro-batch; None where they were not measured."""
+        if delta is not None:
+            self._floor += torch.stack([k3(delta).sum(), torch.tensor(float(delta.numel()), device=delta.device)])
+
+    def metrics(self) -> dict[str, float | None]:
+        """Reduce over ranks (a collective) and turn sums into metrics."""
+        for sums in self._sums():
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM)
+        for maxes in self._maxes():
+            dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
+        return self.metrics_here()
+
+    def take(self, other: StepTotals) -> None:
+        """Add what another rank counted in the same step: what `metrics` does where every rank is a process."""
+        for mine, theirs in zip(self._sums(), other._sums(), strict=True):
+            mine += theirs
+        for mine, theirs in zip(self._maxes(), other._maxes(), strict=True):
+            torch.maximum(mine, theirs, out=mine)
+
+    def metrics_here(self) -> dict[str, float | None]:
+        """What was counted here as metrics, without asking other ranks. Reads the device."""
+        loss, mismatch = self._counted()
+        floor_sum, floor_count = self._floor.tolist()
+        num_steps = len(self._factors)
+        mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
+        num_tokens = sum(factor.num_tokens for factor in self._factors)
+        return {
+            **mismatch.metrics(),
+            # Over all optimizer steps: in bypass the statistics above see the first one only.
+            "mismatch/kept_frac": sum(factor.kept_tokens for factor in self._factors) / num_tokens,
+            **({} if self._reference is None else self._reference.metrics()),
+            "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
+            "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
+            "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
+            **loss.metrics(optimizer_steps=num_steps),
+            "optim/grad_norm": mean_or_none(sum(self._grad_norms), len(self._grad_norms)),
+        }
+
+    def _counted(self) -> tuple[LossStats, MismatchStats]:
+        if self._loss is None or self._mismatch is None:
+            raise RuntimeError("no micro-batch was trained on")
+        return self._loss, self._mismatch
+
+    def _sums(self) -> Iterator[Tensor]:
+        """What adds up over ranks, in an order that all of them have."""
+        loss, mismatch = self._counted()
+        yield from (loss.sums, mismatch.sums, self._floor)
+        if self._reference is not None:
+            yield self._reference.sums
+
+    def _maxes(self) -> Iterator[Tensor]:
+        loss, mismatch = self._counted()
+        yield from (loss.maxes, mismatch.maxes)

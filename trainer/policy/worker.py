@@ -1,0 +1,272 @@
+"""The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/cluster/policy_group.py`.
+
+Verbs: setup, dry_run, train, save_dump, logprobs, publish_weights, copy_weights, open_broadcast, send_weights,
+save_checkpoint, saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called
+together where a verb contains their collectives: all but save_dump, copy_weights, open_broadcast, send_weights,
+ceilings, memory and stop. What `train` does stands in `trainer/policy/training_step.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rollout.processes.process_memory import MemoryUse, memory_use
+from rollout.types import SharedWeights, WeightBucket
+from rollout.weights.quantization import publishers
+from rollout.weights.weight_broadcast import BroadcastAddress, WeightSender
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
+from trainer.config.components import Offload
+from trainer.config.override import AS_CONFIGURED, StepOverride
+from trainer.config.train import TrainConfig
+from trainer.limits.ceilings import Ceilings, find_ceilings
+from trainer.policy.critic import Critic, load_value_model
+from trainer.policy.dry_run import DryRunReport, dry_run
+from trainer.policy.forward import ScoringModel
+from trainer.policy.host_copy import HostCopy
+from trainer.policy.model import checkpoint_activations, full_tensors, shard, tensor_shapes
+from trainer.policy.model_load import empty_causal_lm, load_rows
+from trainer.policy.optimizer_state import Trainable
+from trainer.policy.recorder import DumpReport
+from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
+from trainer.policy.training_step import TrainingStep, TrainReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySetup:
+    """What a rank needs to join the group."""
+
+    config: TrainConfig
+    model_path: Path
+    rank: int
+    init_method: str
+    """Rendezvous of the process group, "file://<path>" or "tcp://<address>:<port>"."""
+    device: str
+    """"cpu" or "cuda"."""
+    num_threads: int
+    """Torch threads on a CPU."""
+    host: str = "127.0.0.1"
+    """How other machines reach rank 0's."""
+    engine_threads: int = 1
+    """Compute threads of a rollout engine on a CPU, for its ceilings."""
+    critic_path: Path | None = None
+    """Model that the critic starts from, if there is one; None for that of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyInfo:
+    """What a rank says about itself once it is ready."""
+
+    rank: int
+    pid: int
+    num_parameters: int
+    """Of the whole model."""
+    rss_bytes: int
+    device_bytes: int | None
+    """Memory of the rank's GPU; None on a CPU."""
+
+
+class PolicyWorker:
+    """One FSDP2 rank: master weights, optimizer and the training step."""
+
+    def __init__(self, setup: PolicySetup) -> None:
+        self._setup = setup
+        self._config = setup.config
+
+    def setup(self) -> PolicyInfo:
+        """Join the process group, load the model, shard it, build the optimizer."""
+        setup, config = self._setup, self._config
+        torch.manual_seed(config.run.seed)
+        if setup.device == "cpu":
+            torch.set_num_threads(setup.num_threads)
+        self._device = torch.device(setup.device)
+        dist.init_process_group(
+            # Norms of gradients that lie on the host are summed there.
+            "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
+            init_method=setup.init_method,
+            rank=setup.rank,
+            world_size=config.policy.num_workers,
+            timeout=timedelta(seconds=config.policy.step_timeout_s),
+        )
+        mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
+        model, num_parameters = self._load_model(mesh, trained=True)
+        self._policy = Trainable(
+            model, config.optim, name="policy", dtype=config.policy.dtype, offload=config.policy.offload
+        )
+        # The policy as the run starts with it.
+        self._reference_on_host = HostCopy()
+        self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
+        self._critic = self._load_critic(mesh)
+        self._training = TrainingStep(
+            config, self._policy, reference=self._reference, critic=self._critic, device=self._device
+        )
+        self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
+        self._publishers = publishers(
+            tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
+        )
+        self._senders: dict[bool, WeightSender] = {}
+        return PolicyInfo(
+            rank=setup.rank,
+            pid=os.getpid(),
+            num_parameters=num_parameters,
+            rss_bytes=psutil.Process().memory_info().rss,
+            device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
+        )
+
+    def _load_critic(self, mesh: DeviceMesh) -> Critic | None:
+        if not self._config.has_critic:
+            return None
+        path = self._setup.critic_path or self._setup.model_path
+        return Critic(load_value_model(path, mesh, self._config, self._device), self._config)
+
+    def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
+        """The model of the run, sharded, and its number of parameters; frozen if it is not `trained`."""
+        policy = self._config.policy
+        causal_lm = empty_causal_lm(self._setup.model_path)
+        num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
+        model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+        model.requires_grad_(trained)
+        model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
+        if trained:
+            checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
+        on_host = policy.offload is Offload.parameters
+        shard(model, causal_lm.get_decoder(), mesh, policy.dtype, on_host=on_host)
+        load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
+        return model, num_parameters
+
+    def train(
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, override: StepOverride = AS_CONFIGURED
+    ) -> TrainReport:
+        """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
+
+        `samples` are those of the whole step, all ranks.
+        """
+        return self._training.run(mini_batches, samples, step, override=override)
+
+    def save_dump(self, path: Path) -> DumpReport:
+        """Write what this rank has just trained on to the directory `path`, after a `train` that `dump.every` names."""
+        return self._training.write_down(path)
+
+    def dry_run(self, lengths: list[int]) -> DryRunReport:
+        """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.
+
+        Raises RuntimeError if the memory does not suffice.
+        """
+        return dry_run(self._policy, self._config, lengths, device=self._device)
+
+    def logprobs(self, micro_batches: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
+        """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient.
+
+        At `sampling.temperature`, or at another one.
+        """
+        used = self._config.sampling.temperature if temperature is None else temperature
+        with torch.no_grad():
+            micros = (micro.to(self._device) for micro in micro_batches)
+            return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
+
+    def publish_weights(self, policy_version: int, quantized: bool = False) -> SharedWeights | None:
+        """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None.
+
+        `quantized`: on the grid of quantised engines.
+        """
+        tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
+        if self._setup.rank != 0:
+            for _ in tensors:
+                continue  # gathering is a collective: every rank walks the same parameters
+            return None
+        return self._publishers[quantized].publish(tensors, policy_version=policy_version)
+
+    def copy_weights(self, quantized: bool = False) -> list[WeightBucket]:
+        """What rank 0 published last of the kind, for engines on other machines. For rank 0 alone."""
+        return self._publishers[quantized].copies()
+
+    def open_broadcast(self, num_receivers: int, quantized: bool = False) -> BroadcastAddress:
+        """Where one worker of each of `num_receivers` other machines meets rank 0. For rank 0 alone."""
+        timeout_s = self._config.rollout.sync_timeout_s
+        sender = WeightSender(self._setup.host, num_receivers=num_receivers, timeout_s=timeout_s)
+        self._senders[quantized] = sender
+        return sender.address
+
+    def send_weights(self, quantized: bool = False) -> None:
+        """Broadcast what was published last of the kind, after `open_broadcast`. For rank 0 and all receivers."""
+        self._senders[quantized].send(self._publishers[quantized].published())
+
+    def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
+        """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""
+        state = {name: part.state_dict() for name, part in self._learnt().items()}
+        self._shards.save(state, path, asynchronous=asynchronous)
+
+    def saved_checkpoint(self, wait: bool) -> ShardReport | None:
+        """What this rank wrote in the last save; None while it is writing, unless `wait`."""
+        return self._shards.report(wait=wait)
+
+    def load_checkpoint(self, path: Path, step: int) -> bool:
+        """Take back what is in `path`, saved after `step` by any number of ranks.
+
+        False if it was another number, so that the random number generators were seeded anew.
+        """
+        parts = self._learnt()
+        state = {name: part.state_dict() for name, part in parts.items()}
+        load_shards(state, path)  # into the tensors of the state
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        return load_rng(
+            path,
+            rank=self._setup.rank,
+            num_ranks=self._config.policy.num_workers,
+            device=self._device,
+            seed=self._config.run.seed,
+            step=step,
+        )
+
+    def _learnt(self) -> dict[str, Trainable[ScoringModel] | Critic]:
+        """What a checkpoint holds, by name."""
+        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
+
+    def ceilings(self) -> tuple[Ceilings, Ceilings | None]:
+        """What a rank, and an engine, can do at most: measured once per hardware, then cached.
+
+        The engine's are unknown where it has a GPU and the ranks have none.
+        """
+        setup, rollout = self._setup, self._config.rollout
+        of_rank = find_ceilings(setup.device, num_threads=setup.num_threads)
+        if rollout.gpus_per_engine > 0:
+            return of_rank, of_rank if setup.device == "cuda" else None
+        return of_rank, find_ceilings("cpu", num_threads=setup.engine_threads)
+
+    def memory(self) -> MemoryUse:
+        """What this rank holds in the host's memory."""
+        return memory_use()
+
+    def sleep(self) -> None:
+        """Move everything to the host; safe to call twice. Not yet run on a GPU."""
+        self._policy.sleep()
+        if self._critic is not None:
+            self._critic.sleep()
+        if self._reference is not None and not self._reference_on_host.holds:
+            self._reference_on_host.take(self._reference.parameters(), device=self._device)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for itself, the other side cannot have
+
+    def wake(self) -> None:
+        """Move everything back; safe to call twice."""
+        self._policy.wake()
+        if self._critic is not None:
+            self._critic.wake()
+        self._reference_on_host.give_back(device=self._device)
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

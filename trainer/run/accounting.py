@@ -1,0 +1,254 @@
+"""What a step took against what it had to take: fractions of the floor, MFU, tokens/s, memory.
+
+Ceilings (measured once, `trainer/limits/ceilings.py`) and the model's sizes are known at the start; after every step
+the lengths that were sampled and trained on give the floors (`trainer/limits/floors.py`), and floor / seconds the
+fractions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollout.collect.collector import Collected, CollectStats
+from rollout.config import DType
+from rollout.group.actor_calls import WorkerError
+from rollout.group.balance import split_by_kind
+from rollout.group.engine_group import EngineGroup
+from rollout.processes.process_memory import memory_use
+from trainer.batch.planner import DEFAULT_COST, BinCost
+from trainer.batch.train_batch import TrainBatch
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.config.train import TrainConfig
+from trainer.limits.ceilings import Ceilings
+from trainer.limits.estimate import DTYPE_BYTES
+from trainer.limits.floors import (
+    Lengths,
+    Rates,
+    optimizer_floor,
+    prefill_floor,
+    replay_decode,
+    sequence_flops,
+    sync_floor,
+    training_flops,
+)
+from trainer.limits.memory import MemoryWatch
+from trainer.limits.model_shape import ModelShape, UnknownShapeError, directory_shape
+from trainer.policy.training_step import TrainReport
+
+logger = logging.getLogger(__name__)
+
+SLOW_TYPE = 0.5
+"""Products of a type, over those of float32 per second, below which a device only emulates it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What the run computes on; None where it is unknown, and then the fractions that need it are."""
+
+    shape: ModelShape | None
+    policy: Ceilings | None
+    """Of one rank."""
+    engine: Ceilings | None
+    """Of one engine."""
+
+
+def look_at_hardware(model_path: Path, policy: PolicyGroup) -> Hardware:
+    """Sizes of the model and ceilings of its devices. What cannot be found costs a warning and its fractions."""
+    shape: ModelShape | None = None
+    of_rank = of_engine = None
+    try:
+        shape = directory_shape(model_path)
+        if not shape.is_dense:
+            logger.warning("a mixture of experts has no floors here: a token meets only some of its parameters")
+            shape = None
+        of_rank, of_engine = policy.ceilings()
+    except (UnknownShapeError, WorkerError) as error:
+        logger.warning("no fractions of the hardware's limits in this run: %s", error)
+    return Hardware(shape=shape, policy=of_rank, engine=of_engine)
+
+
+def _slow_type(key: str, dtype: DType, ceilings: Ceilings) -> list[str]:
+    """A line where the device only emulates the type that `key` asks for, as older processors do with bfloat16."""
+    own, plain = ceilings.flops(dtype), ceilings.flops(DType.float32)
+    if own > SLOW_TYPE * plain:
+        return []
+    rates = f"at {own / 1e9:,.0f} GFLOP/s and float32 at {plain / 1e9:,.0f}"
+    return [f"note: {key}={dtype.name} is multiplied {rates} here: {key}=float32 is likely to be faster"]
+
+
+class StepAccounting:
+    """Metrics of how a step stands to the limits of its hardware; one per run."""
+
+    def __init__(self, config: TrainConfig, hardware: Hardware) -> None:
+        self._config = config
+        self._hardware = hardware
+        self._memory = MemoryWatch()
+        self._impossible: set[str] = set()
+
+    @property
+    def bin_cost(self) -> BinCost:
+        """FLOPs of a micro-batch of this model on its device, for the planner."""
+        shape, pads = self._hardware.shape, self._config.policy.gpus_per_worker > 0
+        if shape is None:
+            return replace(DEFAULT_COST, pads=pads)
+        return BinCost.of_model(
+            num_parameters=shape.matrix_parameters,
+            num_layers=shape.num_layers,
+            attention_size=shape.attention_size,
+            pads=pads,
+        )
+
+    def assumptions(self) -> list[str]:
+        """What the fractions stand on, a line each; printed once and kept with the run."""
+        shape, policy, engine = self._hardware.shape, self._hardware.policy, self._hardware.engine
+        if shape is None or policy is None:
+            return ["limits: unknown, so no fractions of them"]
+        dtype, ranks = self._config.policy.dtype, self._config.policy.num_workers
+        lines = [
+            f"MFU: 6 x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head parameters "
+            f"x response tokens) + 6 x {shape.num_layers} layers x {shape.attention_size} x sum of length^2, over "
+            f"train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
+            f"{'rank' if ranks == 1 else 'ranks'}",
+            f"limits of a rank, measured: {policy}",
+        ]
+        lines += _slow_type("policy.dtype", dtype, policy)
+        if engine is not None:
+            lines += [f"limits of an engine, measured: {engine}"]
+            lines += _slow_type("rollout.dtype", self._config.rollout.dtype, engine)
+        return lines
+
+    def metrics(
+        self,
+        times: Mapping[str, float | None],
+        *,
+        collected: Collected,
+        batch: TrainBatch,
+        report: TrainReport,
+    ) -> dict[str, float | None]:
+        """perf/* of the step whose phases took `times` (`time/<phase>_s`)."""
+        train_s, step_s = times.get("time/train_s") or 0.0, times.get("time/step_s") or 0.0
+        eval_s = times.get("time/eval_s") or 0.0
+        found: dict[str, float | None] = {
+            "perf/train_tokens_per_s": batch.stats.num_tokens / train_s if train_s else None,
+            "perf/exposed_sync_frac": (times.get("time/sync_s") or 0.0) / step_s if step_s else None,
+        }
+        trained = [
+            Lengths(len(sample.token_ids) - sample.num_response_tokens, sample.num_response_tokens)
+            for group in collected.groups
+            for sample in group.samples
+        ]
+        floors = {
+            **self._rollout_floor(collected.stats, found),
+            **self._train_floor(trained, report.num_optimizer_steps),
+        }
+        for phase, floor_s in floors.items():
+            measured_s = times.get(f"time/{phase}_s") or 0.0
+            if phase == "rollout":
+                measured_s += collected.stats.hidden_s
+            found[f"perf/{phase}_floor_frac"] = self.fraction(phase, floor_s, measured_s)
+        if floors:
+            least_s = sum(floors.values())
+            if self._config.schedule.steps_ahead:
+                # Sampling may be hidden behind the rest, or the rest behind it.
+                rollout_s = floors.get("rollout", 0.0)
+                least_s = max(rollout_s, least_s - rollout_s)
+            found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - eval_s)
+        rank = self._policy_rates()
+        if self._hardware.shape is not None and rank is not None:
+            found["perf/mfu"] = self.fraction(
+                "MFU", training_flops(self._hardware.shape, trained) / rank.flops, train_s
+            )
+        return found
+
+    def memory(self, policy: PolicyGroup, engines: EngineGroup) -> dict[str, float | None]:
+        """Memory of every actor and the driver; warns of one that grows."""
+        uses = {"driver": memory_use()}
+        uses |= {f"policy {rank}": use for rank, use in enumerate(policy.memory())}
+        uses |= {f"engine {index}": use for index, use in engines.memory().items()}
+        return self._memory.metrics(uses)
+
+    def fraction(self, phase: str, floor_s: float, measured_s: float) -> float | None:
+        """floor / measured; None, and one warning per phase, above 1: then a formula or a ceiling is wrong."""
+        if measured_s <= 0:
+            return None
+        found = floor_s / measured_s
+        if found <= 1:
+            return found
+        if phase not in self._impossible:
+            self._impossible.add(phase)
+            logger.warning(
+                "%s took %.4g s, less than its floor of %.4g s: the limits were measured on a busy machine, or the "
+                "model stays in a cache. Such fractions are left out. Remove ceilings-*.json from $PARITY_CACHE, or "
+                "~/.cache/parity, to measure again.",
+                phase,
+                measured_s,
+                floor_s,
+            )
+        return None
+
+    # ---------------------------------------------------------------- floors of the phases
+
+    def _policy_rates(self) -> Rates | None:
+        """Of all ranks together."""
+        policy, ranks = self._hardware.policy, self._config.policy.num_workers
+        if policy is None:
+            return None
+        flops = policy.flops(self._config.policy.dtype)
+        return Rates(flops=flops * ranks, bytes_per_s=policy.copy_bytes_per_s * ranks)
+
+    def _engine_rates(self) -> Rates | None:
+        engine = self._hardware.engine
+        if engine is None:
+            return None
+        return Rates(flops=engine.flops(self._config.rollout.dtype), bytes_per_s=engine.copy_bytes_per_s)
+
+    def _train_floor(self, trained: Sequence[Lengths], num_optimizer_steps: int) -> dict[str, float]:
+        """Forward, backward, what else is scored, and the optimizer."""
+        shape, rates = self._hardware.shape, self._policy_rates()
+        if shape is None or rates is None:
+            return {}
+        has_critic = self._config.has_critic
+        more = self._config.forwards_per_token - 3 - 4 * has_critic
+        # Without an optimizer step the policy may have run its forward alone (critic.warmup_rollout_steps).
+        own = training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
+        flops = own + more * sequence_flops(shape, trained)
+        if has_critic and self._config.critic.path is None:
+            # It has no head over the vocabulary: nothing of it is scored.
+            flops += 4 * sequence_flops(shape, [Lengths(each.prompt + each.response, 0) for each in trained])
+        compute_bytes = DTYPE_BYTES[self._config.policy.dtype]
+        cast_bytes = compute_bytes if compute_bytes < 4 else 0
+        update_s = optimizer_floor(shape.num_parameters, rates, cast_bytes=cast_bytes)
+        return {"train": flops / rates.flops + num_optimizer_steps * update_s}
+
+    def _rollout_floor(self, stats: CollectStats, found: dict[str, float | None]) -> dict[str, float]:
+        """Rollout and weight sync; `found` gets what the replay says about the slots.
+
+        Every round is replayed with the lengths that came back, on each engine those that it was given; engines run
+        side by side, rounds one after the other. A prompt is read once per round and engine.
+        """
+        shape, rates = self._hardware.shape, self._engine_rates()
+        if shape is None or rates is None:
+            return {}
+        config = self._config.rollout
+        # Weights of 8 bits beside a cache of 16: a floor must not be too high.
+        number_bytes, rollout_s = 1 if config.takes_quantized else DTYPE_BYTES[config.dtype], 0.0
+        idle = [0] * config.num_engines
+        busy: list[tuple[float, float, float]] = []
+        for served in stats.served:
+            engines_s = [0.0]
+            for part in split_by_kind(served.requests, idle, num_quantized=config.num_quantized):
+                lengths = [Lengths(len(served.requests[i].prompt_token_ids), served.lengths[i]) for i in part]
+                prompts = {tuple(served.requests[i].prompt_token_ids) for i in part}
+                read_s = prefill_floor(shape, [len(prompt) for prompt in prompts], rates)
+                replay = replay_decode(shape, lengths, rates, number_bytes=number_bytes, slots=config.max_running)
+                engines_s.append(read_s + replay.seconds)
+                busy.append((replay.seconds, replay.busy_frac, replay.tail_frac))
+            rollout_s += max(engines_s)
+        total = sum(seconds for seconds, _, _ in busy)
+        if total > 0:
+            found["rollout/slots_busy_frac"] = sum(seconds * share for seconds, share, _ in busy) / total
+            found["rollout/tail_frac"] = sum(seconds * share for seconds, _, share in busy) / total
+        return {"rollout": rollout_s, "sync": sync_floor(shape.num_parameters, number_bytes, rates)}

@@ -1,0 +1,90 @@
+"""Writes down the steps of a run that are due; the ranks write what they trained on. Used by `trainer/run/loop.py`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.config.guard import NoGuardConfig
+from trainer.config.train import TrainConfig
+from trainer.policy.recorder import DumpReport
+from trainer.policy.training_step import TrainReport
+from trainer.rundir.dump import DumpError, Manifest, begin_dump, commit_dump
+from trainer.rundir.provenance import config_document
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float | None]
+
+
+class StepDumper:
+    """Dumps of a run. A disk that does not take one costs that dump and a warning, never the run."""
+
+    def __init__(self, run_dir: Path, *, say: Callable[[str], None]) -> None:
+        """`say` shows a line to the user."""
+        self._run_dir = run_dir
+        self._say = say
+        self._failures = 0
+
+    def save(
+        self, policy: PolicyGroup, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
+    ) -> Metrics:
+        """Write down `step`, which `policy` has just trained on, if it is due; returns what it cost, as metrics.
+
+        Args:
+            report: what the training of the step returned.
+            config: of the run; the correction is that of `report`, which the guard may have tightened.
+            policy_version: of the weights that the step started with.
+        """
+        if not config.dump.is_due(step):
+            return {}
+        path: Path | None = None
+        try:
+            path = begin_dump(self._run_dir, step)
+            reports = policy.save_dump(path.resolve())
+            return self._committed(path, reports, report, config=config, step=step, policy_version=policy_version)
+        except (OSError, DumpError) as error:
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
+            self._failures += 1
+            problem = f"the dump of step {step} was not written: {error}"
+            logger.warning("%s. The run goes on without it; free space, or lower dump.keep.", problem)
+            self._say(problem)
+            return {"perf/dump_failures": float(self._failures)}
+
+    def _committed(
+        self,
+        path: Path,
+        reports: list[DumpReport],
+        report: TrainReport,
+        *,
+        config: TrainConfig,
+        step: int,
+        policy_version: int,
+    ) -> Metrics:
+        started = time.perf_counter()
+        if errors := [each.error for each in reports if each.error is not None]:
+            raise DumpError(errors[0])
+        files = tuple(each.rank_file for each in reports if each.rank_file is not None)
+        manifest = Manifest(
+            step=step,
+            policy_version=policy_version,
+            correction=report.correction.mode,
+            ranks=files,
+            metrics={key: value for key, value in report.metrics.items() if value is None or math.isfinite(value)},
+            versions={name: importlib.metadata.version(name) for name in ("parity-rl", "torch")},
+        )
+        # What the guard may do about later steps says nothing about this one, and would forbid some corrections.
+        text = config_document(replace(config, correction=report.correction, guard=NoGuardConfig()))
+        commit_dump(path, manifest, config_text=text, keep=config.dump.keep)
+        return {
+            "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
+            "perf/dump_write_s": max(each.write_s for each in reports) + time.perf_counter() - started,
+        }

@@ -1,0 +1,226 @@
+"""Evaluation of a policy on all its sets: of the one in training, and of a checkpoint, an exported or the base model.
+
+    parity eval:  checkpoint -export-> Hugging Face directory -start-> engines -evaluate-> eval.json, eval.jsonl
+
+No rank is started: a sharded checkpoint is written as one model, in the type of the engines, which is also what a
+weight sync sends them. So `parity eval` of the last checkpoint of a run repeats the last evaluation of that run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollout.collect.dispatch import Sampler
+from rollout.collect.evaluate import GREEDY, EvalPlan, EvalResult, evaluate, evaluation_requests, num_correct
+from rollout.data.dataset import prompts_digest
+from rollout.engine import EngineInfo
+from rollout.episodes.sampler import with_episodes
+from rollout.rewards import Scorer
+from rollout.task_config import FileDataConfig
+from rollout.types import Prompt, Sample
+from rollout.weights.buckets import DTYPES
+from trainer.cluster.placement import Cluster, engines_only
+from trainer.config.recording import HELDOUT
+from trainer.config.train import TrainConfig
+from trainer.run.export import chosen_checkpoint, write_model
+from trainer.run.task import Task, data_notes, load_task
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at
+from trainer.rundir.provenance import config_record, environment_record, group_choices
+from trainer.rundir.resume import changed_keys
+from trainer.rundir.run_dir import write_whole
+from trainer.rundir.weights_source import SourceKind, WeightsSource
+
+RESULT_FILE, ROWS_FILE = "eval.json", "eval.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """What `parity eval` found and where it wrote it."""
+
+    results: dict[str, EvalResult]
+    """By name of the set."""
+    checkpoint: Checkpoint | None
+    """None for a base model and for an exported one."""
+    result_path: Path
+
+
+def evaluation_sets(config: TrainConfig, task: Task) -> dict[str, list[Prompt]]:
+    """Prompts by name: the task's held-out ones, then those of eval.sets, each cut to eval.max_prompts."""
+    sets = {HELDOUT: task.dataset.heldout, **task.dataset.eval_sets}
+    return {name: prompts[: config.eval.max_prompts] for name, prompts in sets.items()}
+
+
+def evaluate_sets(config: TrainConfig, task: Task, sampler: Sampler) -> dict[str, EvalResult]:
+    """Evaluate on every set, one after the other."""
+    return {
+        name: evaluate(sampler, prompts, task.scorer, _plan(config, task, name))
+        for name, prompts in evaluation_sets(config, task).items()
+    }
+
+
+def _plan(config: TrainConfig, task: Task, name: str) -> EvalPlan:
+    return EvalPlan(
+        sampling=config.eval_sampling,
+        num_samples=config.eval.samples,
+        seed=config.run.seed,
+        stop_token_ids=task.stop_token_ids,
+        name="" if name == HELDOUT else name,
+    )
+
+
+def evaluation_metrics(results: Mapping[str, EvalResult]) -> dict[str, float | None]:
+    """eval/* of the held-out set and eval/<name>/* of every other one."""
+    metrics: dict[str, float | None] = {}
+    for name, result in results.items():
+        metrics |= result.metrics("eval" if name == HELDOUT else f"eval/{name}")
+    return metrics
+
+
+def evaluate_model(
+    config: TrainConfig, source: WeightsSource, *, run_dir: Path, say: Callable[[str], None]
+) -> Evaluated:
+    """Start the engines of `config` on what `source` names, evaluate, write eval.json and eval.jsonl to `run_dir`.
+
+    Raises:
+        CheckpointError: there is no good checkpoint, or the config describes another model than the one it is of.
+    """
+    started = time.perf_counter()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
+        model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
+        task = load_task(config, progress=lambda step, num_steps, loss: None, model_path=model_path)
+        for note in data_notes(task.dataset, run_dir):
+            say(note)
+        say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")
+        with closing(task.scorer), Cluster(engines_only(config), log_dir=run_dir / "logs") as cluster:
+            engines = cluster.spawn_engines(task.model_path)
+            infos = engines.wait_ready()
+            for info in infos:
+                say(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+            ready = time.perf_counter()
+            with with_episodes(engines, config.episode, model_path=task.model_path) as sampler:
+                results = evaluate_sets(config, task, sampler)
+            ended = time.perf_counter()
+    if checkpoint is not None:
+        version = checkpoint.state.policy_version
+        results = {name: replace(result, policy_version=version) for name, result in results.items()}
+    record = {
+        "checkpoint": _source_record(source, checkpoint),
+        **_conditions(config, task, infos),
+        "sets": {name: _set_record(config, name, result) for name, result in results.items()},
+        "seconds": {"start": round(ready - started, 3), "evaluate": round(ended - ready, 3)},
+        "choices": group_choices(config),
+        "config": config_record(config),
+        "environment": environment_record(sys.argv),
+    }
+    rows = [
+        row for name, result in results.items() for row in _rows(name, result, task.scorer, _plan(config, task, name))
+    ]
+    write_whole(run_dir / ROWS_FILE, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_whole(run_dir / RESULT_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    return Evaluated(results=results, checkpoint=checkpoint, result_path=run_dir / RESULT_FILE)
+
+
+def _model_directory(
+    config: TrainConfig, source: WeightsSource, directory: Path, *, say: Callable[[str], None]
+) -> tuple[Path | None, Checkpoint | None]:
+    """Where the engines find the weights, None for the model of the config; and the checkpoint that they are of."""
+    match source.kind:
+        case SourceKind.base:
+            return None, None
+        case SourceKind.model:
+            return source.path, None
+        case SourceKind.run:
+            checkpoint = chosen_checkpoint(config, source.path, best=source.best)
+        case SourceKind.checkpoint:
+            checkpoint = checkpoint_at(source.path)
+    changed = changed_keys(checkpoint.state.config, config)
+    other = [line for key, line in changed.items() if key.startswith("model") and key != "model.path"]
+    if checkpoint.state.config and other:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: {'; '.join(other)}. Set them as they were, or name the "
+            "config.yaml of that run as the recipe."
+        )
+    say(f"reading the weights of {checkpoint.path}")
+    write_model(config, checkpoint, directory, dtype=DTYPES[config.rollout.dtype.name])
+    return directory, checkpoint
+
+
+def _source_record(source: WeightsSource, checkpoint: Checkpoint | None) -> dict[str, object]:
+    path = None if source.kind is SourceKind.base else str(source.path.absolute())
+    record: dict[str, object] = {"kind": source.kind.name, "path": path}
+    if checkpoint is not None:
+        state = checkpoint.state
+        record |= {"path": str(checkpoint.path.absolute()), "step": state.step, "policy_version": state.policy_version}
+    return record
+
+
+def _conditions(config: TrainConfig, task: Task, infos: list[EngineInfo]) -> dict[str, object]:
+    """What decides the responses besides weights and prompts."""
+    sampling = config.eval_sampling
+    return {
+        "seed": config.run.seed,
+        "sampling": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "samples": config.eval.samples,
+            "stop_token_ids": list(task.stop_token_ids),
+        },
+        "engines": [info.name for info in infos],
+        "engine_dtype": config.rollout.dtype.name,
+        "reward_function": config.reward.function,
+    }
+
+
+def _set_record(config: TrainConfig, name: str, result: EvalResult) -> dict[str, object]:
+    heldout = config.data.eval_path if isinstance(config.data, FileDataConfig) else f"data={config.data.kind}"
+    return {
+        "file": heldout if name == HELDOUT else config.eval.sets[name],
+        "prompts_xxh3_64": prompts_digest([group.prompt for group in result.groups]),
+        **{key.partition("/")[2]: value for key, value in result.metrics().items()},
+        "accuracy_error": result.accuracy_error,
+        "accuracy_sampled_error": result.sampled_error,
+    }
+
+
+def _rows(name: str, result: EvalResult, scorer: Scorer, plan: EvalPlan) -> list[dict[str, object]]:
+    """A row of eval.jsonl per prompt."""
+    requests = evaluation_requests([group.prompt for group in result.groups], plan)
+    rows: list[dict[str, object]] = []
+    for position, group in enumerate(result.groups):
+        asked = requests[position * len(group.samples) :][: len(group.samples)]
+        responses = [
+            {"seed": request.sampling.seed, **_response(sample, scorer)}
+            for request, sample in zip(asked, group.samples, strict=True)
+        ]
+        rows.append(
+            {
+                "set": name,
+                "prompt_id": group.prompt.prompt_id,
+                "prompt": group.prompt.text,
+                "prompt_tokens": len(group.prompt.token_ids),
+                "answer": group.prompt.answer,
+                "num_correct": num_correct(group.samples[GREEDY + 1 :]),
+                "greedy": responses[GREEDY],
+                "sampled": responses[GREEDY + 1 :],
+            }
+        )
+    return rows
+
+
+def _response(sample: Sample, scorer: Scorer) -> dict[str, object]:
+    return {
+        "response": sample.text,
+        "extracted": scorer.answer(sample.text),
+        "correct": sample.correct,
+        "num_response_tokens": sample.num_response_tokens,
+        "finish_reason": sample.finish_reason.name,
+    }

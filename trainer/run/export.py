@@ -1,0 +1,87 @@
+"""A checkpoint of a run -> a Hugging Face directory that transformers and SGLang load. Used by `parity export`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from rollout.hf.transformers import AutoConfig, AutoTokenizer
+from rollout.weights.buckets import DTYPES
+from trainer.config.train import TrainConfig
+from trainer.policy.forward import ScoringModel
+from trainer.policy.model import load_causal_lm
+from trainer.run.task import resolve_model
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_checkpoint, newest_checkpoint
+
+
+def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False) -> Checkpoint:
+    """Write the policy of the newest good, or of the `best` checkpoint of `run_dir` to `directory`, with its tokenizer.
+
+    The weights get the type of the model that the run started from. The directory appears whole or not at all.
+
+    Raises:
+        CheckpointError: the run has no such checkpoint that is good, or `directory` exists.
+    """
+    if directory.exists():
+        raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")
+    checkpoint = chosen_checkpoint(config, run_dir, best=best)
+    write_model(config, checkpoint, directory)
+    return checkpoint
+
+
+def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
+    """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
+    checkpoint = _best_checkpoint(config, run_dir) if best else newest_checkpoint(run_dir)
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
+    return checkpoint
+
+
+def write_model(
+    config: TrainConfig, checkpoint: Checkpoint, directory: Path, *, dtype: torch.dtype | None = None
+) -> None:
+    """Write the policy of `checkpoint` to `directory`, whole or not at all, with its tokenizer.
+
+    The weights are cast to `dtype`; None is the type of the model that the run started from.
+    """
+    start = resolve_model(config, progress=lambda step, num_steps, loss: None)
+    model = load_policy(config, start, checkpoint)
+    unfinished = directory.with_name(f".{directory.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    target = _dtype_of(start) if dtype is None else dtype
+    model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)
+    AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
+    unfinished.rename(directory)
+
+
+def load_policy(config: TrainConfig, start: Path, checkpoint: Checkpoint | None) -> ScoringModel:
+    """The policy of `checkpoint`, or the model in the directory `start` without one: whole, on the host, in float32."""
+    policy = config.policy
+    model = ScoringModel(load_causal_lm(start), chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+    if checkpoint is not None:
+        state = get_model_state_dict(model)
+        dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
+        set_model_state_dict(model, state)
+    return model
+
+
+def _best_checkpoint(config: TrainConfig, run_dir: Path) -> Checkpoint:
+    metric = config.checkpoint.best_metric
+    if metric is None:
+        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
+    checkpoint = best_checkpoint(run_dir, metric)
+    if checkpoint is None:
+        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
+    return checkpoint
+
+
+def _dtype_of(model_path: Path) -> torch.dtype:
+    """The type in which the weights of a model lie on the disk."""
+    dtype = getattr(AutoConfig.from_pretrained(model_path, trust_remote_code=False), "dtype", None)
+    if isinstance(dtype, str):
+        return DTYPES[dtype]
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32

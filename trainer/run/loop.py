@@ -1,0 +1,312 @@
+"""train(config): the whole system in one page.
+
+    Prompt -collect-> SampleGroup (tokens, pi_rollout log-probs, rewards)      rollout/collect/collector.py
+           -advantages, pack-> TrainBatch ([T] tensors, denominators fixed)    trainer/batch/packing.py
+           -train-> forward = pi_old, correction, loss, optimizer step         trainer/policy/training_step.py
+           -sync-> every engine holds the new weights, digest by digest        trainer/cluster/weight_sync.py
+           -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
+           -save-> weights, optimizer, place in the data, what is under way    trainer/run/saving.py
+           -dump-> a step's batch, for `parity replay`                         trainer/run/dumper.py
+
+Weights have a version, the completed optimizer steps, and every token that of the weights which sampled it. What runs
+beside what, `schedule=`, is decided in trainer/config/schedule.py; the phases are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.collect.collector import Collected, Collector, CollectPlan, Surplus
+from rollout.collect.dispatch import Sampler
+from rollout.data.dataset import PromptStream
+from rollout.episodes.sampler import episode_metrics, with_episodes
+from rollout.group.engine_group import EngineGroup
+from trainer.batch.packing import assign_advantages, pack, split_mini_batches
+from trainer.batch.planner import BinCost
+from trainer.batch.train_batch import TrainBatch
+from trainer.cluster.placement import Cluster
+from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.weight_sync import sync_weights
+from trainer.config.schedule import Schedule
+from trainer.config.train import TrainConfig
+from trainer.limits.estimate import dry_run_lengths
+from trainer.limits.memory_plan import gpu_bytes, memory_plan
+from trainer.report.page import write_report
+from trainer.run.accounting import StepAccounting, look_at_hardware
+from trainer.run.dumper import StepDumper
+from trainer.run.evaluation import evaluate_sets, evaluation_metrics
+from trainer.run.guard import Guard, build_guard
+from trainer.run.kinds import metrics_by_kind
+from trainer.run.probe import probe_logprobs
+from trainer.run.saving import Saver
+from trainer.run.step_timer import StepTimer
+from trainer.run.task import Task, data_notes, load_task
+from trainer.rundir.checkpoint import Checkpoint, RunState
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.rundir.run_dir import RunDirectoryError, needs_no_step
+from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
+from trainer.tracking.sample_tokens import TokenLog
+from trainer.tracking.tracker import Tracker, sample_rows
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What the steps of a run work with."""
+
+    config: TrainConfig
+    task: Task
+    cluster: Cluster
+    policy: PolicyGroup
+    engines: EngineGroup
+    sampler: Sampler
+    """The engines, or episodes of several turns with them."""
+    prompts: PromptStream
+    collector: Collector
+    saver: Saver
+    guard: Guard
+    dumper: StepDumper
+    tracker: Tracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """Where a finished run left its results."""
+
+    run_dir: Path
+    report_path: Path
+    was_complete: bool = False
+    """Whether it had taken all its steps before and saved the last, so that nothing was started."""
+
+
+def train(config: TrainConfig) -> RunResult:
+    """Run `config.run.num_steps` rollout steps; returns the run directory and the path of the report."""
+    run_dir = Path(config.run.dir)
+    try:
+        checkpoint = checkpoint_to_resume(config, run_dir)
+        was_complete = checkpoint is not None and needs_no_step(
+            run_dir, saved=checkpoint.state.step, num_steps=config.run.num_steps
+        )
+        if not was_complete:
+            run_steps(config, run_dir, checkpoint)
+    except RunDirectoryError:
+        raise  # what is in it belongs to another run
+    except BaseException:
+        keep_report_of_failure(run_dir)
+        raise
+    return RunResult(run_dir=run_dir, report_path=write_report(run_dir), was_complete=was_complete)
+
+
+def run_steps(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> None:
+    """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
+    with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
+        task = load_task(config, progress=tracker.console.base_model_progress)
+        for line in data_notes(task.dataset, run_dir):
+            tracker.console.line(line)
+        for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
+            tracker.console.line(f"memory: {line}")
+        tracker.console.phase("starting Ray, the policy and the rollout engines")
+        with ExitStack() as within:
+            run, termination = open_run(config, task, tracker, run_dir=run_dir, within=within)
+            done, policy_version = restore(run, checkpoint)
+            check_memory(config, run.policy, tracker)
+            tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
+            tracker.console.line(
+                str(probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version))
+            )
+            take_steps(run, termination, done=done, policy_version=policy_version)
+
+
+def open_run(
+    config: TrainConfig, task: Task, tracker: Tracker, *, run_dir: Path, within: ExitStack
+) -> tuple[Run, Termination]:
+    """Start Ray, the policy and the engines; leaving `within` ends them, last in, first out."""
+    cluster = within.enter_context(Cluster(config, log_dir=run_dir / "logs"))
+    saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
+    within.enter_context(closing(task.scorer))
+    # Starting Ray sets a handler of SIGTERM, so requests are heard from here on.
+    saved = "saved" if config.checkpoint.every else "not saved (checkpoint.every=0)"
+    termination = within.enter_context(termination_requests(f"the running step is finished and {saved}"))
+    policy = cluster.spawn_policy(task.model_path, task.critic_path)
+    engines = cluster.spawn_engines(task.model_path)
+    policy.wait_ready()
+    for info in engines.wait_ready():
+        tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
+    sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
+    run = Run(
+        config=config,
+        task=task,
+        cluster=cluster,
+        policy=policy,
+        engines=engines,
+        sampler=sampler,
+        prompts=prompts,
+        collector=build_collector(config, task, sampler, prompts),
+        saver=saver,
+        guard=build_guard(config),
+        dumper=StepDumper(run_dir, say=tracker.console.line),
+        tracker=tracker,
+    )
+    return run, termination
+
+
+def take_steps(run: Run, termination: Termination, *, done: int, policy_version: int) -> None:
+    """Rollout step after rollout step, from the one after `done`."""
+    config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
+    accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
+    tracker.log_assumptions(accounting.assumptions())
+    schedule = Schedule(config.schedule, collector, num_steps=config.run.num_steps)
+    timer = StepTimer()
+    for step in range(done + 1, config.run.num_steps + 1):
+        # The first evaluation sees the untouched policy, the later ones what the step made of it.
+        evaluation = evaluate_policy(run, timer) if step == 1 else {}
+        with timer.phase("rollout"), engines.resident():
+            collected = collector.collect(step, policy_version)
+            schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
+        with timer.phase("pack"):
+            batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
+        with timer.phase("train"), policy.resident():
+            report = policy.train(batch, step=step, override=run.guard.override)
+        with timer.phase("dump"):
+            dumped = run.dumper.save(policy, report, config=config, step=step, policy_version=policy_version)
+        with timer.phase("rollout"):
+            schedule.before_update(step, policy_version)
+        policy_version += report.num_optimizer_steps
+        with timer.phase("sync"):
+            sync = sync_weights(policy, engines, policy_version=policy_version)
+        timer.move(collector.take_reward_s(), source="rollout", target="reward")
+        if is_evaluated(config, step):
+            evaluation = evaluate_policy(run, timer)
+        with timer.phase("checkpoint"):
+            saved = run.saver.collect()
+        metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
+        metrics |= metrics_by_kind(collected.groups, report.sample_k3) | episode_metrics(run.sampler)
+        metrics |= evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
+        with timer.phase("log"):
+            metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
+            metrics |= accounting.memory(policy, engines)
+            judged, events = run.guard.observe(step, metrics, report.correction)
+            tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
+            tracker.log(step, metrics | judged, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
+            tracker.log_histograms(step, report.histograms)
+            tracker.log_events(events)
+        request = termination.request  # read once: what ends the run must have been saved
+        last = request is not None or run.guard.stops or step == config.run.num_steps
+        if is_saved(config, step, last=last):
+            with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
+                run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
+        if request is not None and step < config.run.num_steps:
+            raise RunTerminated(request, step=step)
+        if run.guard.stops and step < config.run.num_steps:
+            raise StoppedByGuard(step=step)
+
+
+def keep_report_of_failure(run_dir: Path) -> None:
+    """Write the report of a run that failed, if it got far enough; its own failure must not hide the first one."""
+    try:
+        write_report(run_dir)
+    except Exception as error:
+        logger.warning("the failed run has no report: %s", error)
+
+
+def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
+    """Go on from `checkpoint`: (completed steps, policy version); (0, 0) without one."""
+    if checkpoint is None:
+        return 0, 0
+    state = checkpoint.state
+    run.prompts.load_state_dict(state.stream)
+    if state.collector is not None:
+        run.collector.load_state_dict(state.collector)
+    for line in [] if state.guard is None else run.guard.load_state_dict(state.guard):
+        run.tracker.console.line(line)
+    with run.policy.resident():
+        has_rng = run.policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
+    run.tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
+    for change in changed_keys(state.config, run.config).values():
+        run.tracker.console.line(f"changed since then: {change}")
+    if not has_rng:
+        logger.warning("another number of ranks wrote the checkpoint: random number generators are seeded anew")
+    return state.step, state.policy_version
+
+
+def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> RunState:
+    """What a run that goes on after `step` needs besides what the ranks hold."""
+    return RunState(
+        step=step,
+        policy_version=policy_version,
+        stream=run.prompts.state_dict(),
+        collector=run.collector.state_dict(),
+        wandb_run_id=run.tracker.wandb_run_id,
+        # The first step is evaluated before it is taken.
+        evaluation=evaluation if is_evaluated(run.config, step) else {},
+        guard=run.guard.state_dict(),
+        config=flat_config(run.config),
+    )
+
+
+def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> None:
+    """Train on nothing at the token cap: what does not fit shows in the first minute."""
+    with policy.resident():
+        report = policy.dry_run(dry_run_lengths(config))
+    tracker.console.line(str(report))
+
+
+def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
+    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
+    every = config.checkpoint.every
+    return every > 0 and (last or step % every == 0)
+
+
+def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: PromptStream) -> Collector:
+    """The collector that turns prompts into rewarded groups with `sampler`."""
+    surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
+    if config.collect.partial:
+        surplus = Surplus.resume
+    return Collector(
+        sampler=sampler,
+        prompts=prompts,
+        scorer=task.scorer,
+        collect=config.collect,
+        sampling=config.sampling,
+        plan=CollectPlan(
+            prompts_per_step=config.batch.prompts_per_step,
+            group_size=config.batch.group_size,
+            seed=config.run.seed,
+            stop_token_ids=task.stop_token_ids,
+            min_group_size=config.min_group_size,
+            max_lag_steps=config.max_lag_steps,
+            surplus=surplus,
+        ),
+    )
+
+
+def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: BinCost) -> TrainBatch:
+    """Advantages, mini-batches (one per optimizer step) and packed micro-batches for every rank."""
+    assign_advantages(collected.groups, config.advantage)
+    return pack(
+        split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
+        num_ranks=config.policy.num_workers,
+        max_tokens=config.batch.max_tokens_per_microbatch,
+        policy_version=policy_version,
+        cost=cost,
+    )
+
+
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Whether the policy is evaluated after `step`: every `eval.every` steps (not the first), and after the last."""
+    due = config.eval.every > 0 and step % config.eval.every == 0
+    return (due and step > 1) or step == config.run.num_steps
+
+
+def evaluate_policy(run: Run, timer: StepTimer) -> dict[str, float | None]:
+    """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
+
+    What the engines sample for later steps goes on beside it, and is not waited for.
+    """
+    with timer.phase("eval"), run.engines.resident():
+        return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))

@@ -1,0 +1,115 @@
+"""TrainConfig -> what a run works on: a local model directory, its tokenizer, the prompts and the scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
+from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
+from rollout.rewards import Scorer
+from rollout.task_config import ArithmeticDataConfig
+from trainer.config.components import ArithmeticModelConfig, HFModelConfig
+from trainer.config.train import TrainConfig
+from trainer.run.base_model import build_base_model
+from trainer.rundir.run_dir import write_whole
+
+BAD_ROWS_FILE = "bad_rows.jsonl"
+SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+"""What is fetched of a hub model: safetensors weights, configuration and tokenizer; never pickles or code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """What a run works on."""
+
+    model_path: Path
+    """Local Hugging Face directory; trainer and engines load the same files."""
+    critic_path: Path
+    """Local directory of the model that a critic starts from."""
+    tokenizer: PreTrainedTokenizerBase
+    dataset: Dataset
+    stop_token_ids: tuple[int, ...]
+    scorer: Scorer
+
+
+def resolve_model(config: TrainConfig, *, progress: Callable[[int, int, float], None]) -> Path:
+    """The model as a local directory: built, found, or fetched from the hub at its pinned revision."""
+    model = config.model
+    if isinstance(model, ArithmeticModelConfig) and isinstance(config.data, ArithmeticDataConfig):
+        return build_base_model(model, config.data, progress=progress)
+    if not isinstance(model, HFModelConfig):
+        raise ValueError(f"model={model.kind} cannot be used with data={config.data.kind}")
+    return _directory("model.path", model.path, model.revision)
+
+
+def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The model that a critic starts from as a local directory: that of the policy if the config names no other.
+
+    Raises:
+        ValueError: it has another vocabulary than the policy, whose tokens it must read.
+    """
+    critic = config.critic
+    if critic.path is None:
+        return model_path
+    path = _directory("critic.path", critic.path, critic.revision)
+    if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
+            "Use a model of the same family, or null for that of the policy."
+        )
+    return path
+
+
+def _directory(key: str, path: str, revision: str | None) -> Path:
+    """A local directory as it is, anything else fetched from the hub. Raises ValueError that names the `key`."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{key} must be a directory or a repository of the hub that can be read, got {path!r}: there is no such "
+            f"directory here, and the hub says {reason}"
+        ) from error
+
+
+def load_task(
+    config: TrainConfig, *, progress: Callable[[int, int, float], None], model_path: Path | None = None
+) -> Task:
+    """Resolve the model, tokenize the prompts and build the scorer. `progress(step, num_steps, loss)`.
+
+    A `model_path` takes the place of the config's model, to be evaluated: no critic is looked for then.
+    """
+    trains = model_path is None
+    model_path = resolve_model(config, progress=progress) if model_path is None else model_path
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+
+    def decode(token_ids: list[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    scorer = Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode)
+    scorer.check_function()
+    return Task(
+        model_path=model_path,
+        critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
+        tokenizer=tokenizer,
+        dataset=load_dataset(config.data, tokenizer, eval_sets=config.eval.sets),
+        stop_token_ids=stop_token_ids(tokenizer, model_path),
+        scorer=scorer,
+    )
+
+
+def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
+    """What there is to say about the data, a line each; skipped rows are written to bad_rows.jsonl in `run_dir`."""
+    notes = [f"data: {note}" for note in dataset.notes]
+    if dataset.skipped:
+        path = run_dir / BAD_ROWS_FILE
+        write_whole(path, bad_rows_text(dataset.skipped))
+        notes.append(f"data: {len(dataset.skipped):,} bad rows are skipped; they are in {path}")
+    return notes

@@ -1,0 +1,49 @@
+"""Events: what happened in a run beside its numbers, one line of events.jsonl each, and what a row of metrics tells.
+
+Written by trainer/tracking/tracker.py, which also shows them on the console and sends them to W&B as alerts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Severity(Enum):
+    """How much an event matters; the values are W&B's levels of an alert."""
+
+    info = "INFO"
+    warn = "WARN"
+    error = "ERROR"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One event of a run."""
+
+    step: int
+    kind: str
+    """Who tells it, for example "guard"."""
+    severity: Severity
+    text: str
+
+    def record(self) -> dict[str, object]:
+        """As JSON values."""
+        return {"step": self.step, "kind": self.kind, "severity": self.severity.name, "text": self.text}
+
+
+_TOLD_BY_ROWS = (
+    ("rollout/engine_restarts", "engine", "engines lost and started again: {:.0f}; the log says why"),
+    ("perf/memory_alarms", "memory", "actors whose memory grows: {:.0f}; the log names them"),
+    ("perf/checkpoint_failures", "checkpoint", "checkpoints in a row that were not written: {:.0f}; the log says why"),
+)
+"""(metric, kind, text): a value above 0 is an event."""
+
+
+def events_of_row(step: int, row: Mapping[str, float | None]) -> Iterator[Event]:
+    """What the metrics of a step tell."""
+    for metric, kind, text in _TOLD_BY_ROWS:
+        value = row.get(metric)
+        if value is not None and value > 0:
+            yield Event(step=step, kind=kind, severity=Severity.warn, text=text.format(value))

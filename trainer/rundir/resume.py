@@ -1,0 +1,89 @@
+"""Whether and from where a run goes on: the newest good checkpoint, and what the config may not change.
+
+Used by `trainer/run/loop.py` before anything is started. `trainer/cli/resume.py` finds the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from algorithms.config import Estimator
+from trainer.config.components import Resume
+from trainer.config.train import TrainConfig
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from trainer.rundir.provenance import config_record, group_choices
+
+FIXED = ("model", "data", "run.seed")
+"""Keys, and sections, without which a run would not be the same one."""
+MOVABLE = ("model.path", "data.train_path", "data.eval_path")
+"""Among them, but only places: the prompts are compared by digest, the weights by name and shape."""
+OWN = ("run.dir", "run.recipe", "run.resume")
+"""Keys that may always differ."""
+ESTIMATOR = "advantage.estimator"
+"""Key that decides whether there is a critic, whose weights a checkpoint must then hold."""
+_ABSENT = "(absent)"
+
+
+def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
+    """The checkpoint from which the run goes on; None if it begins.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or the config is that of another run; says which keys.
+    """
+    if config.run.resume is not Resume.auto:
+        return None
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        return None
+    changed = changed_keys(checkpoint.state.config, config)
+    if other := [line for key, line in changed.items() if _is_fixed(key)]:
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another run: {'; '.join(other)}. "
+            "Set them as they were, or begin a new run in another run.dir."
+        )
+    _require_critic(checkpoint, config)
+    return checkpoint
+
+
+def _require_critic(checkpoint: Checkpoint, config: TrainConfig) -> None:
+    """Check that a critic was saved exactly if the run has one."""
+    record = checkpoint.state.config
+    saved = record.get(ESTIMATOR, config.advantage.estimator.name)
+    had_critic = saved == Estimator.gae.name
+    if had_critic != config.has_critic:
+        raise CheckpointError(
+            f"{checkpoint.path} holds {'a' if had_critic else 'no'} critic: {ESTIMATOR} was {saved} and is "
+            f"{config.advantage.estimator.name}. Set it as it was, or begin a new run from what `parity export` writes."
+        )
+
+
+def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, str]:
+    """Key -> "key saved -> now" for every key whose value is another than in the checkpoint."""
+    now = flat_config(config)
+    changed = {}
+    for key in [*saved, *(key for key in now if key not in saved)]:
+        before, after = saved.get(key, _ABSENT), now.get(key, _ABSENT)
+        if before != after and key not in OWN:
+            changed[key] = f"{key} {before} -> {after}"
+    return changed
+
+
+def flat_config(config: TrainConfig) -> dict[str, object]:
+    """The config as JSON values by dotted key, secrets redacted; a group's own key holds its choice."""
+    flat: dict[str, object] = dict(group_choices(config))
+
+    def walk(key: str, value: object) -> None:
+        if isinstance(value, Mapping):
+            for name, member in value.items():
+                walk(f"{key}.{name}", member)
+        else:
+            flat[key] = value
+
+    for section, values in config_record(config).items():
+        walk(section, values)
+    return flat
+
+
+def _is_fixed(key: str) -> bool:
+    return key not in MOVABLE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)

@@ -1,0 +1,1 @@
+"""The numbers that `parity simulate` stands on."""
