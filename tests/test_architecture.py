@@ -1,5 +1,5 @@
-"""The shape of the repository as a gate: who imports whom, where Ray is called, what loads fast, what recipes
-state, what is pinned.
+"""The shape of the repository as a gate: who imports whom, which rooms there are, where Ray is called, what loads
+fast, what recipes state, what is pinned.
 
 The rules inside single files are in tests/test_style.py.
 """
@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -42,6 +43,47 @@ TOP_LEVEL = frozenset(
 
 FORBIDDEN_IMPORTS = {"algorithms": ("rollout", "trainer"), "rollout": ("trainer",), "trainer": ()}
 """Package -> packages that it never imports: algorithms <- rollout <- trainer."""
+
+ROOMS = (
+    "algorithms/config",
+    "algorithms",
+    "rollout",
+    "rollout/processes",
+    "rollout/data",
+    "rollout/rewards",
+    "rollout/collect",
+    "rollout/episodes",
+    "rollout/weights",
+    "rollout/hf",
+    "rollout/sglang/cpu",
+    "rollout/sglang",
+    "rollout/torch",
+    "rollout/group",
+    "rollout/simulate",
+    "trainer/config",
+    "trainer/rundir",
+    "trainer/compose",
+    "trainer/batch",
+    "trainer/limits",
+    "trainer/policy",
+    "trainer/cluster",
+    "trainer/tracking",
+    "trainer/report",
+    "trainer/run",
+    "trainer/simulate",
+    "trainer/study",
+    "trainer/replay",
+    "trainer/cli",
+    "trainer",
+)
+"""Every folder of the source, in the order in which to read: a room imports rooms above it only, so there is no cycle.
+
+The README lists the same rooms in the same order.
+"""
+MAX_ROOM_FILES = 20
+MAX_TRAINER_ROOT_FILES = 4
+CROWDED = {"algorithms": 24}
+"""Rooms with more files than that, until the correction is written with fewer. An entry that excuses nothing fails."""
 
 RAY_FILES = frozenset(
     {
@@ -112,6 +154,117 @@ def ray_calls(source: Source) -> Iterator[str]:
 def test_imports_point_one_way() -> None:
     found = [problem for source in sources(*SOURCE_DIRS) for problem in wrong_imports(source)]
     assert not found, "\n".join(["", *found])
+
+
+def runtime_imports(source: Source) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import that can run, also inside functions; those for type checkers left out."""
+
+    def visit(node: ast.AST) -> Iterator[tuple[int, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                for statement in child.orelse:
+                    yield from visit(ast.Module(body=[statement], type_ignores=[]))
+                continue
+            if isinstance(child, ast.Import):
+                yield from ((child.lineno, alias.name) for alias in child.names)
+            if isinstance(child, ast.ImportFrom) and child.module:
+                assert child.level == 0, f"{source.path}:{child.lineno}: a relative import"
+                yield from ((child.lineno, f"{child.module}.{alias.name}") for alias in child.names)
+            yield from visit(child)
+
+    yield from visit(source.tree)
+    for name, call in source.calls():
+        if name in ("importlib.import_module", "import_module", "__import__") and call.args:
+            argument = call.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield call.lineno, argument.value
+
+
+def room_of(module: str) -> str | None:
+    """The room of a dotted name, or None for one of another project."""
+    parts = module.split(".")
+    folders = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((folder for folder in folders if folder in ROOMS), None)
+
+
+def imports_from_below(source: Source) -> Iterator[str]:
+    """Imports of rooms that come later in the order of reading."""
+    own = source.path.rpartition("/")[0]
+    for line, module in runtime_imports(source):
+        room = room_of(module)
+        if room is not None and ROOMS.index(room) > ROOMS.index(own):
+            yield f"{source.path}:{line}: {own} imports {module}, but {room} comes after {own}"
+
+
+def room_sizes() -> Counter[str]:
+    """Room -> number of its files, `__init__.py` apart."""
+    paths = [source.path for source in sources(*SOURCE_DIRS)]
+    return Counter(path.rpartition("/")[0] for path in paths if not path.endswith("/__init__.py"))
+
+
+def test_every_folder_is_a_listed_room() -> None:
+    found = {source.path.rpartition("/")[0] for source in sources(*SOURCE_DIRS)}
+    assert found == set(ROOMS), f"not listed: {found - set(ROOMS)}; not there: {set(ROOMS) - found}"
+
+
+def test_rooms_import_only_rooms_above_them() -> None:
+    """No cycle of folders at run time; an import inside a function counts, so that none can hide there."""
+    found = [problem for source in sources(*SOURCE_DIRS) for problem in imports_from_below(source)]
+    assert not found, "\n".join(["", *found])
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("trainer/policy/a.py", "from trainer.run.loop import train"),
+        ("trainer/policy/a.py", "import trainer.run.loop"),
+        ("trainer/policy/a.py", "def f():\n from trainer.run.loop import train"),
+        ("trainer/policy/a.py", "from trainer import run"),
+        ("trainer/policy/a.py", "importlib.import_module('trainer.run.loop')"),
+        ("trainer/policy/a.py", "if TYPE_CHECKING:\n pass\nelse:\n from trainer.run.loop import train"),
+        ("rollout/sglang/cpu/a.py", "from rollout.sglang.engine import SGLangEngine"),
+        ("rollout/types.py", "from rollout.data import dataset"),
+        ("trainer/cli/a.py", "from trainer import __main__"),
+    ],
+)
+def test_imports_from_below_are_caught(path: str, text: str) -> None:
+    assert list(imports_from_below(parse(text, path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (
+            "trainer/run/a.py",
+            "from trainer.policy.worker import PolicyWorker\nfrom trainer.run.loop import train\nimport os",
+        ),
+        ("trainer/policy/a.py", "if TYPE_CHECKING:\n from trainer.run.loop import train"),
+        ("rollout/sglang/a.py", "from rollout.sglang.cpu import platform"),
+        ("rollout/data/a.py", "from rollout.types import Prompt\nfrom rollout import types"),
+    ],
+)
+def test_imports_from_above_pass(path: str, text: str) -> None:
+    assert not list(imports_from_below(parse(text, path)))
+
+
+def test_rooms_are_small_enough_to_know() -> None:
+    sizes = room_sizes()
+    crowded = {room: number for room, number in sizes.items() if number > MAX_ROOM_FILES}
+    assert crowded == CROWDED, f"at most {MAX_ROOM_FILES} files per folder"
+    assert sizes["trainer"] <= MAX_TRAINER_ROOT_FILES
+
+
+def test_every_room_is_in_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert set(listed) == {room.replace("/", ".") for room in ROOMS} | {"trainer.configs", "trainer.recipes"}
+
+
+def test_the_readme_lists_the_rooms_in_their_order() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    listed = [
+        match[1] for match in map(re.compile(r"\| `((?:algorithms|rollout|trainer)[\w/]*)/` \|").match, lines) if match
+    ]
+    assert tuple(listed) == ROOMS
 
 
 @pytest.mark.parametrize(
