@@ -220,10 +220,10 @@ def completions(line: str, cwd: Path) -> list[str]:
 def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity ", tmp_path) == [
         "train",
+        "resume",
         "study",
         "eval",
         "replay",
-        "simulate",
         "report",
         "recipes",
         "export",
@@ -248,11 +248,7 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity eval arithmetic_d", tmp_path) == ["arithmetic_dapo"]
     assert completions("parity eval arithmetic_grpo che", tmp_path)[:2] == ["checkpoint=", "checkpoint."]
     assert completions("parity eval arithmetic_grpo checkpoint=none correction=t", tmp_path) == ["correction=tis"]
-    assert completions("parity simulate arithmetic_grpo simulate.long", tmp_path) == [
-        "simulate.long_factor=",
-        "simulate.long_frac=",
-    ]
-    assert completions("parity simulate arithmetic_grpo simulate.steps=4 correction=t", tmp_path) == ["correction=tis"]
+    assert completions("parity study arithmetic_grpo study.seeds=[0] correction=t", tmp_path) == ["correction=tis"]
     assert completions("parity study arithmetic_grpo study.se", tmp_path) == ["study.seeds="]
 
 

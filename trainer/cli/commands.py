@@ -38,8 +38,6 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity study <recipe> [study.key=value] ...  one run per correction, rollout precision and seed, on one page
   parity eval <recipe> checkpoint=<run.dir>    accuracy, avg@k, pass@k and maj@k of a run, a model or the base model
   parity replay <run.dir> step=N               a step that was written down, under every correction
-  parity simulate <recipe> [simulate.key=value]
-                                               step time, busy slots and staleness with 1 to 4,096 engines
   parity report <run.dir> [<run.dir> ...]      the page of a run, or one that compares several
   parity export <run.dir> <directory>          the newest checkpoint of a run as a Hugging Face model
   parity doctor                                check this machine
@@ -115,15 +113,6 @@ USAGES = {
         "  One process on the CPU: no Ray, no engine. The row of the run's own correction is what it logged, to the\n"
         "  last bit. See docs/replay.md.\n"
     ),
-    "simulate": (
-        "parity simulate <recipe> [simulate.key=value ...] [--config-dir DIR] [group=option ...] [key=value ...]\n\n"
-        "  simulate.engines=[1,64,1024]   rows for each of them; simulate.scaling=weak grows batch and ranks too\n"
-        "  simulate.run=<run.dir>         lengths and efficiencies of a run (tracking.samples_per_step: all samples)\n"
-        "  simulate.lengths=bimodal       or log_normal: made lengths (median_tokens, sigma, long_frac, long_factor)\n"
-        "  simulate.device=h200           a100, h100, h200, b200; without it this machine is measured\n"
-        "  simulate.over_sampling, max_staleness, slots, steps, seed, decode_efficiency, train_efficiency, ...\n\n"
-        "  Samples nothing and starts nothing. What the numbers stand on is printed above them; see docs/rollout.md.\n"
-    ),
     "export": (
         "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
         "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. <directory> must not "
@@ -193,10 +182,6 @@ def _dispatch(words: list[str]) -> int:
         from trainer.cli.replay import run_replay
 
         return run_replay(rest)
-    if command == "simulate":
-        from trainer.cli.simulate import run_simulate
-
-        return run_simulate(rest)
     if command == "report":
         from trainer.cli.report import run_report
 

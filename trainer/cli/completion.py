@@ -23,19 +23,17 @@ from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
-COMPOSING = ("train", "study", "eval", "simulate")
+COMPOSING = ("train", "study", "eval")
 """Commands that take a recipe and overrides."""
 OWN_PREFIXES: dict[str, tuple[str, ...]] = {
     "train": (),
     "study": ("study.",),
     "eval": ("checkpoint=",),
-    "simulate": ("simulate.",),
 }
 """How words begin that a command keeps to itself."""
 OWN_FLAGS = {
     "study": ("--dry-run", "--config-dir", "--help"),
     "eval": ("--best", "--config-dir", "--help"),
-    "simulate": ("--config-dir", "--help"),
 }
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 
@@ -86,22 +84,11 @@ def _query(query: str, line: str) -> None:
 
 def _own_words(command: str) -> list[str]:
     """What a command takes besides overrides of the config."""
-    if command == "eval":
-        return [OWN_PREFIXES[command][0]]
-    return sorted(f"{OWN_PREFIXES[command][0]}{name}=" for name in _own_keys(command))
-
-
-def _own_keys(command: str) -> list[str]:
-    """Names of the keys of a command that has a section of its own."""
-    if command == "simulate":
-        from trainer.simulate.simulation import SimulateConfig
-
-        return field_names(SimulateConfig)
     if command == "study":
         from trainer.study.config import StudyConfig
 
-        return field_names(StudyConfig)
-    return []
+        return sorted(f"study.{name}=" for name in field_names(StudyConfig))
+    return list(OWN_PREFIXES[command])
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:

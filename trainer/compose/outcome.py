@@ -10,7 +10,7 @@ from algorithms.config import Problem
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
-COMMANDS = ("train", "resume", "study", "eval", "replay", "simulate", "report", "recipes", "export", "doctor")
+COMMANDS = ("train", "resume", "study", "eval", "replay", "report", "recipes", "export", "doctor")
 BEST_FLAG = "--best"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 

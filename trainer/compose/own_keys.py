@@ -1,6 +1,6 @@
 """Words `section.key=value` of a command that has keys of its own -> its config, or every problem of theirs.
 
-Used by `trainer/cli/simulate.py` and `trainer/cli/study.py`, whose keys are not part of a run's config.
+Used by `trainer/cli/study.py`, whose keys are not part of a run's config.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Simulated rollouts, for `parity simulate`."""

@@ -1,1 +1,0 @@
-"""The numbers that `parity simulate` stands on."""
