@@ -41,14 +41,10 @@ from trainer.config.train import TrainConfig
 from trainer.policy.recorder import DumpReport, StepRecorder
 from trainer.policy.training_step import TrainReport
 from trainer.policy.worker import PolicyWorker
-from trainer.replay import gradients as gradients_module
-from trainer.replay.gradients import gradient_report
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
-from trainer.replay.weights import LoadedPolicy
 from trainer.run.dumper import StepDumper
-from trainer.run.export import load_policy
 from trainer.rundir.dump import MANIFEST, Manifest, begin_dump, commit_dump, dumped_steps, open_dump
 
 STEP = 3
@@ -185,7 +181,6 @@ def test_the_row_of_the_run_is_what_was_logged_to_the_last_bit(case: str, model_
 def test_another_correction_scores_what_training_with_it_measures(
     name: str, model_path: Path, one_step: Path, tmp_path: Path
 ) -> None:
-    """Also the gradient: its length is the gradient norm of that training."""
     config = config_of(model_path)
     replay = replayed(config, one_step, [name])
     score = next(score for score in replay.scores if score.name == name)
@@ -195,38 +190,6 @@ def test_another_correction_scores_what_training_with_it_measures(
     report = trained(other, model_path, tmp_path)
     logged = {key: report.metrics[key] for key in score.metrics if key in report.metrics}
     assert {key: score.metrics[key] for key in logged} == logged
-    model = load_policy(config, model_path, None)
-    found = gradient_report([mode], replay.step, LoadedPolicy(model, "the model"), draws=2, say=lambda line: None)
-    assert found.norms[0] == pytest.approx(report.metrics["optim/grad_norm"], rel=1e-4)
-    assert found.logprob_gap[1] < 1e-5
-
-
-@pytest.mark.parametrize("mini_batch_prompts", [None, 2])
-def test_gradients_of_draws_are_those_of_batches_of_these_groups(
-    mini_batch_prompts: int | None, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A draw that takes a group twice is a batch in which it stands twice, with its own denominators."""
-    config = config_of(model_path, correction=MASKING, mini_batch_prompts=mini_batch_prompts)
-    trained(config, model_path, tmp_path)
-    replay = replayed(config, tmp_path, ["mis"])
-    policy = LoadedPolicy(load_policy(config, model_path, None), "the model")
-    modes = replay.scored
-    exact = gradient_report(modes, replay.step, policy, draws=40, say=lambda line: None)
-    assert exact.is_exact and exact.num_groups == 4
-    assert exact.cosines[0][0] == 1 and exact.cosine_spread[0] == pytest.approx(0, abs=1e-9)
-    assert exact.names == [RUN, "mis"]
-    assert all(variance is not None and 0 < variance < 10 for variance in exact.relative_variance)
-    assert exact.cosines[0][1] is not None and exact.cosines[0][1] < 0.9999, "masking must show"
-
-    if mini_batch_prompts is not None:
-        return
-    # The same with gradients folded to fewer numbers: inner products stay, but for an error of 1 / sqrt(2048).
-    monkeypatch.setattr(gradients_module, "MAX_NUMBERS", 2048)
-    folded = gradient_report(modes, replay.step, policy, draws=40, say=lambda line: None)
-    assert not folded.is_exact
-    assert folded.norms == pytest.approx(exact.norms, rel=0.1)
-    for mine, theirs in zip(folded.cosines[0], exact.cosines[0], strict=True):
-        assert mine == pytest.approx(theirs, abs=0.1)
 
 
 def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, one_step: Path, tmp_path: Path) -> None:
@@ -301,25 +264,12 @@ def test_the_command_writes_a_table_and_its_files_and_loads_neither_transformers
     assert list(rows) == all_names()
     # A preset that is a mode has its numbers.
     assert rows["decoupled_token_is"][1:] == rows["tis"][1:] and rows["recompute"][1:] != rows["tis"][1:]
-    assert rows[RUN][-2:] == ["1.0000", "1.0000"]
     result, page = (Path(line) for line in shown[-2:])
     record = json.loads(result.read_text("utf-8"))
-    assert record["reproduction"]["different"] == {} and record["gradients"] is None
+    assert record["reproduction"]["different"] == {}
     assert [mode["name"] for mode in record["modes"]] == all_names()
     html = page.read_text("utf-8")
     assert html.startswith("<!doctype html") and "decoupled_geo_rs_seq_tis" in html and "<script" not in html
-
-
-def test_the_command_with_a_model_adds_the_true_gradients(
-    one_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["replay", str(one_step), f"step={STEP}", "modes=run,mis,bypass", "checkpoint=nearest", "draws=20"]
-    assert run([*words, f"out={tmp_path}"]) == 0
-    shown = capsys.readouterr().out
-    assert "Gradients of the parameters at the model that the run started from" in shown
-    found = json.loads((tmp_path / "replay.json").read_text("utf-8"))["gradients"]
-    assert found["names"] == [RUN, "mis", "bypass"] and found["num_draws"] == 20
-    assert "True gradients" in (tmp_path / "replay.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +281,6 @@ def test_the_command_with_a_model_adds_the_true_gradients(
         (["RUN", "step=x"], ["step must be a whole number >= 1, got 'x'"]),
         (["RUN", "step=3", "modes=tiss"], ["Did you mean tis?"]),
         (["RUN", "step=3", "mode=tis"], ["mode is not a word of parity replay", "Did you mean modes?"]),
-        (["RUN", "step=3", "checkpoint=/nowhere", "draws=1"], ["checkpoint must be a run", "draws must be a whole"]),
         (["EMPTY"], ["none can be made of it now: run again with dump.every=<steps>"]),
         (["EMPTY", "step=1"], ["none can be made of it now: run again with dump.every=<steps>"]),
     ],
@@ -362,7 +311,7 @@ def test_another_format_names_the_version_that_wrote_it(
 
 
 def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
-    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "checkpoint=", "draws=", "out="]
+    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "out="]
     assert replay_completions(["replay", str(one_step), "step="]) == ["step=3"]
     assert "modes=tis,mis" in replay_completions(["replay", str(one_step), "modes=tis,m"])
 

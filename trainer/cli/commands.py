@@ -103,12 +103,9 @@ USAGES = {
         "  compare what there is; see docs/study.md.\n"
     ),
     "replay": (
-        "parity replay <run.dir> step=N [modes=NAME,...] [checkpoint=...] [draws=N] [out=DIR]\n\n"
+        "parity replay <run.dir> step=N [modes=NAME,...] [out=DIR]\n\n"
         "  step=N               a step that the run wrote down (dump.every=<steps>)\n"
         "  modes=tis,mis        modes and presets to score it under; without it all of them\n"
-        "  checkpoint=nearest   also the true gradients, with the weights of the run nearest to the step, of a\n"
-        "                       directory as of parity eval, or none: the base model\n"
-        "  draws=200            how often the groups are drawn again for the spread of the gradients\n"
         "  out=DIR              where replay.json and replay.html go; without it <run.dir>/replay/step_<N>\n\n"
         "  One process on the CPU: no Ray, no engine. The row of the run's own correction is what it logged, to the\n"
         "  last bit. See docs/replay.md.\n"

@@ -1,7 +1,6 @@
 """`parity replay <run.dir> step=N [key=value ...]`: a step that was written down, under every correction, as a table.
 
-Everything is checked, and reported together, before torch is loaded; transformers are loaded for `checkpoint=` only.
-Called by `commands.py`.
+Everything is checked, and reported together, before torch is loaded. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +19,16 @@ from trainer.compose.compose import resolve
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, REFUSED, report
 from trainer.config.train import TrainConfig
-from trainer.replay.modes import MODES, RUN, all_names, name_problems
+from trainer.replay.modes import all_names, name_problems
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
-from trainer.rundir.weights_source import BASE, WeightsSource, find_source
 
 if TYPE_CHECKING:
-    from trainer.replay.gradients import GradientReport
     from trainer.replay.results import Replay
 
 NAME = "parity replay"
 OUTPUT = "replay"
 """Directory in run.dir for the results, unless out= names another."""
-NEAREST = "nearest"
-DEFAULT_DRAWS = 200
-KEYS = ("step", "modes", "checkpoint", "draws", "out")
+KEYS = ("step", "modes", "out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +39,6 @@ class ReplayArguments:
     step: int
     modes: tuple[str, ...]
     """Names; all of them if none were given."""
-    gradient_modes: tuple[str, ...]
-    """Those whose gradients are taken with a model: all that were named, without names the modes without presets."""
-    with_model: bool
-    source: WeightsSource | None
-    """Where the model comes from; None for the checkpoint of the run that is nearest to the step."""
-    draws: int
     out: Path
 
 
@@ -84,24 +73,12 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     step = _step(given.get("step"), run_dir, problems)
     names = [name for name in given.get("modes", "").split(",") if name]
     problems += name_problems(names)
-    draws = _count("draws", given.get("draws", str(DEFAULT_DRAWS)), least=2, problems=problems)
-    source = None
-    if "checkpoint" in given and given["checkpoint"] != NEAREST:
-        found = find_source(given["checkpoint"], best=False)
-        if isinstance(found, Problem):
-            problems.append(found)
-        else:
-            source = found
-    if problems or run_dir is None or step is None or draws is None:
+    if problems or run_dir is None or step is None:
         return None, problems
     arguments = ReplayArguments(
         run_dir=run_dir,
         step=step,
         modes=tuple(names or all_names()),
-        gradient_modes=tuple(names or (RUN, *MODES)),
-        with_model="checkpoint" in given,
-        source=source,
-        draws=draws,
         out=Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{step:06d}",
     )
     return arguments, []
@@ -115,8 +92,6 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
     if last.startswith("modes="):
         before, comma, _ = last.rpartition(",")
         return [f"{before}{comma}{name}" if comma else f"modes={name}" for name in all_names()]
-    if last.startswith("checkpoint="):
-        return [f"checkpoint={word}" for word in (NEAREST, BASE)]
     return [f"{key}=" for key in KEYS]
 
 
@@ -151,26 +126,13 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     try:
         replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
         _write(render_replay(replay))
-        gradients = _gradients(arguments, replay) if arguments.with_model else None
-        if gradients is not None:
-            _write(render_gradients(gradients))
         arguments.out.mkdir(parents=True, exist_ok=True)
-        result = write_record(record(replay, gradients), arguments.out)
-        page = write_page(replay, gradients, arguments.out)
+        result = write_record(record(replay), arguments.out)
+        page = write_page(replay, arguments.out)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
     _write(f"{result}\n{page}\n")
     return DONE
-
-
-def _gradients(arguments: ReplayArguments, replay: Replay) -> GradientReport:
-    # These import transformers.
-    from trainer.replay.gradients import gradient_report
-    from trainer.replay.weights import load_weights
-
-    policy = load_weights(replay.config, arguments.source, run_dir=arguments.run_dir, step=arguments.step)
-    modes = [mode for mode in replay.scored if mode.name in {RUN, *arguments.gradient_modes}]
-    return gradient_report(modes, replay.step, policy, draws=arguments.draws, say=_progress)
 
 
 def render_replay(replay: Replay) -> str:
@@ -180,13 +142,6 @@ def render_replay(replay: Replay) -> str:
     facts = "\n".join(replay.facts())
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
     return f"{facts}\n\n{_rows_text(mode_rows(replay))}{''.join(refused)}"
-
-
-def render_gradients(gradients: GradientReport) -> str:
-    """A row per mode, and what it stands on."""
-    from trainer.replay.page import gradient_notes, gradient_rows
-
-    return f"\n{_rows_text(gradient_rows(gradients))}{gradient_notes(gradients)}\n"
 
 
 def _rows_text(rows: Sequence[Sequence[str]]) -> str:
@@ -199,15 +154,6 @@ def _rows_text(rows: Sequence[Sequence[str]]) -> str:
     return table_text(table)
 
 
-def _progress(line: str) -> None:
-    """A line that the next one replaces, on a terminal only."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{line}\x1b[K")
-        sys.stderr.flush()
-
-
 def _write(text: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
     sys.stdout.write(text)
     sys.stdout.flush()

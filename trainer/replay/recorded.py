@@ -6,7 +6,7 @@ T: packed tokens, R: response tokens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,37 +82,17 @@ def _read_micro(tensors: Mapping[str, Tensor]) -> tuple[MicroBatch, TokenScores]
             values = tensors[name].to(torch.int64) if name == "token_lags" else tensors[name]
             wide[name] = torch.zeros(mask.shape, dtype=values.dtype).index_put((index,), values)
     scores = TokenScores(logprobs=wide.pop("logprobs"), entropy=wide.pop("entropy"), floor_delta=None)
-    keys = tensors["sample_keys"].tolist()
-    micro = make_micro(
-        tensors["token_ids"].to(torch.int64),
-        cu_seqlens,
-        mask,
-        sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],
-        sample_numbers=tensors["sample_numbers"],
-        per_token=wide,
-    )
-    return micro, scores
-
-
-def make_micro(
-    token_ids: Tensor,
-    cu_seqlens: Tensor,
-    response_mask: Tensor,
-    *,
-    sample_keys: Sequence[tuple[int, int]],
-    sample_numbers: Tensor,
-    per_token: Mapping[str, Tensor],
-) -> MicroBatch:
-    """A micro-batch from what is stored of it; `per_token` holds the tensors of `OF_BATCH` that there are."""
     lengths = cu_seqlens.diff().tolist()
-    return MicroBatch(
-        token_ids=token_ids,
+    keys = tensors["sample_keys"].tolist()
+    micro = MicroBatch(
+        token_ids=tensors["token_ids"].to(torch.int64),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
-        response_index=response_mask.nonzero().flatten(),
-        response_mask=response_mask,
-        sample_keys=list(sample_keys),
-        sample_numbers=sample_numbers,
-        **per_token,
+        response_index=index,
+        response_mask=mask,
+        sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],
+        sample_numbers=tensors["sample_numbers"],
+        **wide,
     )
+    return micro, scores

@@ -1,6 +1,6 @@
 """`parity replay`: a dump, scored under every mode that was asked for, and what is told about it.
 
-`replay_step` does everything but the gradients of a model; `record` gives JSON values. Starts no Ray and no engine.
+`replay_step` scores, `record` gives JSON values. Starts no Ray and no engine.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from algorithms.objective import objective, reference_term
 from trainer.config.train import TrainConfig
-from trainer.replay.compare import Matrix, correlations, cosines
 from trainer.replay.modes import RUN, Mode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
@@ -25,11 +23,8 @@ from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import write_whole
 from trainer.rundir.wording import counted
 
-if TYPE_CHECKING:
-    from trainer.replay.gradients import GradientReport
-
 RESULT_FILE = "replay.json"
-FORMAT = 1
+FORMAT = 2
 COLUMNS: Mapping[str, str] = {
     "loss": "loss/policy",
     "weight": "mismatch/is/applied_mean",
@@ -82,9 +77,6 @@ class Replay:
     modes: list[Mode]
     scores: list[ModeScore]
     """Of the modes that are not refused, the run's own first."""
-    cosine: Matrix
-    """Of the coefficients of every pair of scores."""
-    correlation: Matrix
     reproduction: Reproduction
 
     @property
@@ -120,20 +112,17 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
         scores = scored_modes(modes, step)
     finally:
         torch.set_num_threads(before)
-    vectors = [score.coefficients for score in scores]
     return Replay(
         dump=dump,
         config=config,
         step=step,
         modes=modes,
         scores=scores,
-        cosine=cosines(vectors),
-        correlation=correlations(vectors),
         reproduction=_reproduction(scores[0], run_dir, dump.manifest.step),
     )
 
 
-def record(replay: Replay, gradients: GradientReport | None) -> dict[str, object]:
+def record(replay: Replay) -> dict[str, object]:
     """Everything as JSON values."""
     manifest = replay.dump.manifest
     configs = {mode.name: mode.config for mode in replay.scored if mode.config is not None}
@@ -153,14 +142,10 @@ def record(replay: Replay, gradients: GradientReport | None) -> dict[str, object
                 "name": score.name,
                 "objective": objective_of(configs[score.name]),
                 "metrics": {key: _finite(value) for key, value in score.metrics.items()},
-                "gradient_factors": [factor.gradient for factor in score.factors],
             }
             for score in replay.scores
         ],
         "refused": [{"name": mode.name, "reason": mode.refusal} for mode in replay.refused],
-        "coefficient_cosine": replay.cosine,
-        "coefficient_correlation": replay.correlation,
-        "gradients": None if gradients is None else asdict(gradients),
     }
 
 

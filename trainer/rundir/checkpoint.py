@@ -172,19 +172,6 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
-def checkpoint_nearest(run_dir: Path, step: int) -> Checkpoint | None:
-    """The good checkpoint whose weights are fewest steps away from those after `step`, the earlier of two; None if the
-    run has none, or if the model that it started from is nearer."""
-    candidates = sorted(_by_age(run_dir / CHECKPOINTS), key=lambda path: (abs(_step_of(path) - step), _step_of(path)))
-    for path in candidates:
-        if abs(_step_of(path) - step) >= step:
-            return None
-        found = _usable(path)
-        if isinstance(found, Checkpoint):
-            return found
-    return None
-
-
 def checkpoint_at(path: Path) -> Checkpoint:
     """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or none."""
     try:
