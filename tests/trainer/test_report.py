@@ -21,7 +21,6 @@ from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
 from trainer.report.data import RunData, evaluation_rows, load_run, load_runs, show, thin
 from trainer.report.headline import config_difference, phases, tiles
-from trainer.report.lead import correlate
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
 from trainer.report.samples import coloured, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
@@ -107,9 +106,9 @@ def test_numbers_for_people(value: float, form: str, text: str) -> None:
 
 def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
     sections, tables = contents([load_run(run_dir)])
-    own = ["Where the mismatch sits", "What moves with the mismatch"]
+    own = ["Where the mismatch sits"]
     assert [section.title for section in sections if section.title not in own] == [part.title for part in SECTIONS]
-    assert [section.title for section in sections][2:4] == own
+    assert [section.title for section in sections][2:3] == own
     shown = {s.key for chart in charts_of(sections).values() if chart.x is None for s in chart.series}
     logged = set(step_metrics(1, 2, random.Random(0)))
     not_drawn = {
@@ -285,37 +284,6 @@ def test_a_key_that_one_run_does_not_have_differs() -> None:
     first = make_run([], config={"a": {"b": 1, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}})
     second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
     assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
-
-
-def test_a_metric_that_follows_k3_is_found_at_its_lag() -> None:
-    noise = np.random.default_rng(0)
-    k3 = 1e-5 * np.exp(np.cumsum(noise.normal(0, 0.3, 123)))
-    grad = np.concatenate([np.ones(3), k3[:-3]]) ** 0.5 * np.exp(noise.normal(0, 0.01, 123))
-    rows = [
-        {"step": step, "mismatch/k3": k3[step], "optim/grad_norm": grad[step], "policy/entropy": value}
-        for step, value in zip(range(120), np.exp(noise.normal(0, 1, 120)), strict=True)
-    ]
-    run = make_run(rows)
-    found, unrelated = correlate(run, "optim/grad_norm"), correlate(run, "policy/entropy")
-    assert found is not None and found.strongest is not None and unrelated is not None
-    assert found.strongest[0] == 3 and found.strongest[1] > 0.9
-    assert unrelated.strongest is None, "chance is not called a relation"
-    notes = charts_of(contents([run])[0])["lag"].note
-    assert "K3 moves 3 steps before it" in notes and "Entropy: nothing beyond chance" in notes
-    assert correlate(make_run(rows[:10]), "optim/grad_norm") is None
-
-
-def test_noise_has_no_lead() -> None:
-    """Changes of noise are correlated in themselves, and short runs have many lags for few pairs."""
-    noise = np.random.default_rng(3)
-    found = 0
-    for _ in range(100):
-        levels = np.exp(noise.normal(size=(2, 40)))
-        rows = [{"step": t, "mismatch/k3": a, "policy/entropy": b} for t, (a, b) in enumerate(levels.T.tolist())]
-        correlation = correlate(make_run(rows), "policy/entropy")
-        assert correlation is not None
-        found += correlation.strongest is not None
-    assert found <= 12  # 5 are expected
 
 
 def test_bins_of_a_run_add_up() -> None:

@@ -65,9 +65,7 @@ async def every_chart_shows_data(page: browser.Page, out: Path) -> None:
     for chart in charts:
         assert chart["finite"] and min(chart["finite"]) > 0, chart
         plot = np.asarray(shot.crop(tuple(round(edge) for edge in chart["box"])), dtype=int)
-        # Points are drawn half transparent.
-        tolerance = 40 if chart["kind"] == "points" else 12
-        painted = [near(plot, colour, tolerance) for colour in chart["colours"]]
+        painted = [near(plot, colour, 12) for colour in chart["colours"]]
         assert max(painted) > 25, (chart["id"], painted)
 
 
@@ -151,9 +149,9 @@ async def visit(file: Path, out: Path) -> None:
         read = await page.evaluate("document.querySelector('[data-name=\"k3/0\"] b').textContent")
         assert float(read) == pytest.approx(expected, rel=6e-3)
 
-        # So does a chart on an axis of its own, a cloud of points, and a histogram of two probabilities.
+        # So does a chart on an axis of its own, and a histogram of two probabilities.
         for chart, said in (
-            ("by_position", r"token \d"), ("lag", "K3 .* steps|same step"), ("cloud-entropy", r"step \d+, 0\.\d+"),
+            ("by_position", r"token \d"),
             ("joint-1", r"rollout 0\.\d\d to .*, trainer 0\.\d\d to .*: \d+ tokens"),
         ):  # fmt: skip
             at = await place_of_a_value(page, chart)

@@ -108,7 +108,6 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
     x_range = steps if chart.x is None else _own_range(chart)
     made = figure(
         name=chart.id, x_range=x_range, y_range=y_range, y_axis_type="log" if chart.log else "linear",
-        x_axis_type="log" if chart.x is not None and chart.x.log else "linear",
         height=_CELLS_HEIGHT if cells else _HEIGHT, sizing_mode="stretch_width", tools="xbox_zoom",
         toolbar_location=None, window_axis="x" if chart.x is None else "none", min_border_left=8, min_border_right=10,
         outline_line_color=None,
@@ -118,11 +117,6 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
         made.add_tools(CrosshairTool(overlay=cursor))
     for index, series in enumerate(chart.series):
         _draw_series(made, chart, series, sources[series.table], name=f"{chart.id}/{index}")
-    for index, (level, _) in enumerate(chart.levels):
-        name = f"{chart.id}/level/{index}"
-        made.add_layout(
-            Span(dimension="width", location=level, line_dash="dotted", line_color=_colour("soft"), name=name)
-        )
     return made
 
 
@@ -195,12 +189,6 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
         made.vbar(
             x=place, width=0.92 * width, top=series.key, source=source, name=name, line_color=None, fill_color=colour
         )
-    elif chart.kind is Kind.points:
-        assert chart.x is not None, "points have an axis of their own"
-        made.scatter(
-            chart.x.column, series.key, source=source, name=name, size=7, line_color=None, fill_alpha="age",
-            fill_color=colour,
-        )  # fmt: skip
     elif chart.kind is Kind.cells:
         _cells(made, series, source, name=name)
     else:

@@ -3,7 +3,7 @@
     data.py      files -> RunData
     headline.py  what stands around the charts: headline numbers, phases, configuration and its differences
     sections.py  what is shown over steps; present.py: of it what a run has, or what several can be compared in
-    bins.py      where the engines differ (histograms.jsonl); lead.py: what moves before what
+    bins.py      where the engines differ (histograms.jsonl)
     samples.py   samples and their tokens, coloured by Delta
     tables.py    rows -> numbers of the charts (spec.py: Section, Chart, Series, Table)
     charts.py    sections and tables -> Bokeh figures
@@ -21,7 +21,6 @@ from trainer.report import headline
 from trainer.report.bins import histogram_section, unreadable
 from trainer.report.data import RunData, at, load_run, load_runs
 from trainer.report.frame import render_page, write_page
-from trainer.report.lead import lead_section
 from trainer.report.present import compared, dash_of, present, slot_of
 from trainer.report.samples import coloured, legend, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
@@ -107,10 +106,10 @@ def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
     sections = present(SECTIONS, runs[0]) if alone else compared(SECTIONS, runs)
     place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)
     tables: dict[str, Table] = {}
-    for section, more in (lead_section(runs), histogram_section(runs)):
-        if section is not None:  # behind the section of the mismatch
-            sections.insert(place, section)
-            tables |= more
+    section, more = histogram_section(runs)
+    if section is not None:  # behind the section of the mismatch
+        sections.insert(place, section)
+        tables |= more
     for index, run in enumerate(runs):
         tables |= run_tables(run, sections, suffix="" if alone else f"/{index}")
     return sections, tables

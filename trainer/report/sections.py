@@ -1,8 +1,7 @@
 """What the report of a run can show over its steps: charts by section, each a list of metrics.
 
 What a run has no numbers for is left out (`present.py`). A chart with `each` shows every metric whose name begins so,
-beside its `series`. What is not over steps stands in `bins.py` (where the engines differ) and `lead.py` (what moves
-before what).
+beside its `series`. What is not over steps stands in `bins.py` (where the engines differ).
 """
 
 from __future__ import annotations

@@ -28,8 +28,6 @@ class Kind(Enum):
     """Layers of one bar per step."""
     bars = "bars"
     """Bars beside each other."""
-    points = "points"
-    """A point per row, fainter the earlier it is."""
     cells = "cells"
     """A square per row, in a stronger colour the larger its value."""
 
@@ -44,7 +42,7 @@ class Dash(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line, layer or cloud of points."""
+    """One line or layer."""
 
     key: str
     """Column of the table."""
@@ -67,7 +65,6 @@ class Axis:
     column: str
     """Column of the tables."""
     label: str
-    log: bool = False
     ticks: tuple[tuple[float, str], ...] = ()
     """Where ticks stand and what they say; empty: numbers."""
     between: tuple[float, float] | None = None
@@ -93,8 +90,6 @@ class Chart:
     wide: bool = False
     note: str = ""
     """How to read it, and what is bad."""
-    levels: tuple[tuple[float, str], ...] = ()
-    """Horizontal lines to compare with, and what they say."""
     each: str = ""
     """Beginning of further metrics to show, one line or layer for each that the run has."""
     each_label: str = ""

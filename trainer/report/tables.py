@@ -33,8 +33,6 @@ def _keys(charts: Sequence[Chart], name: str) -> list[str]:
         for series in chart.series:
             if series.table == name:
                 keys[series.key] = None
-                if chart.x is not None:
-                    keys[chart.x.column] = None
     return list(keys)
 
 
@@ -45,15 +43,11 @@ def _stacks(charts: Sequence[Chart]) -> list[list[str]]:
 def metric_table(rows: Sequence[Row], keys: Collection[str], *, stacks: Sequence[Sequence[str]] = ()) -> Table:
     """The columns `keys` of `rows`, a missing value as NaN.
 
-    Beside them `age`, from faint for the first row to full for the last; for a long run `<key>:mean`, the moving mean
-    over all rows before they are thinned; and for each key of a stack `<key>:bottom` and `<key>:top`, where a missing
-    value has no height.
+    Beside them for a long run `<key>:mean`, the moving mean over all rows before they are thinned; and for each key of
+    a stack `<key>:bottom` and `<key>:top`, where a missing value has no height.
     """
     kept = thin(rows, MAX_POINTS)
-    columns: dict[str, np.ndarray] = {
-        STEP: np.array([rows[index][STEP] for index in kept], dtype=np.int32),
-        "age": np.linspace(0.25, 0.95, len(kept)),
-    }
+    columns: dict[str, np.ndarray] = {STEP: np.array([rows[index][STEP] for index in kept], dtype=np.int32)}
     stacked = {key for stack in stacks for key in stack}
     for key in keys:
         values = np.array([float(row[key]) if is_number(row, key) else np.nan for row in rows])

@@ -50,9 +50,6 @@
         const diagonal = model(`${button.dataset.name}/diagonal`);
         if (diagonal !== null) diagonal.line_color = color("soft");
       }
-      for (const card of cards) {
-        for (let index = 0, level; (level = model(`${card.dataset.chart}/level/${index}`)) !== null; index++) level.line_color = color("soft");
-      }
       const cursor = model("cursor");
       if (cursor !== null) cursor.line_color = color("soft");
     };
@@ -82,26 +79,6 @@
       say(card, said);
     };
 
-    // The point that is nearest on the screen.
-    const readPoint = (card, x, y) => {
-      const { x_range, y_range, x_scale, y_scale } = model(card.dataset.chart);
-      const place = (at, range, scale) => scale.type === "LogScale"
-        ? Math.log(at / range.start) / Math.log(range.end / range.start) : (at - range.start) / (range.end - range.start);
-      let best = null, distance = Infinity;
-      for (const button of buttonsOf(card)) {
-        value(button, null);
-        if (x === null || button.getAttribute("aria-pressed") !== "true") continue;
-        const xs = column(button.dataset.table, card.dataset.x), ys = column(button.dataset.table, button.dataset.key);
-        for (let index = 0; index < xs.length; index++) {
-          const off = Math.hypot(place(xs[index], x_range, x_scale) - place(x, x_range, x_scale),
-            0.4 * (place(ys[index], y_range, y_scale) - place(y, y_range, y_scale)));
-          if (off < distance) { distance = off; best = { button, index, at: xs[index] }; }
-        }
-      }
-      if (best !== null) value(best.button, best.index);
-      say(card, best === null ? "" : `${label(best.button.dataset.table, best.index, card.dataset.x)}, ${format(best.at, "number")}`);
-    };
-
     const readCell = (card, x, y) => {
       let said = "";
       for (const button of buttonsOf(card)) {
@@ -117,7 +94,6 @@
 
     const read = (card, at) => {
       if (card.dataset.kind === "cells") readCell(card, at && at.x, at && at.y);
-      else if (card.dataset.kind === "points") readPoint(card, at && at.x, at && at.y);
       else readAlong(card, at && at.x);
     };
     const together = cards.filter((card) => "shared" in card.dataset);
