@@ -18,7 +18,6 @@ from trainer.study.cells import Stage
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Grid
 from trainer.study.output import StudyWriter, curves_csv
-from trainer.study.picture import draw_picture
 from trainer.study.ranking import apart, chance_apart, default_target, rank
 from trainer.study.results import METRICS, CellResult, Spread, curve, spread
 from trainer.study.run import CellRecord
@@ -251,7 +250,7 @@ def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
     }  # fmt: skip
     assert read_records(study_dir)[grid.cells[4].name] == CellRecord(seconds=9.0, error="engine <0>: no answer")
     markdown = (study_dir / "study.md").read_text()
-    assert "| precision | place" in markdown and "![curves](study.svg)" in markdown
+    assert "| precision | place" in markdown
     assert f"{grid.cells[4].name} FAILED after step 1 of 3" in markdown
     assert "1 of 8 runs have not ended" in markdown
 
@@ -262,12 +261,5 @@ def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Grid, study_
     assert read_records(tmp_path)["rloo-int8-seed9"] == CellRecord(seconds=1.5, error="x")
 
 
-def test_the_picture_is_small_and_has_a_line_per_mode_and_panel(grid: Grid, study_dir: Path) -> None:
-    svg = (study_dir / "study.svg").read_text()
-    assert svg.startswith("<svg ") and len(svg) < 100_000
-    assert svg.count("<polyline") == 4 * 2 * 2
-    assert "<script" not in svg
-    assert draw_picture(grid, []).count("<polyline") == 0, "a study without numbers still has a picture"
-    numbers = [float(value) for value in re.findall(r"[ ,\"](-?[\d.]+)", " ".join(re.findall(r'points="[^"]+"', svg)))]
-    assert min(numbers) >= 0 and max(numbers) <= 800
+def test_the_curves_of_no_runs_are_a_header() -> None:
     assert curves_csv([]) == "mode,precision,seed,step,heldout,reward,k3,entropy,grad_norm,ess\n"

@@ -1,7 +1,7 @@
-"""Results of a study -> its files: study.html, study.svg, study.md, study.csv and study.json.
+"""Results of a study -> its files: study.html, study.md, study.csv and study.json.
 
 Written after every run, each replaced as a whole, so that a study which is killed leaves what it had. The page stands
-in page.py, the picture in picture.py, the table in table.py.
+in page.py, the table in table.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from trainer.study.cells import STUDY_FILE, look
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Grid
 from trainer.study.page import render_study
-from trainer.study.picture import draw_picture
 from trainer.study.ranking import Ranking, rank
 from trainer.study.results import METRICS, CellResult, read_result
 from trainer.study.run import CellRecord
@@ -64,7 +63,6 @@ class StudyWriter:
         document["other_cells"] = others
         write_whole(self._dir / STUDY_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
         write_whole(self._dir / "study.csv", curves_csv(results))
-        write_whole(self._dir / "study.svg", draw_picture(self._grid, results))
         write_whole(self._dir / "study.md", self._markdown(results, ranking))
         page = render_study(self._grid, self._study, results, ranking, command=self._command, study_dir=self._dir)
         write_whole(self.page, page)
@@ -94,8 +92,6 @@ class StudyWriter:
             *render_table(ranking),
             "",
             *(f"- {note}" for note in study_notes(self._study, results, ranking)),
-            "",
-            "![curves](study.svg)",
         ]
         return "\n".join(lines) + "\n"
 

@@ -17,13 +17,14 @@ from trainer.report.present import paired
 from trainer.report.spec import STEP, Chart, Section, Series, Table
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Grid
-from trainer.study.picture import SLOTS
 from trainer.study.ranking import Ranking
 from trainer.study.results import METRICS, CellResult, Curve, Metric, curve
 from trainer.study.table import TITLES, study_notes, table_rows
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 REPORT = "report.html"
+SLOTS = (0, 1, 2, 3, 7, 4, 5, 6)
+"""Colours of the page in the order in which modes take them: neighbours differ most."""
 _TEXTS = {
     "heldout": "What is ranked. A quantised engine answers with its quantised weights.",
     "reward": "What the engine samples in training, so an engine of another precision has another reward.",

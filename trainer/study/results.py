@@ -2,7 +2,7 @@
 
     CellResult  one run: its rows, and numbers over all its steps
     Curve       one metric over the steps: mean, least and largest value of the seeds
-Nothing here ranks (ranking.py) or draws (page.py, picture.py). No torch.
+Nothing here ranks (ranking.py) or draws (page.py). No torch.
 """
 
 from __future__ import annotations
