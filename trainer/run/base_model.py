@@ -2,7 +2,7 @@
 
 The start of the CPU demonstration: `rollout/data/arithmetic.py` gives problems, demonstrations and tokenizer, and the
 directory made here is loaded by the engines and the policy like any other model. Training takes about a minute on
-one core, so the result is cached; an entry holds a manifest of its files and is rebuilt when one does not agree.
+one core, so the result is cached (trainer/rundir/cache.py).
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import itertools
 import json
 import logging
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +27,7 @@ from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig
-from trainer.rundir.cache import default_cache_dir
+from trainer.rundir.cache import cached_directory, default_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +36,9 @@ Progress = Callable[[int, int, float], None]
 
 FORMAT_VERSION = 1
 """Part of the cache key; raise it when the task, the model or its training changes."""
-MANIFEST = "manifest.json"
-"""File of a cache entry: name -> sha256 of every other file."""
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
 """What a complete entry holds besides the manifest."""
-ABANDONED_AFTER_S = 3600.0
-"""A build directory older than this belongs to a process that was killed: a build takes a minute or two."""
 HEAD_SIZE = 32
 MAX_POSITIONS = 256
 NUM_THREADS = 1
@@ -78,48 +71,16 @@ def build_base_model(
 ) -> Path:
     """Return the directory of the base model, training it first unless an intact copy is cached.
 
-    The directory holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer. It is
-    made under a temporary name and renamed when complete, so that a killed build leaves no entry and of two
-    builds at the same time one is kept. The same configs give the same bits on the same machine and versions.
+    The directory holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer. The same
+    configs give the same bits on the same machine and versions.
     """
-    root = cache_dir or default_cache_dir()
-    root.mkdir(parents=True, exist_ok=True)
-    entry = root / f"arithmetic-{_cache_key(model, data)}"
-    if entry.exists():
-        damage = find_damage(entry)
-        if damage is None:
-            logger.info("base model: cached in %s", entry)
-            return entry
-        logger.warning("base model: %s is damaged (%s) and is built again", entry, damage)
-    _remove_abandoned(root, entry.name)
-    building = Path(tempfile.mkdtemp(prefix=f"{entry.name}.building-", dir=root))
-    try:
-        save_tokenizer(building)
-        _train(model, data, directory=building, progress=progress)
-        _write_manifest(building)
-        _publish(building, entry)
-    finally:
-        # Already renamed after a publication; still there after an error, an interrupt, or a lost race.
-        shutil.rmtree(building, ignore_errors=True)
-    return entry
 
+    def make(directory: Path) -> None:
+        save_tokenizer(directory)
+        _train(model, data, directory=directory, progress=progress)
 
-def find_damage(entry: Path) -> str | None:
-    """Say what is wrong with a cached model: a missing or changed file; None if it is intact."""
-    try:
-        expected = json.loads((entry / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {error}"
-    if not isinstance(expected, dict) or sorted(expected) != sorted(FILES):
-        return f"{MANIFEST}: must list {', '.join(FILES)}"
-    for name, digest in expected.items():
-        try:
-            found = _file_digest(entry / name)
-        except OSError as error:
-            return f"{name}: {error}"
-        if found != digest:
-            return f"{name}: sha256 {found[:12]}, the manifest says {digest[:12]}"
-    return None
+    entry = (cache_dir or default_cache_dir()) / f"arithmetic-{_cache_key(model, data)}"
+    return cached_directory(entry, FILES, make)
 
 
 def _cache_key(model: ArithmeticModelConfig, data: ArithmeticDataConfig) -> str:
@@ -133,51 +94,6 @@ def _cache_key(model: ArithmeticModelConfig, data: ArithmeticDataConfig) -> str:
         "transformers": transformers.__version__,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_manifest(directory: Path) -> None:
-    """Hash the files of a complete entry; raises FileNotFoundError if one is missing."""
-    digests = {name: _file_digest(directory / name) for name in FILES}
-    (directory / MANIFEST).write_text(json.dumps(digests, indent=2))
-
-
-def _publish(building: Path, entry: Path) -> None:
-    """Rename `building` to `entry`; keep an intact entry that another process put there first."""
-    if entry.exists() and find_damage(entry) is not None:
-        _remove_damaged(entry)
-    try:
-        os.rename(building, entry)
-    except OSError:
-        if find_damage(entry) is not None:
-            raise
-        logger.info("base model: another process has just built %s", entry)
-
-
-def _remove_damaged(entry: Path) -> None:
-    """Move `entry` away in one step, so that nobody sees half of it, and remove it there."""
-    aside = Path(tempfile.mkdtemp(prefix=f"{entry.name}.damaged-", dir=entry.parent))
-    try:
-        os.rename(entry, aside)
-    except FileNotFoundError:
-        logger.info("base model: another process has just moved the damaged %s away", entry)
-    shutil.rmtree(aside)
-
-
-def _remove_abandoned(root: Path, name: str) -> None:
-    """Remove what killed builds of the entry `name` left behind."""
-    for left in [*root.glob(f"{name}.building-*"), *root.glob(f"{name}.damaged-*")]:
-        try:
-            age = time.time() - left.stat().st_mtime
-        except FileNotFoundError:  # another process was faster
-            continue
-        if age > ABANDONED_AFTER_S:
-            logger.info("base model: removing %s, left behind %.0f s ago", left, age)
-            shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager
