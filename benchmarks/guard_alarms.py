@@ -66,7 +66,7 @@ def rows_of(kind: str, seed: int, *, steps: int, folder: Path, words: list[str])
     path = folder / f"{kind}-{seed}-{steps}.jsonl"
     if not path.is_file():
         config = compose([*SETTING, *KINDS[kind], *words, f"run.seed={seed}", f"run.num_steps={steps}"])
-        task = load_task(config, progress=lambda step, num_steps, loss: None)
+        task = load_task(config, progress=lambda done, total, detail: None)
         rows = []
         with tempfile.TemporaryDirectory() as scratch:
             FaultyRun.faulty = kind != "fault"

@@ -243,7 +243,7 @@ def outcome(path: Path, words: Sequence[str], *, steps: int) -> Outcome:
     if path.is_file():
         return Outcome(**json.loads(path.read_text("utf-8")))
     config = compose([*words, f"run.num_steps={steps}"])
-    task = load_task(config, progress=lambda step, num_steps, loss: None)
+    task = load_task(config, progress=lambda done, total, detail: None)
     with tempfile.TemporaryDirectory() as scratch:
         run = Run(config, task, Path(scratch))
         try:

@@ -356,7 +356,7 @@ def declared() -> dict[str, list[Requirement]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     named = {
-        "cpu.txt": project["dependencies"],
+        "cpu.txt": project["dependencies"] + extras["smollm2"],
         "sglang-cpu.txt": extras["sglang"],
         "dev.txt": extras["dev"] + extras["tensorboard"],
     }

@@ -150,7 +150,7 @@ REFUSALS = {
         ("rollout.engine_args.tp=2", "rollout.engine_args.tp is not set in rollout.engine_args, got 2. Add it with +r"),
         ("~loss.clip_low", "~loss.clip_low cannot be removed, got 0.2."),
         ("+correction=mis", "+correction is not how a group is chosen, got 'mis'. Write correction=mis."),
-        ("~model", "model must be chosen, got None. Use one of model=hf, model=arithmetic."),
+        ("~model", "model must be chosen, got None. Use one of model=hf, model=smollm2, model=arithmetic."),
     ],
     "options that do not exist": [
         (

@@ -39,7 +39,10 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
         "self_normalize."
     ]
     text = "\n".join(found)
-    assert f"{path}: model must be one of arithmetic, hf, got 'arithmetik'. Did you mean model=arithmetic?" in text
+    assert (
+        f"{path}: model must be one of arithmetic, hf, smollm2, got 'arithmetik'. Did you mean model=arithmetic?"
+        in text
+    )
     assert f"{path}: loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high?" in text
     assert f"{path}: loss.clip_low must be a number, got 'abc'." in text
     assert f"{path}: num_stepz is not a key, got 4. Did you mean run.num_steps?" in text

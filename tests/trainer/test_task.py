@@ -25,7 +25,7 @@ def config() -> TrainConfig:
     return found
 
 
-def silent(step: int, num_steps: int, loss: float) -> None:
+def silent(done: int, total: int, detail: str) -> None:
     """No progress is shown."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.compose.compose import Resolution
-from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Resume
+from trainer.config.components import Resume
 from trainer.config.guard import MismatchGuardConfig, tightened_corrections
 from trainer.config.recording import DUMP_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
@@ -142,18 +142,11 @@ def _dumps(config: TrainConfig) -> str:
 
 
 def _model(config: TrainConfig) -> str:
-    model = config.model
-    if isinstance(model, ArithmeticModelConfig):
-        name = f"arithmetic (Qwen2, width {model.hidden_size}, {model.num_layers} layers; trained on the spot, cached)"
-    elif isinstance(model, HFModelConfig):
-        name = model.path if Path(model.path).is_dir() else f"{model.path} at revision {model.revision or 'main'}"
-    else:
-        name = model.kind
     try:
         count = f"{model_shape(config).num_parameters:,} parameters"
     except UnknownShapeError:
         count = "parameters unknown"
-    return f"{name}, {count}; data={config.data.kind}"
+    return f"{config.model.description}, {count}; data={config.data.kind}"
 
 
 def _batch(config: TrainConfig) -> Iterator[str]:

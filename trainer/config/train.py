@@ -60,6 +60,7 @@ from trainer.config.components import (
     OptimConfig,
     PolicyConfig,
     RunConfig,
+    SmolLM2ModelConfig,
 )
 from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
 from trainer.config.recording import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
@@ -235,7 +236,7 @@ class TrainConfig(Checked):
 
 
 GROUPS: dict[str, dict[str, type[Checked]]] = {
-    "model": {"hf": HFModelConfig, "arithmetic": ArithmeticModelConfig},
+    "model": {"hf": HFModelConfig, "smollm2": SmolLM2ModelConfig, "arithmetic": ArithmeticModelConfig},
     "data": {"file": FileDataConfig, "arithmetic": ArithmeticDataConfig},
     "rollout": {"sglang": SGLangConfig, "torch": TorchEngineConfig},
     "collect": {"fixed": FixedCollectConfig, "dynamic": DynamicCollectConfig},

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rollout.config import MAX_PACKED_BYTES, DType, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
-from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload
+from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
-from trainer.limits.model_shape import ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
+from trainer.limits.model_shape import SMOLLM2_SHAPE, ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4
@@ -197,6 +197,8 @@ def model_shape(config: TrainConfig) -> ModelShape:
     """Sizes of the model of `config`; raises UnknownShapeError where they cannot be known without the network."""
     if isinstance(config.model, ArithmeticModelConfig):
         return arithmetic_shape(config.model)
+    if isinstance(config.model, SmolLM2ModelConfig):
+        return SMOLLM2_SHAPE
     if isinstance(config.model, HFModelConfig):
         return _local_shape(config.model.path)
     raise UnknownShapeError(f"no size is known for model={config.model.kind}")

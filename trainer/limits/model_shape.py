@@ -72,6 +72,20 @@ class ModelShape:
         return self.body_parameters + self.head_parameters
 
 
+SMOLLM2_SHAPE = ModelShape(
+    num_parameters=134_515_008,
+    layer_parameters=3_540_096,
+    num_layers=30,
+    vocab_size=49_152,
+    hidden_size=576,
+    attention_size=576,
+    kv_size=384,
+    is_tied=True,
+    is_dense=True,
+)
+"""Sizes of the Llama that trainer/run/smollm2.py makes, for the plan of a run before the model is fetched."""
+
+
 def arithmetic_shape(model: ArithmeticModelConfig) -> ModelShape:
     """Sizes of the Qwen2 that trainer/run/base_model.py makes: biases on q, k and v, embedding and head tied."""
     hidden, mlp = model.hidden_size, ARITHMETIC_MLP_FACTOR * model.hidden_size

@@ -96,7 +96,7 @@ def evaluate_model(
     # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
-        task = load_task(config, progress=lambda step, num_steps, loss: None, model_path=model_path)
+        task = load_task(config, progress=lambda done, total, detail: None, model_path=model_path)
         for note in data_notes(task.dataset, run_dir):
             say(note)
         say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")

@@ -48,7 +48,7 @@ def write_model(
 
     The weights are cast to `dtype`; None is the type of the model that the run started from.
     """
-    start = resolve_model(config, progress=lambda step, num_steps, loss: None)
+    start = resolve_model(config, progress=lambda done, total, detail: None)
     model = load_policy(config, start, checkpoint)
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

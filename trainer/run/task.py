@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +11,11 @@ from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_toke
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
 from rollout.task_config import ArithmeticDataConfig
-from trainer.config.components import ArithmeticModelConfig, HFModelConfig
+from trainer.config.components import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
 from trainer.run.base_model import build_base_model
+from trainer.run.smollm2 import build_smollm2
+from trainer.rundir.cache import Progress
 from trainer.rundir.run_dir import write_whole
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -36,11 +37,15 @@ class Task:
     scorer: Scorer
 
 
-def resolve_model(config: TrainConfig, *, progress: Callable[[int, int, float], None]) -> Path:
-    """The model as a local directory: built, found, or fetched from the hub at its pinned revision."""
+def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
+    """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
     model = config.model
     if isinstance(model, ArithmeticModelConfig) and isinstance(config.data, ArithmeticDataConfig):
-        return build_base_model(model, config.data, progress=progress)
+        return build_base_model(
+            model, config.data, progress=lambda step, num_steps, loss: progress(step, num_steps, f"loss {loss:.3f}")
+        )
+    if isinstance(model, SmolLM2ModelConfig):
+        return build_smollm2(progress=progress)
     if not isinstance(model, HFModelConfig):
         raise ValueError(f"model={model.kind} cannot be used with data={config.data.kind}")
     return _directory("model.path", model.path, model.revision)
@@ -79,10 +84,8 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
         ) from error
 
 
-def load_task(
-    config: TrainConfig, *, progress: Callable[[int, int, float], None], model_path: Path | None = None
-) -> Task:
-    """Resolve the model, tokenize the prompts and build the scorer. `progress(step, num_steps, loss)`.
+def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
+    """Resolve the model, tokenize the prompts and build the scorer.
 
     A `model_path` takes the place of the config's model, to be evaluated: no critic is looked for then.
     """

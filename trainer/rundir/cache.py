@@ -18,6 +18,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+Progress = Callable[[int, int, str], None]
+"""Called while a cached model is made, with (done, total, detail): optimizer steps or stages, and a phrase."""
 MANIFEST = "manifest.json"
 """File of a cached directory: name -> sha256 of every other file."""
 ABANDONED_AFTER_S = 3600.0

@@ -149,12 +149,12 @@ class Console:
                 self._phase_reported = time.monotonic()
                 self.line(f"{self._phase} ... {done}/{total}{'  ' if detail else ''}{detail}")
 
-    def base_model_progress(self, step: int, num_steps: int, loss: float) -> None:
-        """Progress of building the base model, in supervised steps."""
+    def base_model_progress(self, done: int, total: int, detail: str) -> None:
+        """Progress of making the model that a run starts from: supervised steps, or stages of a conversion."""
         with self._writing():
             if self._phase != _BASE_MODEL:
                 self.phase(_BASE_MODEL)
-            self.progress(step, num_steps, detail=f"loss {loss:.3f}")
+            self.progress(done, total, detail=detail)
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write the line of a finished step and move the bar."""

