@@ -45,6 +45,7 @@ ARITHMETIC = {
     "arithmetic_grpo": Arithmetic(16, 8, 128, 1, 16, 128, 40, 6, 24),
     "arithmetic_ppo": Arithmetic(128, 1, 128, 2, 64, 64, 40, 6, 24),
     "arithmetic_tool": Arithmetic(16, 8, 128, 1, 16, 128, 30, 6, 32),
+    "gsm8k_grpo_smollm2": Arithmetic(8, 8, 64, 1, 8, 64, 100, 384, 192),
     "gsm8k_ppo_qwen2.5_0.5b": Arithmetic(256, 1, 256, 4, 64, 64, 435, 1024, 512),
     "gsm8k_ppo_int8_qwen2.5_0.5b": Arithmetic(256, 1, 256, 4, 64, 64, 435, 1024, 512),
     "gsm8k_ppo_fp8_qwen2.5_0.5b": Arithmetic(256, 1, 256, 4, 64, 64, 435, 1024, 512),
@@ -69,6 +70,7 @@ MEAN = "(N_sequences * |y|)"
 RS = "m * 1[0.5 <= pi_old/mu <= 2] * 1[min_y(pi_old/mu) >= 0.0001] * sg(min(pi_old/mu, 2))"
 
 OBJECTIVES = {
+    "gsm8k_grpo_smollm2": f"sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.2) * A / {MEAN}",
     "gsm8k_ppo_qwen2.5_0.5b": PPO_OBJECTIVE,
     "gsm8k_ppo_int8_qwen2.5_0.5b": PPO_OBJECTIVE,
     "gsm8k_ppo_fp8_qwen2.5_0.5b": PPO_OBJECTIVE,
@@ -125,6 +127,12 @@ PPO_KEYS = {
 QWEN3_KEYS = {"advantage.estimator.name": "grpo", "optim.lr": 1e-6, "optim.weight_decay": 0.1, "optim.beta2": 0.98}
 
 PUBLISHED: dict[str, dict[str, object]] = {
+    "gsm8k_grpo_smollm2": {
+        "advantage.estimator.name": "grpo",
+        "optim.lr": 5e-6,
+        "reference.coef": 0.0,
+        "reward.function": "gsm8k_flexible",
+    },
     "gsm8k_ppo_qwen2.5_0.5b": PPO_KEYS | {"rollout.quantization.name": "none"},
     "gsm8k_ppo_int8_qwen2.5_0.5b": PPO_KEYS | {"rollout.quantization.name": "int8"},
     "gsm8k_ppo_fp8_qwen2.5_0.5b": PPO_KEYS | {"rollout.quantization.name": "fp8"},
