@@ -1,5 +1,5 @@
-"""What the gap between rollout engine and trainer means: tensors and a config in, anchors, weights and losses out.
+"""Corrections of the rollout-training mismatch, and losses: tensors and a config in, anchors, weights and losses out.
 
-This package imports torch and the standard library only. The flow is correction -> surrogate -> loss, measured by
-diagnostics; `config` and `objective` are readable without torch, so nothing is imported here.
+This package imports torch and the standard library only. The flow is tokens -> correction -> surrogate -> loss,
+measured by mismatch; `config` and `objective` are readable without torch, so nothing is imported here.
 """

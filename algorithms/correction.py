@@ -1,7 +1,7 @@
-"""The mismatch correction: log-probs of both engines -> Correction(anchor, weight, keep).
+"""The mismatch correction: what both engines said about some tokens -> Correction(anchor, weight, keep).
 
 `config.spec()` says what is done (`algorithms.config.spec`); this file does it. `algorithms.rejection` holds the
-criteria, `algorithms.loss` consumes the result, `algorithms.diagnostics` measures it. The six short names, with
+criteria, `algorithms.loss` consumes the result, `algorithms.mismatch` measures it. The six short names, with
 mu = pi_rollout, Delta = log pi_old - log mu, rho = exp(Delta):
 
     mode         anchor of the ratio   weight              rejected besides invalid tokens
@@ -12,7 +12,7 @@ mu = pi_rollout, Delta = log pi_old - log mu, rho = exp(Delta):
     mis          pi_old                rho or min(rho, hi) outside the bounds; what a criterion rejects
     bypass       mu                    1                   what a criterion on pi_theta / mu rejects
 
-Bounds are always on rho = pi_train / mu and decided in log space, on values that no clamp has moved.
+Bounds are always on rho = pi_train / mu and decided on its logarithm, which no clamp has moved.
 
 T: packed tokens, N: sequences.
 """
@@ -20,116 +20,39 @@ T: packed tokens, N: sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from algorithms import bits
-from algorithms.bits import keep_where, mask_bits, outside
-from algorithms.config import (
-    WHOLE_RESPONSE_LEVELS,
-    Anchor,
-    Bound,
-    BypassConfig,
-    BypassLoss,
-    CorrectionConfig,
-    CorrectionSpec,
-    CustomConfig,
-    Level,
-    MISBound,
-    MISConfig,
-    PPOISConfig,
-    RecomputeConfig,
-    RejectConfig,
-    RejectedDenominator,
-    SelfNormalize,
-    TISConfig,
-    VanillaISConfig,
-    WeightSpec,
-)
-from algorithms.effects import Effects
-from algorithms.gap import Gap, gaps
+from algorithms.config import Anchor, Bound, CorrectionSpec, Level, WeightSpec
+from algorithms.config.spec import WHOLE_RESPONSE_LEVELS
 from algorithms.kl import bounded_exp
-from algorithms.masked import require_packed, segment_mean, segment_sum
-from algorithms.rejection import Verdict, decide
-from algorithms.segments import Column
-
-__all__ = [
-    "BypassConfig",
-    "BypassLoss",
-    "Correction",
-    "CorrectionConfig",
-    "CustomConfig",
-    "Level",
-    "MISBound",
-    "MISConfig",
-    "PPOISConfig",
-    "RecomputeConfig",
-    "RejectConfig",
-    "RejectedDenominator",
-    "SelfNormalize",
-    "TISConfig",
-    "VanillaISConfig",
-    "correct",
-    "valid_tokens",
-    "weight_total",
-]
+from algorithms.masked import segment_mean, segment_sum
+from algorithms.rejection import rejected_tokens
+from algorithms.tokens import Tokens
 
 
 class Correction(NamedTuple):
-    """How the loss treats each token. Every field is detached and finite everywhere."""
+    """The treatment of each token by the loss. Every field is detached and finite everywhere."""
 
-    anchor_logprobs: Tensor
-    """[T] float32, denominator of the policy ratio; 0 off the mask and on invalid tokens."""
+    anchor: Tensor
+    """[T] float32, log-probs of the denominator of the policy ratio; 0 off the mask and on invalid tokens."""
     weight: Tensor
     """[T] float32, importance weight; 0 on rejected response tokens, 1 off the mask."""
     keep: Tensor
     """[T] bool, True for response tokens that enter the loss; False off the mask."""
-    criteria: tuple[str, ...] = ()
-    """[V] rejection criteria in use, in the order of the config."""
-    effects: Tensor | None = None
-    """[4 + V, N] float64, by response: EFFECTS, then the response tokens that each criterion rejects. None if they
-    were not counted."""
+    raw_weight: Tensor | None = None
+    """[T] float32, the weight before its bound and before rejection, for statistics; None: the same as `weight`."""
+    rejected: Mapping[str, Tensor] = MappingProxyType({})
+    """Rejection criterion -> the response tokens that it rejects, [T] bool, in the order of the config."""
 
 
-class Applied(NamedTuple):
-    """What is applied to n tokens."""
-
-    keep: Tensor
-    """[n] bool."""
-    kept: Tensor
-    """[n] int32, the same as `algorithms.bits.mask_bits`."""
-    weight: Tensor
-    """[n], 0 on tokens that are not kept."""
-
-
-EFFECTS: Final = ("raw_weight", "cut_weight", "clipped", "raised")
-"""Sum over valid tokens of the weight before its bounds, up to e^+-20 each, 1 without a weight; sum over kept tokens of
-what the upper bound took off; numbers of kept tokens cut to the upper bound, and raised to the lower bound."""
-
-
-def correct(
-    config: CorrectionConfig,
-    *,
-    old_logprobs: Tensor | None,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    advantages: Tensor | None = None,
-) -> Correction:
-    """Anchor, weight and keep of every token under `config`.
-
-    Args:
-        config: The mode.
-        old_logprobs: [T] float32, the trainer's log-probs that are compared with mu: log pi_old, or the detached
-            log pi_theta of the running forward where `config.spec().compared` says so (bypass). None where nothing
-            reads them: ppo_is, and bypass without a weight or a criterion.
-        rollout_logprobs: [T] float32, log mu as the engine returned it.
-        response_mask: [T] bool, True where mu sampled the token. Not changed.
-        cu_seqlens: [N+1] int32, first token of each sequence.
-        advantages: [T] float32; only for criteria that read their sign.
+@torch.no_grad()
+def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
+    """Anchor, weight and keep of every token: weight = bound(level(Delta)) on tokens that are kept, 0 on the others.
 
     A token is invalid, and rejected in every mode, if either log-prob is not finite or log mu is not a
     log-probability. At the sequence and geometric levels, where it leaves the response without a weight, and under
@@ -137,200 +60,102 @@ def correct(
     the prefix level itself and what follows.
 
     Raises:
-        ValueError: old_logprobs or advantages are None and something reads them; a wrong shape or dtype.
-        TypeError: a config of no known mode.
+        ValueError: trainer_logprobs or advantages are None and something reads them.
     """
-    spec = require_inputs(config, old_logprobs, rollout_logprobs, response_mask, advantages)
-    with torch.no_grad():
-        pieces = Pieces(spec, rollout_logprobs)
-        for tokens, gap in gaps(
-            old_logprobs=old_logprobs,
-            rollout_logprobs=rollout_logprobs,
-            response_mask=response_mask,
-            cu_seqlens=cu_seqlens,
-            advantages=advantages,
-        ):
-            pieces.add(tokens, gap)
-        return pieces.joined()
-
-
-def require_inputs(
-    config: CorrectionConfig,
-    old_logprobs: Tensor | None,
-    rollout_logprobs: Tensor,
-    response_mask: Tensor,
-    advantages: Tensor | None,
-) -> CorrectionSpec:
-    """What `config` says is done, if the inputs of `correct` allow it; raises as documented there."""
-    spec = config.spec()
-    if old_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
+    if tokens.trainer_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(
-            f"correction={config.mode} needs old_logprobs, got None. Pass the detached log-probs of the training "
-            "forward (before the first update, where they stand for pi_old)."
+            f"the correction with anchor={spec.anchor.name} needs trainer_logprobs, got None. "
+            "Pass log pi_old, or the detached log-probs of the training forward, which stand for it before the first "
+            "update."
         )
-    given = {"old_logprobs": old_logprobs, "advantages": advantages}
-    require_packed(
-        response_mask,
-        rollout_logprobs=rollout_logprobs,
-        **{name: tensor for name, tensor in given.items() if tensor is not None},
+    rejected = rejected_tokens(spec.reject, tokens)
+    keep = tokens.valid
+    for criterion in rejected.values():
+        keep = keep & ~criterion
+    weight = rho = torch.ones_like(tokens.delta)
+    if spec.weight is not None:
+        log_ratio, known = LEVELS[spec.weight.level](tokens)
+        rho = bounded_exp(torch.where(known, log_ratio, 0.0))
+        weight, inside = BOUNDS[spec.weight.bound](rho, log_ratio, spec.weight)
+        keep = keep & known & inside
+    return Correction(
+        anchor=tokens.train if spec.anchor is Anchor.old else tokens.rollout,
+        weight=torch.where(tokens.response_mask, torch.where(keep, weight, 0.0), 1.0),
+        keep=keep,
+        raw_weight=rho,
+        rejected=rejected,
     )
-    return spec
 
 
-class Pieces:
-    """The correction of a batch, piece by piece. Each is copied to its place while it is in the cache."""
-
-    def __init__(self, spec: CorrectionSpec, like: Tensor) -> None:
-        """like [T]: a tensor of the whole batch."""
-        self._spec = spec
-        self._anchor, self._weight = torch.empty_like(like), torch.empty_like(like)
-        self._keep = torch.empty_like(like, dtype=torch.bool)
-        self._effects: list[Effects] = []
-
-    def add(self, tokens: slice, gap: Gap) -> Applied:
-        """Correct the sequences of `gap`, which lie at `tokens`."""
-        anchor, applied, effects = _correct(self._spec, gap)
-        self._anchor[tokens] = anchor
-        # 1 off the mask.
-        torch.add(applied.weight, (~gap.response_mask).view(torch.uint8), out=self._weight[tokens])
-        self._keep[tokens] = applied.keep
-        self._effects.append(effects)
-        return applied
-
-    def joined(self) -> Correction:
-        """The whole correction."""
-        criteria = tuple(self._spec.reject.active())
-        effects = [effects.by_response((*EFFECTS, *criteria)) for effects in self._effects]
-        return Correction(self._anchor, self._weight, self._keep, criteria, torch.cat(effects, dim=1))
-
-
-def applied_to(gap: Gap, correction: Correction, tokens: slice) -> Applied:
-    """What a correction that is known already applies to the tokens of `gap`, which lie at `tokens`."""
-    keep = correction.keep[tokens] & gap.valid
-    kept = mask_bits(keep)
-    return Applied(keep=keep, kept=kept, weight=keep_where(kept, correction.weight[tokens]))
-
-
-def valid_tokens(*, old_logprobs: Tensor | None, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """Response tokens whose log-probs are log-probabilities: finite on both sides, log mu <= 1e-4 -> [T] bool."""
-    difference = rollout_logprobs if old_logprobs is None else old_logprobs - rollout_logprobs
-    return bits.valid_tokens(difference, rollout_logprobs, response_mask)
-
-
-def weight_total(config: CorrectionConfig, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
+def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
     """(sum of weights, their number) of a micro-batch -> [2] float64; the normaliser of an optimizer step is
     Z = sum / number over all its micro-batches and ranks.
 
     At a level with one weight per response each response with a kept token counts once, else each kept token.
     """
-    weight = correction.weight.double()
-    spec = config.spec()
+    weight, keep = correction.weight.double(), correction.keep
     if spec.weight is not None and spec.weight.level in WHOLE_RESPONSE_LEVELS:
         # All kept tokens of a response have the same weight, so their mean is it.
-        per_response = segment_mean(weight, correction.keep, cu_seqlens)
-        counted = segment_sum(correction.keep.double(), cu_seqlens) > 0
-        return torch.stack([per_response.sum(), counted.sum().double()])
-    return torch.stack([torch.where(correction.keep, weight, 0.0).sum(), correction.keep.sum().double()])
+        weight = segment_mean(weight, keep, cu_seqlens)
+        keep = segment_sum(keep.double(), cu_seqlens) > 0
+    return torch.stack([torch.where(keep, weight, 0.0).sum(), keep.sum().double()])
 
 
-def _correct(spec: CorrectionSpec, gap: Gap) -> tuple[Tensor, Applied, Effects]:
-    """Anchor [n], what is applied, and its effects on a few whole sequences."""
-    verdict = decide(spec.reject, gap)
-    bounded = _bounded(spec.weight, gap)
-    keep = verdict.keep & bounded.keep
-    kept = mask_bits(keep)
-    weight = -kept.to(gap.delta.dtype) if bounded.weight is None else keep_where(kept, bounded.weight)
-    applied = Applied(keep=keep, kept=kept, weight=weight)
-    anchor = gap.trainer_logprobs if spec.anchor is Anchor.old else gap.rollout_logprobs
-    return anchor, applied, _effects(gap, verdict, bounded, applied)
+# ---------------------------------------------------------------- levels: Delta -> log of the weight, where it is known
+# Each returns the log-ratio [T], not clamped, and the tokens [T] bool that have one.
 
 
-def _effects(gap: Gap, verdict: Verdict, bounded: _Bounded, applied: Applied) -> Effects:
-    segments, ratio = gap.segments, None
-    values: dict[str, Column] = {}
-    flags = {name: segments.flag_column(rejected) for name, rejected in verdict.tokens.items()}
-    if bounded.raw is None:
-        flags["raw_weight"] = segments.flag_column(gap.valid)
-    elif bounded.is_ratio:
-        ratio = gap.ratio_total
-    else:
-        values["raw_weight"] = segments.column(keep_where(gap.valid_bits, bounded.raw).double())
-    if bounded.cut is not None:
-        taken_off = keep_where(applied.kept, bounded.cut)
-        values["cut_weight"] = segments.column(taken_off.double())
-        flags["clipped"] = segments.flag_column(taken_off.to(torch.bool))
-    if bounded.raised is not None:
-        flags["raised"] = segments.flag_column(bounded.raised & applied.keep)
-    tokens = gap.num_tokens if verdict.responses else None
-    return Effects(segments, values, flags, ratio, tokens, verdict.responses)
+def _token_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Delta_t: w_t = pi_old(y_t) / mu(y_t)."""
+    return tokens.delta, tokens.valid
 
 
-# ---------------------------------------------------------------- levels: Delta -> log-ratio of each token
+def _sequence_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """sum_t Delta_t: w = pi_old(y) / mu(y), the importance weight of the whole response."""
+    return _of_response(tokens, tokens.delta_total)
 
 
-class _LogWeight(NamedTuple):
-    """A log-ratio accumulated over a level."""
-
-    log_ratio: Tensor
-    """[T] not clamped; 0 where not valid."""
-    valid: Tensor
-    """[T] bool, the tokens that have a weight at this level."""
+def _geometric_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """mean_t Delta_t: w = (pi_old(y) / mu(y))^(1/|y|). Source: GSPO, https://arxiv.org/abs/2507.18071, eq. 7."""
+    return _of_response(tokens, tokens.delta_mean)
 
 
-def _token_level(gap: Gap) -> _LogWeight:
-    return _LogWeight(log_ratio=gap.delta, valid=gap.valid)
+def _of_response(tokens: Tokens, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """One log-ratio per response [N]; a response with an invalid token has none."""
+    return tokens.expand(log_ratio.to(tokens.delta.dtype)), tokens.valid & tokens.expand(tokens.complete)
 
 
-def _sequence_level(gap: Gap) -> _LogWeight:
-    return _whole_responses(gap, gap.total)
+def _segment_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """sum of Delta over the assistant turn of the token: a contiguous run of response tokens of one sequence."""
+    mask, num_tokens = tokens.response_mask, tokens.response_mask.shape[0]
+    starts = torch.zeros(num_tokens + 1, dtype=torch.bool, device=mask.device)
+    starts[tokens.cu_seqlens.long()] = True
+    follows = torch.cat([mask.new_zeros(1), mask[:-1]])
+    # The number of each token's turn, from 1; 0 in front of the first. There are at most T turns.
+    turn = (mask & (starts[:num_tokens] | ~follows)).long().cumsum(0)
+    none = tokens.delta.new_zeros(num_tokens + 1, dtype=torch.float64)
+    log_ratio = none.index_add(0, turn, tokens.delta.double())[turn]
+    invalid = none.index_add(0, turn, (mask & ~tokens.valid).double())[turn]
+    return log_ratio.to(tokens.delta.dtype), tokens.valid & (invalid == 0)
 
 
-def _geometric_level(gap: Gap) -> _LogWeight:
-    return _whole_responses(gap, gap.mean(gap.total))
-
-
-def _whole_responses(gap: Gap, log_ratio: Tensor) -> _LogWeight:
-    """One log-ratio per sequence [N] -> one per token, valid where no token of the response is invalid."""
-    valid = gap.valid & gap.segments.expand(gap.complete)
-    log_ratio = gap.segments.expand(log_ratio.to(gap.delta.dtype))
-    return _LogWeight(log_ratio=keep_where(mask_bits(valid), log_ratio), valid=valid)
-
-
-def _prefix_level(gap: Gap) -> _LogWeight:
-    """Sum of Delta over the response up to and with the token, other turns included (per-decision weights).
+def _prefix_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """sum_{j<=t} Delta_j over the response up to and with the token, earlier turns included: per-decision weights.
 
     Source: Precup, Sutton, Singh, "Eligibility traces for off-policy policy evaluation" (2000).
     """
-    invalid = gap.response_mask & ~gap.valid
-    valid = gap.valid & (_running_sum(gap, invalid.double()) == 0)
-    log_ratio = _running_sum(gap, gap.delta.double()).to(gap.delta.dtype)
-    return _LogWeight(log_ratio=torch.where(valid, log_ratio, 0.0), valid=valid)
+    invalid = _running_sum(tokens, tokens.response_mask & ~tokens.valid)
+    return _running_sum(tokens, tokens.delta).to(tokens.delta.dtype), tokens.valid & (invalid == 0)
 
 
-def _running_sum(gap: Gap, values: Tensor) -> Tensor:
-    """Inclusive sum of values [T] float64 from the first token of each sequence."""
-    total = values.cumsum(0)
-    before = torch.cat([total.new_zeros(1), total])[gap.cu_seqlens[:-1].long()]
-    return total - gap.segments.expand(before)
+def _running_sum(tokens: Tokens, values: Tensor) -> Tensor:
+    """Sum of values [T] from the first token of the sequence up to and with each token -> [T] float64."""
+    total = values.double().cumsum(0)
+    before = torch.cat([total.new_zeros(1), total])[tokens.cu_seqlens[:-1].long()]
+    return total - tokens.expand(before)
 
 
-def _segment_level(gap: Gap) -> _LogWeight:
-    """Sum of Delta over the contiguous run of response tokens (assistant turn) that holds the token."""
-    num_tokens = gap.delta.shape[0]
-    starts = torch.zeros(num_tokens + 1, dtype=torch.bool, device=gap.delta.device)
-    starts[gap.cu_seqlens.long()] = True
-    continues = torch.cat([gap.response_mask.new_zeros(1), gap.response_mask[:-1]])
-    # A run begins at a response token that begins its sequence or follows a token off the mask.
-    run = (gap.response_mask & (starts[:num_tokens] | ~continues)).long().cumsum(0)
-    # There are at most T runs; run 0 is what lies before the first.
-    zeros = gap.delta.new_zeros(num_tokens + 1, dtype=torch.float64)
-    totals = zeros.index_add(0, run, gap.delta.double())[run].to(gap.delta.dtype)
-    invalid = zeros.index_add(0, run, (gap.response_mask & ~gap.valid).double())[run]
-    valid = gap.valid & (invalid == 0)
-    return _LogWeight(log_ratio=torch.where(valid, totals, 0.0), valid=valid)
-
-
-LEVELS: Final[dict[Level, Callable[[Gap], _LogWeight]]] = {
+LEVELS: Final[dict[Level, Callable[[Tokens], tuple[Tensor, Tensor]]]] = {
     Level.token: _token_level,
     Level.sequence: _sequence_level,
     Level.geometric: _geometric_level,
@@ -339,42 +164,48 @@ LEVELS: Final[dict[Level, Callable[[Gap], _LogWeight]]] = {
 }
 
 
-# ---------------------------------------------------------------- bounds: log-ratio -> weight, keep
+# ---------------------------------------------------------------- bounds: rho, log rho -> weight, tokens that stay
+# rho [T] is the exponential of the clamped log_ratio [T]. Each returns the weight [T] and the tokens [T] bool inside.
 
 
-class _Bounded(NamedTuple):
-    """A weight after its bounds."""
-
-    weight: Tensor | None
-    """[T] finite; None for a weight of 1."""
-    keep: Tensor
-    """[T] bool."""
-    raw: Tensor | None = None
-    """[T] before its bounds."""
-    is_ratio: bool = False
-    """`raw` is the ratio of the token."""
-    cut: Tensor | None = None
-    """[T] what the upper bound took off."""
-    raised: Tensor | None = None
-    """[T] bool, raised to the lower bound."""
+def _none(rho: Tensor, log_ratio: Tensor, bounds: WeightSpec) -> tuple[Tensor, Tensor]:
+    """rho, up to e^20: vanilla importance sampling."""
+    return rho, torch.ones_like(rho, dtype=torch.bool)
 
 
-def _bounded(weight: WeightSpec | None, gap: Gap) -> _Bounded:
-    """The weight of each token. A bound is written, not exponentiated back: a cut weight is exactly `high`."""
-    if weight is None:
-        return _Bounded(weight=None, keep=gap.valid)
-    log_ratio, valid = LEVELS[weight.level](gap)
-    is_ratio = weight.level is Level.token
-    raw = gap.ratio if is_ratio else bounded_exp(log_ratio)
-    free = _Bounded(weight=raw, keep=valid, raw=raw, is_ratio=is_ratio)
-    if weight.bound is Bound.none:
-        return free
-    lowest = -math.inf if weight.low is None else math.log(weight.low)
-    highest = math.inf if weight.high is None else math.log(weight.high)
-    if weight.bound is Bound.mask:
-        return free._replace(keep=valid & ~outside(log_ratio, lowest, highest))
-    below_high = raw.clamp(max=weight.high)
-    cut = free._replace(weight=below_high, cut=raw - below_high)
-    if weight.bound is Bound.truncate:
-        return cut if weight.low is None else cut._replace(keep=valid & ~outside(log_ratio, lowest, math.inf))
-    return cut._replace(weight=below_high.clamp(min=weight.low), raised=outside(log_ratio, lowest, math.inf))
+def _truncate(rho: Tensor, log_ratio: Tensor, bounds: WeightSpec) -> tuple[Tensor, Tensor]:
+    """min(rho, high): truncated importance sampling (TIS). Where `low` is set, tokens with rho < low are rejected.
+
+    Source: Ionides, "Truncated importance sampling" (2008); for the mismatch of engines: Yao et al., "Your efficient
+    RL framework secretly brings you off-policy RL training" (2025), https://fengyao.notion.site/off-policy-rl.
+    """
+    return rho.clamp(max=bounds.high), _is_inside(log_ratio, bounds.low, None)
+
+
+def _clip(rho: Tensor, log_ratio: Tensor, bounds: WeightSpec) -> tuple[Tensor, Tensor]:
+    """min(max(rho, low), high): no token is rejected."""
+    return rho.clamp(bounds.low, bounds.high), torch.ones_like(rho, dtype=torch.bool)
+
+
+def _mask(rho: Tensor, log_ratio: Tensor, bounds: WeightSpec) -> tuple[Tensor, Tensor]:
+    """rho 1[low <= rho <= high]: masked importance sampling (MIS), at token level IcePop.
+
+    Source: Ling team, "Every step evolves", https://arxiv.org/abs/2510.18855; sequences: Liu et al., "When speed kills
+    stability" (2025), https://richardli.xyz/rl-collapse.
+    """
+    return rho, _is_inside(log_ratio, bounds.low, bounds.high)
+
+
+def _is_inside(log_ratio: Tensor, low: float | None, high: float | None) -> Tensor:
+    """low <= exp(log_ratio) <= high, both ends included; None is no bound."""
+    lowest = -math.inf if low is None else math.log(low)
+    highest = math.inf if high is None else math.log(high)
+    return (log_ratio >= lowest) & (log_ratio <= highest)
+
+
+BOUNDS: Final[dict[Bound, Callable[[Tensor, Tensor, WeightSpec], tuple[Tensor, Tensor]]]] = {
+    Bound.none: _none,
+    Bound.truncate: _truncate,
+    Bound.clip: _clip,
+    Bound.mask: _mask,
+}

@@ -2,7 +2,7 @@
 
 Constant memory, whatever the number of tokens: 20 x 20 bins of (probability, position) with three sums each, and
 50 x 50 counts of (pi_old, mu). Statistics of micro-batches and ranks add up; nothing is read on the host before
-`arrays`. T: packed tokens, N: sequences.
+`arrays`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from algorithms.chunks import chunk_tokens
-from algorithms.correction import valid_tokens
 from algorithms.kl import k3
-from algorithms.masked import require_packed, segment_expand
+from algorithms.tokens import Tokens
 
 PROBABILITY_BINS: Final = 20
 """Octaves of mu: bin b holds 2^-(b+1) < mu <= 2^-b, the last one all that is smaller."""
@@ -82,50 +80,27 @@ class MismatchHistograms:
         )
 
 
-def mismatch_histograms(
-    *, old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, cu_seqlens: Tensor
-) -> MismatchHistograms:
+@torch.no_grad()
+def mismatch_histograms(tokens: Tokens) -> MismatchHistograms:
     """Histograms of one micro-batch over its valid response tokens, on its device.
 
-    Args:
-        old_logprobs: [T] float32, log pi_old.
-        rollout_logprobs: [T] float32, log mu.
-        response_mask: [T] bool. The position of a token counts the response tokens of its sequence, invalid ones too.
-        cu_seqlens: [N+1] int32, first token of each sequence.
-
-    Raises:
-        ValueError: a wrong shape or dtype.
+    trainer_logprobs are log pi_old. The position of a token counts the response tokens of its sequence, valid or not.
     """
-    require_packed(response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    with torch.no_grad():
-        num_tokens, device = response_mask.shape[0], response_mask.device
-        # One slot more takes tokens that are not valid.
-        grid = torch.zeros(3, GRID + 1, dtype=torch.float64, device=device)
-        joint = torch.zeros(JOINT_BINS**2 + 1, dtype=torch.float64, device=device)
-        seen = response_mask.cumsum(0, dtype=torch.int32)
-        before = torch.cat([seen.new_zeros(1), seen])[cu_seqlens[:-1].long()]
-        positions = seen - segment_expand(before, cu_seqlens, num_tokens=num_tokens)
-        size = chunk_tokens(device)
-        for start in range(0, num_tokens, size):
-            part = slice(start, start + size)
-            _add(grid, joint, old_logprobs[part], rollout_logprobs[part], response_mask[part], positions[part])
-        return MismatchHistograms(sums=torch.cat([grid[:, :GRID].reshape(-1), joint[: JOINT_BINS**2]]))
-
-
-def _add(grid: Tensor, joint: Tensor, old: Tensor, rollout: Tensor, response: Tensor, positions: Tensor) -> None:
-    valid = valid_tokens(old_logprobs=old, rollout_logprobs=rollout, response_mask=response)
-    old, rollout = torch.where(valid, old, 0.0), torch.where(valid, rollout, 0.0)
-    delta = (old - rollout).double()
-    by_probability = (-rollout * math.log2(math.e)).clamp_(0, PROBABILITY_BINS - 1).long()
-    # The exponent of a float32 is the octave.
-    octave = (positions.clamp(min=1).float().view(torch.int32) >> 23) - 127
-    by_position = octave.clamp_(max=POSITION_BINS - 1).long()
-    bins = (by_probability * POSITION_BINS + by_position).masked_fill_(~valid, GRID)
+    mask, valid, delta = tokens.response_mask, tokens.valid, tokens.delta.double()
+    seen = mask.cumsum(0)
+    before = torch.cat([seen.new_zeros(1), seen])[tokens.cu_seqlens[:-1].long()]
+    position = seen - tokens.expand(before)
+    octaves = 2 ** torch.arange(1, POSITION_BINS, device=mask.device)
+    by_position = torch.bucketize(position, octaves, right=True)
+    by_probability = (-tokens.rollout / math.log(2)).clamp(0, PROBABILITY_BINS - 1).long()
     values = torch.stack([torch.ones_like(delta), delta.abs(), k3(delta)])
-    grid.scatter_add_(1, bins.expand_as(values), values)
-    old_bin, rollout_bin = ((x.exp() * JOINT_BINS).clamp_(0, JOINT_BINS - 1).long() for x in (old, rollout))
-    pair = (old_bin * JOINT_BINS + rollout_bin).masked_fill_(~valid, JOINT_BINS**2)
-    joint.scatter_add_(0, pair, values[0])
+    values = torch.where(valid, values, 0.0)
+    grid = values.new_zeros(3, GRID).index_add(1, by_probability * POSITION_BINS + by_position, values)
+    old_bin, rollout_bin = (
+        (logprobs.exp() * JOINT_BINS).clamp(0, JOINT_BINS - 1).long() for logprobs in (tokens.train, tokens.rollout)
+    )
+    joint = values.new_zeros(JOINT_BINS**2).index_add(0, old_bin * JOINT_BINS + rollout_bin, values[0])
+    return MismatchHistograms(sums=torch.cat([grid.view(-1), joint]))
 
 
 def _bins(sums: Tensor, *, edges: list[float]) -> Bins:

@@ -8,7 +8,8 @@ coefficients, which hold the denominator of the whole optimizer step: losses of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from algorithms.config.loss import (
     SAPOConfig,
 )
 from algorithms.correction import Correction
-from algorithms.diagnostics import LossStats, loss_stats
-from algorithms.masked import masked_sum, require_packed
-from algorithms.surrogate import SURROGATES, SurrogateFn
+from algorithms.kl import k3
+from algorithms.masked import masked_max, masked_sum, require_packed
+from algorithms.stats import Stats, max_or_none, mean_or_none
+from algorithms.surrogate import SURROGATES, Surrogate, SurrogateFn
 
 __all__ = [
     "Aggregation",
@@ -43,8 +45,63 @@ __all__ = [
     "PPOClipConfig",
     "ReinforceConfig",
     "SAPOConfig",
+    "loss_stats",
     "policy_loss",
 ]
+
+
+LOSS_SUMS: Final = (
+    "policy",
+    "active",
+    "ratio",
+    "approx_kl",
+    "clipped_low",
+    "clipped_high",
+    "invalid",
+    "entropy",
+    "entropy_tokens",
+)
+LOSS_MAXES: Final = ("ratio",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LossStats(Stats):
+    """What the surrogate did."""
+
+    def metrics(self, *, optimizer_steps: int = 1) -> dict[str, float | None]:
+        """`loss/*` and `policy/entropy`. Reads the device; None where there is no token.
+
+        loss/policy is a sum over micro-batches and ranks, divided by the `optimizer_steps` that were merged: it is
+        the aggregated policy loss, without the entropy bonus. clip_frac_low / _high: kept tokens at the lower / upper
+        bound of their surrogate (`algorithms.surrogate.Surrogate`); only under cispo do they still have a gradient.
+        ratio_mean, ratio_max: the ratio that the bounds act on, over kept tokens: pi_theta / anchor of the token, or
+        of its response under gspo, so that a response counts once per token. approx_kl: mean of k3 of the token's
+        log pi_theta - log anchor, nats, in every surrogate. It estimates KL(anchor || pi_theta), without bias where
+        the anchor is pi_rollout; anchored on pi_old it ignores the mismatch of the engines. invalid_tokens: kept
+        tokens whose log pi_theta is not finite, left out. policy/entropy: nats, over all response tokens.
+        """
+        sums = dict(zip(LOSS_SUMS, self.sums.tolist(), strict=True))
+        maxes = dict(zip(LOSS_MAXES, self.maxes.tolist(), strict=True))
+        active = sums["active"]
+        return {
+            "loss/policy": sums["policy"] / optimizer_steps,
+            "loss/clip_frac_low": mean_or_none(sums["clipped_low"], active),
+            "loss/clip_frac_high": mean_or_none(sums["clipped_high"], active),
+            "loss/ratio_mean": mean_or_none(sums["ratio"], active),
+            "loss/ratio_max": max_or_none(maxes["ratio"], active),
+            "loss/approx_kl": mean_or_none(sums["approx_kl"], active),
+            "loss/invalid_tokens": sums["invalid"],
+            "policy/entropy": mean_or_none(sums["entropy"], sums["entropy_tokens"]),
+        }
+
+    def scaled(self, *, policy: Tensor) -> Self:
+        """The same statistics with the policy loss multiplied by `policy`, a scalar on the device.
+
+        For a factor that is known only after the last micro-batch and is applied to the gradient there.
+        """
+        factors = torch.ones_like(self.sums)
+        factors[LOSS_SUMS.index("policy")] = policy
+        return replace(self, sums=self.sums * factors)
 
 
 class LossOutput(NamedTuple):
@@ -92,7 +149,7 @@ def policy_loss(
     active = kept & torch.isfinite(logprobs)
     # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
     theta = torch.where(active, logprobs, 0.0)
-    anchor = torch.where(active, correction.anchor_logprobs, 0.0).detach()
+    anchor = torch.where(active, correction.anchor, 0.0).detach()
     surrogate = _surrogate_of(loss_config)(
         theta,
         anchor_logprobs=anchor,
@@ -138,3 +195,43 @@ def _entropy_sum(entropy: Tensor | None, coefficients: Tensor, *, response_mask:
         )
     require_packed(response_mask, entropy=entropy)
     return masked_sum(entropy.double() * coefficients.detach(), response_mask)
+
+
+def loss_stats(
+    surrogate: Surrogate,
+    *,
+    log_ratio: Tensor,
+    policy: Tensor,
+    active: Tensor,
+    invalid: Tensor,
+    entropy: Tensor | None,
+    response_mask: Tensor,
+) -> LossStats:
+    """Loss statistics of one micro-batch, on its device.
+
+    Args:
+        surrogate: Its ratio and clip indicators, [T].
+        log_ratio: [T] float32, log pi_theta - log anchor of each token, nats.
+        policy: Scalar, the micro-batch's part of the policy loss.
+        active: [T] bool, tokens that entered the loss.
+        invalid: [T] bool, kept tokens left out for a non-finite log pi_theta.
+        entropy: [T] float32, nats, or None.
+        response_mask: [T] bool.
+    """
+    with torch.no_grad():
+        never = torch.zeros_like(active)
+        columns = {
+            "active": active,
+            "ratio": torch.where(active, surrogate.ratio, 0.0),
+            "approx_kl": torch.where(active, k3(log_ratio), 0.0),
+            "clipped_low": surrogate.clipped_low & active,
+            "clipped_high": surrogate.clipped_high & active,
+            "invalid": invalid,
+            "entropy": never if entropy is None else torch.where(response_mask, entropy, 0.0),
+            "entropy_tokens": never if entropy is None else response_mask,
+        }
+        sums = torch.stack([columns[name].double() for name in LOSS_SUMS[1:]]).sum(dim=1)
+        return LossStats(
+            sums=torch.cat([policy.double().reshape(1), sums]),
+            maxes=masked_max(columns["ratio"], active).reshape(1),
+        )

@@ -65,12 +65,24 @@ def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return divide_by_count(totals, segment_sum(mask.view(torch.uint8).to(values.dtype), cu_seqlens))
 
 
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """Maximum of values [T] where mask [T] is True -> scalar float64; -inf for an empty mask."""
+    masked = torch.where(mask, values.double(), -math.inf)
+    # One more element, because a maximum over T = 0 tokens is an error.
+    return torch.cat([masked, masked.new_full((1,), -math.inf)]).amax()
+
+
 def segment_min(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Minimum of values [T] over each sequence -> [N], same dtype; +inf for an empty sequence."""
     num_segments = cu_seqlens.numel() - 1
     minima = values.new_full((num_segments + 1,), math.inf)
     minima = minima.scatter_reduce(0, _segment_ids(cu_seqlens, values.shape[0]), values, reduce="amin")
     return minima[:num_segments]
+
+
+def segment_max(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Maximum of values [T] over each sequence -> [N], same dtype; -inf for an empty sequence."""
+    return -segment_min(-values, cu_seqlens)
 
 
 def segment_expand(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:

@@ -40,20 +40,20 @@ REFERENCE_SUMS: Final = ("tokens", "invalid", "k1", "k3")
 
 
 def reference_kl(
-    logprobs: Tensor, *, ref_logprobs: Tensor, old_logprobs: Tensor | None, estimator: KLEstimator
+    logprobs: Tensor, *, ref_logprobs: Tensor, anchor_logprobs: Tensor | None, estimator: KLEstimator
 ) -> Tensor:
     """The estimate of each token -> [T] float32, nats, with the gradient of its formula. Inputs must be finite.
 
     Args:
         logprobs: [T] float32, log pi_theta.
         ref_logprobs: [T] float32, log pi_ref.
-        old_logprobs: [T] float32, log-probs of the policy that sampled; needed by `unbiased` only.
+        anchor_logprobs: [T] float32, log-probs of the policy that sampled; needed by `unbiased` only.
         estimator: Which estimate.
 
     Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped one has no gradient.
 
     Raises:
-        ValueError: old_logprobs is None with `unbiased`.
+        ValueError: anchor_logprobs is None with `unbiased`.
     """
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
@@ -64,14 +64,14 @@ def reference_kl(
         case KLEstimator.k3:
             return k3(log_ratio)
         case KLEstimator.unbiased:
-            return bounded_exp(logprobs - _needed(old_logprobs).detach()) * k3(log_ratio)
+            return bounded_exp(logprobs - _needed(anchor_logprobs).detach()) * k3(log_ratio)
 
 
 def reference_kl_loss(
     logprobs: Tensor,
     *,
     ref_logprobs: Tensor,
-    old_logprobs: Tensor | None,
+    anchor_logprobs: Tensor | None,
     response_mask: Tensor,
     coefficients: Tensor,
     config: ReferenceKLConfig,
@@ -81,7 +81,7 @@ def reference_kl_loss(
     Args:
         logprobs: [T] float32 with gradient, log pi_theta.
         ref_logprobs: [T] float32, log pi_ref.
-        old_logprobs: [T] float32, log-probs of the policy whose expectation the coefficients take: the rollout
+        anchor_logprobs: [T] float32, log-probs of the policy whose expectation the coefficients take: the rollout
             policy's own (log mu), or log pi_old where the coefficients hold the weight pi_old / mu, or where the
             mismatch is to be ignored. Read by `estimator=unbiased` only, None is fine for the others.
         response_mask: [T] bool.
@@ -92,7 +92,7 @@ def reference_kl_loss(
     non-finite log-prob are left out; `reference_kl_stats` counts them.
 
     Raises:
-        ValueError: placement=reward; old_logprobs is None with `unbiased`; a wrong shape or dtype.
+        ValueError: placement=reward; anchor_logprobs is None with `unbiased`; a wrong shape or dtype.
     """
     if config.placement is not KLPlacement.loss:
         raise ValueError(
@@ -102,15 +102,15 @@ def reference_kl_loss(
     require_packed(response_mask, logprobs=logprobs, ref_logprobs=ref_logprobs, coefficients=coefficients)
     active = response_mask & torch.isfinite(logprobs) & torch.isfinite(ref_logprobs)
     if config.estimator is KLEstimator.unbiased:
-        old_logprobs = _needed(old_logprobs)
-        require_packed(response_mask, old_logprobs=old_logprobs)
-        active = active & torch.isfinite(old_logprobs)
-        old_logprobs = torch.where(active, old_logprobs, 0.0)
+        anchor_logprobs = _needed(anchor_logprobs)
+        require_packed(response_mask, anchor_logprobs=anchor_logprobs)
+        active = active & torch.isfinite(anchor_logprobs)
+        anchor_logprobs = torch.where(active, anchor_logprobs, 0.0)
     estimate = reference_kl(
         # Masked before exp and before the product: 0 x inf would be NaN, in the loss and in the gradient.
         torch.where(active, logprobs, 0.0),
         ref_logprobs=torch.where(active, ref_logprobs, 0.0),
-        old_logprobs=old_logprobs,
+        anchor_logprobs=anchor_logprobs,
         estimator=config.estimator,
     )
     scale = torch.where(active, coefficients, 0.0).detach()
@@ -146,7 +146,7 @@ def reference_kl_penalty(
         estimate = reference_kl(
             torch.where(active, logprobs, 0.0),
             ref_logprobs=torch.where(active, ref_logprobs, 0.0),
-            old_logprobs=None,
+            anchor_logprobs=None,
             estimator=config.estimator,
         )
         return config.coef * estimate
@@ -191,10 +191,10 @@ def reference_kl_stats(logprobs: Tensor, *, ref_logprobs: Tensor, response_mask:
         return ReferenceKLStats(sums=sums, maxes=sums.new_zeros(0))
 
 
-def _needed(old_logprobs: Tensor | None) -> Tensor:
-    if old_logprobs is None:
+def _needed(anchor_logprobs: Tensor | None) -> Tensor:
+    if anchor_logprobs is None:
         raise ValueError(
-            "reference_kl.estimator=unbiased needs old_logprobs (the policy that sampled), got None. "
+            "reference_kl.estimator=unbiased needs anchor_logprobs (the policy that sampled), got None. "
             "Pass them, or use reference_kl.estimator=k2."
         )
-    return old_logprobs
+    return anchor_logprobs

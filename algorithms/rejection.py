@@ -1,59 +1,140 @@
 """Rejection criteria: what the two engines say about a token or a response -> whether it stays in the loss.
 
-One function per key of `RejectConfig`. `algorithms.correction` applies those that are set; all must keep a token.
-Delta = log pi_train - log mu, raw (never clamped before it is compared), 0 on invalid tokens.
+A criterion is one function here, its row in CRITERIA, and a key of `algorithms.config.rejection.RejectConfig` with the
+same name. `algorithms.correction` applies those that are set; all must keep a token. Delta = log pi_train - log mu is
+compared before any clamp, and 0 on invalid tokens. A criterion over responses rejects a response with an invalid token
+whole: the response has no statistic.
 
-Token by token a criterion is an interval of Delta wherever it can be: no exponential is taken to decide, and "the
-largest k3 of the response" means that no token lies outside. A response with an invalid token has no sequence
-statistic and is rejected whole by every criterion over responses. n: packed tokens, N: sequences.
+T: packed tokens, N: sequences.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor
 
-from algorithms.bits import outside
 from algorithms.config import RejectConfig
-from algorithms.gap import Gap
-from algorithms.kl import bernoulli_kl, bounded_exp, k2, k3_interval
+from algorithms.kl import bernoulli_kl, bounded_exp, k2, k3
+from algorithms.masked import segment_max, segment_min
+from algorithms.tokens import Tokens
 
 
-class Verdict(NamedTuple):
-    """What the criteria in use say."""
-
-    keep: Tensor
-    """[n] bool, the valid tokens that every criterion keeps."""
-    tokens: dict[str, Tensor]
-    """Criterion over tokens -> the response tokens that it rejects, [n] bool."""
-    responses: dict[str, Tensor]
-    """Criterion over responses -> those that it keeps, [N] bool."""
-
-
-def decide(config: RejectConfig, gap: Gap) -> Verdict:
-    """The verdict of the criteria in use.
+def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
+    """Each criterion in use -> the response tokens that it rejects, [T] bool.
 
     Raises:
         ValueError: a criterion reads advantages and there are none.
     """
-    keep, keep_responses = gap.valid, None
-    tokens: dict[str, Tensor] = {}
-    responses: dict[str, Tensor] = {}
-    for name in config.active():
-        bound = getattr(config, name)
-        if name in TOKEN_CRITERIA:
-            tokens[name] = TOKEN_CRITERIA[name](gap, bound) & gap.response_mask
-            keep = keep & ~tokens[name]
-        else:
-            keeps = RESPONSE_CRITERIA[name](gap, bound) & gap.complete
-            keep_responses = keeps if keep_responses is None else keep_responses & keeps
-            responses[name] = keeps
-    if keep_responses is not None:
-        keep = keep & gap.segments.expand(keep_responses)
-    return Verdict(keep=keep, tokens=tokens, responses=responses)
+    return {name: tokens.response_mask & ~CRITERIA[name](tokens, getattr(config, name)) for name in config.active()}
+
+
+# ---------------------------------------------------------------- token by token -> [T] bool, True where it keeps
+
+
+def _token_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
+    """low <= rho <= high."""
+    return _within(tokens.delta, bounds)
+
+
+def _token_k2(tokens: Tokens, bound: float) -> Tensor:
+    """Delta^2 / 2 <= bound."""
+    return k2(tokens.delta) <= bound
+
+
+def _token_k3(tokens: Tokens, bound: float) -> Tensor:
+    """rho - 1 - Delta <= bound."""
+    return k3(tokens.delta) <= bound
+
+
+def _prob_diff(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
+    """low <= pi_train - mu <= high."""
+    low, high = bounds
+    difference = _probability_gap(tokens)
+    return (difference >= low) & (difference <= high)
+
+
+def _dppo_tv(tokens: Tokens, bound: float) -> Tensor:
+    """|pi_train - mu| <= bound, or the advantage pushes the token back towards mu.
+
+    |pi_train - mu| is the total variation of the token's Bernoulli law. Source: DPPO, as in `algorithms.surrogate`.
+    """
+    pushes_outwards = _advantages(tokens, criterion="dppo_tv") * tokens.delta > 0
+    return ~pushes_outwards | (_probability_gap(tokens).abs() <= bound)
+
+
+def _dppo_kl(tokens: Tokens, bound: float) -> Tensor:
+    """KL(Bernoulli(mu) || Bernoulli(pi_train)) <= bound, or the advantage pushes the token back towards mu."""
+    pushes_outwards = _advantages(tokens, criterion="dppo_kl") * tokens.delta > 0
+    return ~pushes_outwards | (bernoulli_kl(tokens.rollout, tokens.train) <= bound)
+
+
+def _opsm(tokens: Tokens, bound: float) -> Tensor:
+    """A >= 0, or mean(log mu - log pi_train) over the response <= bound: off-policy sequence masking.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556.
+    """
+    is_near = tokens.expand(-tokens.delta_mean <= bound)
+    return ((_advantages(tokens, criterion="opsm") >= 0) | is_near) & tokens.expand(tokens.complete)
+
+
+# ---------------------------------------------------------------- whole responses -> [T] bool, True where it keeps
+
+
+def _sequence_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
+    """low <= prod_t rho_t <= high."""
+    return _of_response(tokens, _within(tokens.delta_total, bounds))
+
+
+def _geometric_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
+    """low <= (prod_t rho_t)^(1/|y|) <= high."""
+    return _of_response(tokens, _within(tokens.delta_mean, bounds))
+
+
+def _sum_k2(tokens: Tokens, bound: float) -> Tensor:
+    """sum_t k2 <= bound."""
+    return _of_response(tokens, tokens.total(k2(tokens.delta.double())) <= bound)
+
+
+def _sum_k3(tokens: Tokens, bound: float) -> Tensor:
+    """sum_t k3 <= bound."""
+    return _of_response(tokens, tokens.total(k3(tokens.delta.double())) <= bound)
+
+
+def _mean_k2(tokens: Tokens, bound: float) -> Tensor:
+    """mean_t k2 <= bound."""
+    return _of_response(tokens, tokens.mean(k2(tokens.delta.double())) <= bound)
+
+
+def _mean_k3(tokens: Tokens, bound: float) -> Tensor:
+    """mean_t k3 <= bound. Source of mean and maximum: trust region masking, https://arxiv.org/abs/2512.23075."""
+    return _of_response(tokens, tokens.mean(k3(tokens.delta.double())) <= bound)
+
+
+def _max_k2(tokens: Tokens, bound: float) -> Tensor:
+    """max_t k2 <= bound."""
+    return _of_response(tokens, segment_max(k2(tokens.delta), tokens.cu_seqlens) <= bound)
+
+
+def _max_k3(tokens: Tokens, bound: float) -> Tensor:
+    """max_t k3 <= bound."""
+    return _of_response(tokens, segment_max(k3(tokens.delta), tokens.cu_seqlens) <= bound)
+
+
+def _veto(tokens: Tokens, bound: float) -> Tensor:
+    """min_t rho_t >= bound. An invalid token is catastrophic too: a side gave it probability 0, or none at all."""
+    return _of_response(tokens, segment_min(tokens.delta, tokens.cu_seqlens) >= math.log(bound))
+
+
+def _mult_err(tokens: Tokens, bound: float) -> Tensor:
+    """mean_t max(rho_t, 1 / rho_t) <= bound."""
+    # The mean of the excess over 1, which is 0 on tokens that are not valid.
+    return _of_response(tokens, 1 + tokens.mean(bounded_exp(tokens.delta.double().abs()) - 1) <= bound)
+
+
+# ---------------------------------------------------------------- what several criteria need
 
 
 def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:
@@ -62,126 +143,31 @@ def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:
     return (log_ratio >= math.log(low)) & (log_ratio <= math.log(high))
 
 
-def _none_outside(gap: Gap, low: float, high: float) -> Tensor:
-    """[N] bool, sequences with no Delta outside [low, high]."""
-    return gap.segments.count(outside(gap.delta, low, high)) == 0
+def _of_response(tokens: Tokens, keeps: Tensor) -> Tensor:
+    """The verdict on each response [N] -> on its tokens [T]; a response with an invalid token is not kept."""
+    return tokens.expand(keeps & tokens.complete)
 
 
-# ---------------------------------------------------------------- token by token: True where it rejects
+def _probability_gap(tokens: Tokens) -> Tensor:
+    """pi_train - mu of each token, 0 where not valid."""
+    return tokens.train.exp() - tokens.rollout.exp()
 
 
-def _token_ratio(gap: Gap, bounds: Sequence[float]) -> Tensor:
-    low, high = bounds
-    return outside(gap.delta, math.log(low), math.log(high))
-
-
-def _token_k2(gap: Gap, bound: float) -> Tensor:
-    return outside(gap.delta, -math.sqrt(2 * bound), math.sqrt(2 * bound))
-
-
-def _token_k3(gap: Gap, bound: float) -> Tensor:
-    return outside(gap.delta, *k3_interval(bound))
-
-
-def _probability_gap(gap: Gap) -> Tensor:
-    """pi_train - mu of each token, 0 where not valid (both log-probs are 0 there)."""
-    return gap.trainer_logprobs.exp() - gap.rollout_logprobs.exp()
-
-
-def _prob_diff(gap: Gap, bounds: Sequence[float]) -> Tensor:
-    low, high = bounds
-    return outside(_probability_gap(gap), low, high)
-
-
-def _advantages(gap: Gap, *, criterion: str) -> Tensor:
-    if gap.advantages is None:
+def _advantages(tokens: Tokens, *, criterion: str) -> Tensor:
+    if tokens.advantages is None:
         raise ValueError(
             f"correction.reject.{criterion} reads the sign of the advantage, got advantages=None. "
-            "Pass the advantages [T] to correct()."
+            "Pass the advantages [T] in Tokens."
         )
-    return gap.advantages
+    return tokens.advantages
 
 
-def _dppo_tv(gap: Gap, bound: float) -> Tensor:
-    """Drop where |pi_train - mu|, the total variation of the token's Bernoulli law, exceeds the bound outwards: where
-    the advantage pushes the token further away from mu. Source of the rule: DPPO."""
-    outwards = _advantages(gap, criterion="dppo_tv") * gap.delta > 0
-    return outwards & (_probability_gap(gap).abs() > bound)
-
-
-def _dppo_kl(gap: Gap, bound: float) -> Tensor:
-    """Drop where KL(Bernoulli(mu) || Bernoulli(pi_train)) exceeds the bound outwards."""
-    outwards = _advantages(gap, criterion="dppo_kl") * gap.delta > 0
-    return outwards & (bernoulli_kl(gap.rollout_logprobs, gap.trainer_logprobs) > bound)
-
-
-def _opsm(gap: Gap, bound: float) -> Tensor:
-    """Off-policy sequence masking: A < 0 and mean(log mu - log pi_train) > bound leaves. Source: arXiv:2512.02556."""
-    punished = ~(_advantages(gap, criterion="opsm") >= 0)
-    near = gap.segments.expand(-gap.mean(gap.total) <= bound)
-    return ~near & punished | ~gap.segments.expand(gap.complete)
-
-
-# ---------------------------------------------------------------- response by response: True where it keeps
-
-
-def _sequence_ratio(gap: Gap, bounds: Sequence[float]) -> Tensor:
-    return _within(gap.total, bounds)
-
-
-def _geometric_ratio(gap: Gap, bounds: Sequence[float]) -> Tensor:
-    return _within(gap.mean(gap.total), bounds)
-
-
-def _sum_k2(gap: Gap, bound: float) -> Tensor:
-    return gap.segments.sum(k2(gap.delta.double())) <= bound
-
-
-def _sum_k3(gap: Gap, bound: float) -> Tensor:
-    return gap.k3_total <= bound
-
-
-def _mean_k2(gap: Gap, bound: float) -> Tensor:
-    return gap.mean(gap.segments.sum(k2(gap.delta.double()))) <= bound
-
-
-def _mean_k3(gap: Gap, bound: float) -> Tensor:
-    return gap.mean(gap.k3_total) <= bound
-
-
-def _max_k2(gap: Gap, bound: float) -> Tensor:
-    return _none_outside(gap, -math.sqrt(2 * bound), math.sqrt(2 * bound))
-
-
-def _max_k3(gap: Gap, bound: float) -> Tensor:
-    return _none_outside(gap, *k3_interval(bound))
-
-
-def _veto(gap: Gap, bound: float) -> Tensor:
-    """min rho >= bound. An invalid token is catastrophic too: a side gave it probability 0, or none at all."""
-    return _none_outside(gap, math.log(bound), math.inf)
-
-
-def _mult_err(gap: Gap, bound: float) -> Tensor:
-    """Mean of max(rho, 1 / rho). Clamped only inside exp, far above every bound that makes sense."""
-    excess = bounded_exp(gap.delta.double().abs()).sub_(1)
-    return 1 + gap.mean(gap.segments.sum(excess)) <= bound
-
-
-TOKEN_CRITERIA: Final[dict[str, Callable[[Gap, float], Tensor] | Callable[[Gap, Sequence[float]], Tensor]]] = {
+CRITERIA: Final[dict[str, Callable[[Tokens, Any], Tensor]]] = {
     "token_ratio": _token_ratio,
-    "token_k2": _token_k2,
-    "token_k3": _token_k3,
-    "prob_diff": _prob_diff,
-    "dppo_tv": _dppo_tv,
-    "dppo_kl": _dppo_kl,
-    "opsm": _opsm,
-}
-"""Key of `RejectConfig` -> criterion: (gap, bound or [low, high]) -> [n] bool, True where it rejects the token; what it
-says off the mask does not count."""
-RESPONSE_CRITERIA: Final[dict[str, Callable[[Gap, float], Tensor] | Callable[[Gap, Sequence[float]], Tensor]]] = {
     "sequence_ratio": _sequence_ratio,
     "geometric_ratio": _geometric_ratio,
+    "token_k2": _token_k2,
+    "token_k3": _token_k3,
     "sum_k2": _sum_k2,
     "sum_k3": _sum_k3,
     "mean_k2": _mean_k2,
@@ -189,6 +175,10 @@ RESPONSE_CRITERIA: Final[dict[str, Callable[[Gap, float], Tensor] | Callable[[Ga
     "max_k2": _max_k2,
     "max_k3": _max_k3,
     "veto": _veto,
+    "prob_diff": _prob_diff,
     "mult_err": _mult_err,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "opsm": _opsm,
 }
-"""The other keys: (gap, bound or [low, high]) -> [N] bool, True where it keeps the response."""
+"""Key of `RejectConfig` -> criterion: (tokens, bound or [low, high]) -> [T] bool, True where it keeps the token."""

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms.masked import require_packed
+from algorithms.masked import masked_max, require_packed
 from algorithms.returns import ROUNDING
 from algorithms.stats import Stats, max_or_none, mean_or_none
 
@@ -121,16 +121,9 @@ def value_loss(
         sums = torch.stack([columns[name].double() for name in VALUE_SUMS[1:]]).sum(dim=1)
         stats = ValueStats(
             sums=torch.cat([loss.detach().reshape(1), sums]),
-            maxes=_largest((predicted - target).abs(), active),
+            maxes=masked_max((predicted - target).abs(), active).reshape(1),
         )
     return ValueLossOutput(loss=loss.to(values.dtype), stats=stats)
-
-
-def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """Maximum on the mask -> [1] float64; -inf for an empty mask."""
-    # One more element, because a maximum over T = 0 tokens is an error.
-    masked = torch.where(mask, values.double(), -torch.inf)
-    return torch.cat([masked, masked.new_full((1,), -torch.inf)]).amax(dim=0, keepdim=True)
 
 
 def _explained(sums: dict[str, float]) -> float | None:

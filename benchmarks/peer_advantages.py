@@ -223,7 +223,7 @@ def _verl_kl(name: str, logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Te
 
 def _parity_kl(estimator: KLEstimator, logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     return _value_and_gradient(
-        lambda leaf: reference_kl(leaf, ref_logprobs=reference, old_logprobs=None, estimator=estimator), logprobs
+        lambda leaf: reference_kl(leaf, ref_logprobs=reference, anchor_logprobs=None, estimator=estimator), logprobs
     )
 
 

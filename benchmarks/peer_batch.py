@@ -16,6 +16,7 @@ from algorithms.aggregate import token_coefficients
 from algorithms.config import Aggregation, CorrectionConfig, LossConfig
 from algorithms.correction import Correction, correct
 from algorithms.loss import policy_loss
+from algorithms.tokens import Tokens
 
 AGREES = 1e-5
 """Largest relative difference that float32 rounding explains here."""
@@ -171,7 +172,7 @@ def uncorrected(batch: Batch) -> Correction:
     """Anchor pi_old, weight 1, every token kept."""
     mask = batch.packed(batch.mask)
     anchor = torch.where(mask, batch.packed(batch.old), 0.0)
-    return Correction(anchor_logprobs=anchor, weight=torch.ones_like(anchor), keep=mask)
+    return Correction(anchor=anchor, weight=torch.ones_like(anchor), keep=mask)
 
 
 def parity_outcome(
@@ -198,12 +199,14 @@ def parity_outcome(
 def corrected(config: CorrectionConfig, batch: Batch, *, trainer: Tensor | None = None) -> Correction:
     """`algorithms.correction.correct` of the packed batch; `trainer` [B, L] stands for pi_old."""
     return correct(
-        config,
-        old_logprobs=batch.packed(batch.old if trainer is None else trainer),
-        rollout_logprobs=batch.packed(batch.rollout),
-        response_mask=batch.packed(batch.mask),
-        cu_seqlens=batch.cu_seqlens,
-        advantages=batch.packed(batch.advantages),
+        config.spec(),
+        Tokens(
+            trainer_logprobs=batch.packed(batch.old if trainer is None else trainer),
+            rollout_logprobs=batch.packed(batch.rollout),
+            response_mask=batch.packed(batch.mask),
+            cu_seqlens=batch.cu_seqlens,
+            advantages=batch.packed(batch.advantages),
+        ),
     )
 
 

@@ -24,8 +24,9 @@ from algorithms.config import (
     TISConfig,
 )
 from algorithms.correction import correct, weight_total
-from algorithms.diagnostics import mismatch_metrics
 from algorithms.kl import k3
+from algorithms.mismatch import mismatch_stats
+from algorithms.tokens import Tokens
 
 WEIGHTS = "`compute_rollout_correction_weights`"
 REJECTION = "`compute_rollout_rejection_mask`"
@@ -62,7 +63,7 @@ def _weight_rows(batch: Batch) -> list[Row]:
     for level in (Level.token, Level.sequence):
         config = TISConfig(level=level, cap=2.0)
         correction = corrected(config, batch)
-        total, number = weight_total(config, correction, cu_seqlens=batch.cu_seqlens)
+        total, number = weight_total(config.spec(), correction, cu_seqlens=batch.cu_seqlens)
         ours = applied(correction, batch)
         plain = relative_difference(_verl_weights(batch, level.name, 2.0), ours)
         mean_one = relative_difference(
@@ -84,7 +85,7 @@ def _normalised_mask_row(batch: Batch) -> Row:
     """verl's normaliser counts the tokens that IcePop rejected, ours does not."""
     config = _icepop(SelfNormalize.mean_one)
     correction = corrected(config, batch)
-    total, number = weight_total(config, correction, cu_seqlens=batch.cu_seqlens).tolist()
+    total, number = weight_total(config.spec(), correction, cu_seqlens=batch.cu_seqlens).tolist()
     theirs = _verl_weights(batch, "token", "0.5_5.0", normalise=True)
     keep = batch.padded(correction.keep)
     theirs_mean = theirs[keep].mean().item()
@@ -144,11 +145,13 @@ def _interval_row() -> Row:
         ratios.log(), mask, rollout_rs="token_k1", rollout_rs_threshold="0.6_1.6"
     )
     ours = correct(
-        CustomConfig(reject=RejectConfig(token_ratio=[0.6, 1.6])),
-        old_logprobs=ratios[0].log() - 1,
-        rollout_logprobs=torch.full((3,), -1.0),
-        response_mask=torch.ones(3, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        CustomConfig(reject=RejectConfig(token_ratio=[0.6, 1.6])).spec(),
+        Tokens(
+            trainer_logprobs=ratios[0].log() - 1,
+            rollout_logprobs=torch.full((3,), -1.0),
+            response_mask=torch.ones(3, dtype=torch.bool),
+            cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        ),
     ).keep
     return Row(
         case="`k1` interval [0.6, 1.6], rho = 0.55, 1.5, 1.65",
@@ -166,11 +169,13 @@ def _raw_sum_row() -> Row:
     theirs, _ = compute_rollout_rejection_mask(delta, mask, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0")
     weight, _ = compute_rollout_correction_weights(delta, mask, rollout_is="sequence", rollout_is_threshold=100.0)
     ours = correct(
-        CustomConfig(reject=RejectConfig(sequence_ratio=[0.5, 2.0])),
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones(2, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        CustomConfig(reject=RejectConfig(sequence_ratio=[0.5, 2.0])).spec(),
+        Tokens(
+            trainer_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(2, dtype=torch.bool),
+            cu_seqlens=torch.tensor([0, 2], dtype=torch.int32),
+        ),
     ).keep
     return Row(
         case="product in [0.5, 2], log-ratios 25 and -22",
@@ -204,13 +209,15 @@ def _metric_rows(batch: Batch) -> list[Row]:
     _, _, prefixed = compute_rollout_correction_and_rejection_mask(
         batch.old, batch.rollout, batch.float_mask, rollout_is="token", rollout_is_threshold=2.0
     )
-    ours = mismatch_metrics(
-        old_logprobs=batch.packed(batch.old),
-        rollout_logprobs=batch.packed(batch.rollout),
-        response_mask=batch.packed(batch.mask),
-        cu_seqlens=batch.cu_seqlens,
-        correction=corrected(TISConfig(cap=2.0), batch),
-    )
+    ours = mismatch_stats(
+        Tokens(
+            trainer_logprobs=batch.packed(batch.old),
+            rollout_logprobs=batch.packed(batch.rollout),
+            response_mask=batch.packed(batch.mask),
+            cu_seqlens=batch.cu_seqlens,
+        ),
+        corrected(TISConfig(cap=2.0), batch),
+    ).metrics()
     differences = {
         name: abs(theirs[name] - (ours[f"mismatch/{key}"] or 0.0)) / abs(theirs[name]) for name, key in _METRICS.items()
     }
@@ -235,12 +242,14 @@ def _empty_row(batch: Batch) -> Row:
     for part in (replace(batch, mask=batch.mask & some.unsqueeze(1)), batch.responses(some)):
         theirs.append(compute_offpolicy_metrics(part.old, part.rollout, part.float_mask))
         ours.append(
-            mismatch_metrics(
-                old_logprobs=part.packed(part.old),
-                rollout_logprobs=part.packed(part.rollout),
-                response_mask=part.packed(part.mask),
-                cu_seqlens=part.cu_seqlens,
-            )
+            mismatch_stats(
+                Tokens(
+                    trainer_logprobs=part.packed(part.old),
+                    rollout_logprobs=part.packed(part.rollout),
+                    response_mask=part.packed(part.mask),
+                    cu_seqlens=part.cu_seqlens,
+                )
+            ).metrics()
         )
     names = ("training_ppl", "chi2_seq")
     ratios = [theirs[0][name] / theirs[1][name] for name in names]
@@ -264,12 +273,14 @@ def _small_k3_row() -> Row:
     exact = (torch.expm1(delta) - delta).mean().item()
     theirs = compute_offpolicy_metrics(old[None], rollout[None], torch.ones(1, number))["k3_kl"]
     ours = k3(old - rollout).double().mean().item()
-    metric = mismatch_metrics(
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones(number, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
-    )["mismatch/k3"]
+    metric = mismatch_stats(
+        Tokens(
+            trainer_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(number, dtype=torch.bool),
+            cu_seqlens=torch.tensor([0, number], dtype=torch.int32),
+        )
+    ).metrics()["mismatch/k3"]
     errors = [abs(value - exact) / exact for value in (theirs, ours, metric or 0.0)]
     return Row(
         case="`k3` at log-ratios of +-1e-4, float32",

@@ -105,7 +105,7 @@ def _parity_kl(batch: Batch, reference: Tensor) -> Outcome:
         lambda theta: reference_kl_loss(
             batch.packed(theta),
             ref_logprobs=batch.packed(reference),
-            old_logprobs=batch.packed(batch.old),
+            anchor_logprobs=batch.packed(batch.old),
             response_mask=mask,
             coefficients=scale,
             config=config,

@@ -12,25 +12,28 @@ import torch
 from torch import Tensor
 
 from algorithms.aggregate import token_coefficients
-from algorithms.config import PRESETS, Bound, CustomConfig, RejectConfig
-from algorithms.config.combine import resolved_loss
-from algorithms.correction import (
+from algorithms.config import (
+    PRESETS,
+    Bound,
     BypassConfig,
     BypassLoss,
-    Correction,
     CorrectionConfig,
+    CustomConfig,
     Level,
     MISBound,
     MISConfig,
     PPOISConfig,
     RecomputeConfig,
+    RejectConfig,
     RejectedDenominator,
     TISConfig,
     VanillaISConfig,
-    correct,
 )
+from algorithms.config.combine import resolved_loss
+from algorithms.correction import Correction, correct
 from algorithms.loss import LossConfig, LossOutput, policy_loss
 from algorithms.masked import segment_sum
+from algorithms.tokens import Tokens
 
 BYPASS_REINFORCE = BypassConfig(loss=BypassLoss.reinforce)
 EVERY_CRITERION = RejectConfig(
@@ -127,16 +130,26 @@ def random_batch(seed: int, lengths: list[int], *, noise: float, dtype: torch.dt
     )
 
 
-def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
-    """`correct` on a batch whose pi_old is known."""
-    return correct(
-        config,
-        old_logprobs=batch.old_logprobs,
+def tokens_of(batch: Batch, advantages: Tensor | None = None) -> Tokens:
+    """The record of a batch whose pi_old is known."""
+    return Tokens(
+        trainer_logprobs=batch.old_logprobs,
         rollout_logprobs=batch.rollout_logprobs,
         response_mask=batch.response_mask,
         cu_seqlens=batch.cu_seqlens,
-        advantages=batch.advantages,
+        advantages=advantages,
     )
+
+
+def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
+    """`correct` on a batch whose pi_old is known."""
+    return correct(config.spec(), tokens_of(batch, batch.advantages))
+
+
+def by_response(values: Tensor, cu_seqlens: Tensor) -> list[float]:
+    """Sum of values [T] over each response."""
+    sums: list[float] = segment_sum(values.double(), cu_seqlens).tolist()
+    return sums
 
 
 def denominator_mask(batch: Batch, config: CorrectionConfig) -> Tensor:

@@ -18,6 +18,7 @@ from algorithms.config import Compared, CorrectionConfig, LossConfig, PPOClipCon
 from algorithms.config.combine import resolved_loss
 from algorithms.correction import Correction, correct
 from algorithms.loss import policy_loss
+from algorithms.tokens import Tokens
 
 VOCABULARY = 3
 OBSERVATION_LOGPROB = -7.0
@@ -133,14 +134,14 @@ def corrected_case(case: Case, config: CorrectionConfig) -> Correction:
     """The correction of all responses, with the log-probs that the config compares."""
     layout = Packed.of(case)
     trainer = case.logits if config.spec().compared is Compared.current else case.old_logits
-    return correct(
-        config,
-        old_logprobs=layout.pack(case.logprobs(trainer).detach(), OBSERVATION_LOGPROB),
+    tokens = Tokens(
+        trainer_logprobs=layout.pack(case.logprobs(trainer).detach(), OBSERVATION_LOGPROB),
         rollout_logprobs=layout.pack(case.logprobs(case.rollout_logits), OBSERVATION_LOGPROB),
         response_mask=layout.mask,
         cu_seqlens=layout.cu_seqlens,
         advantages=layout.pack(case.advantages),
     )
+    return correct(config.spec(), tokens)
 
 
 def score_coefficients(case: Case, config: CorrectionConfig, loss_config: LossConfig | None = None) -> Tensor:

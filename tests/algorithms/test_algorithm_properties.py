@@ -11,16 +11,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import MODES, Batch, backward, corrected, counts, packed, random_batch
+from algorithm_cases import MODES, Batch, backward, corrected, counts, packed, random_batch, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
-from algorithms.config import Aggregation, Anchor
-from algorithms.correction import CorrectionConfig, MISConfig, RejectedDenominator, correct
-from algorithms.diagnostics import mismatch_metrics, mismatch_stats
+from algorithms.config import Aggregation, Anchor, CorrectionConfig, MISConfig, RejectedDenominator
+from algorithms.correction import correct
 from algorithms.kl import k3
 from algorithms.loss import (
     CISPOConfig,
@@ -33,6 +32,8 @@ from algorithms.loss import (
     SAPOConfig,
     policy_loss,
 )
+from algorithms.mismatch import mismatch_stats
+from algorithms.tokens import Tokens
 
 SEEDS = st.integers(0, 2**31)
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
@@ -173,7 +174,7 @@ def test_all_modes_coincide_bit_for_bit_when_the_engines_agree(
     loss, gradient = backward(batch, MODES["recompute"], loss_config, totals=totals)
     for name, config in MODES.items():
         correction = corrected(batch, config)
-        assert torch.equal(correction.anchor_logprobs, reference.anchor_logprobs), name
+        assert torch.equal(correction.anchor, reference.anchor), name
         assert torch.equal(correction.weight, torch.ones_like(correction.weight)), name
         assert torch.equal(correction.keep, batch.response_mask), name
         if config.spec().anchor is not Anchor.none:
@@ -187,13 +188,8 @@ def test_k3_is_non_negative_and_the_same_in_every_mode(seed: int, lengths: list[
     batch = random_batch(seed, lengths, noise=noise)
     delta = batch.old_logprobs - batch.rollout_logprobs
     assert (k3(delta) >= 0).all() and (k3(delta[delta != 0]) > 0).all()
-    arguments = {
-        "old_logprobs": batch.old_logprobs,
-        "rollout_logprobs": batch.rollout_logprobs,
-        "response_mask": batch.response_mask,
-        "cu_seqlens": batch.cu_seqlens,
-    }
-    seen = {mismatch_metrics(**arguments, correction=corrected(batch, c))["mismatch/k3"] for c in MODES.values()}
+    tokens = tokens_of(batch)
+    seen = {mismatch_stats(tokens, corrected(batch, c)).metrics()["mismatch/k3"] for c in MODES.values()}
     assert len(seen) == 1
     assert all((value is None) == (not batch.response_mask.any()) for value in seen)
 
@@ -204,15 +200,12 @@ def test_fields_are_consistent(seed: int, lengths: list[int], noise: float, name
     batch = random_batch(seed, lengths, noise=noise)
     correction = corrected(batch, MODES[name])
     assert not (correction.keep & ~batch.response_mask).any()
-    assert torch.isfinite(correction.weight).all() and torch.isfinite(correction.anchor_logprobs).all()
+    assert torch.isfinite(correction.weight).all() and torch.isfinite(correction.anchor).all()
     assert (correction.weight[batch.response_mask & ~correction.keep] == 0).all()
     assert (correction.weight[correction.keep] > 0).all()
     metrics = mismatch_stats(
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-        correction=correction,
+        tokens_of(batch),
+        correction,
     ).metrics()
     for metric in ("mismatch/ess/raw_token", "mismatch/ess/applied_token"):
         ess = metrics[metric]
@@ -246,7 +239,9 @@ def test_no_value_is_read_on_the_host(name: str) -> None:
     with pytest.raises(RuntimeError):
         _ = count.item()
     layout = {"response_mask": mask, "cu_seqlens": cu_seqlens}
-    correction = correct(MODES[name], old_logprobs=old, rollout_logprobs=rollout, advantages=advantages, **layout)
+    correction = correct(
+        MODES[name].spec(), Tokens(trainer_logprobs=old, rollout_logprobs=rollout, advantages=advantages, **layout)
+    )
     by_aggregation = [
         token_coefficients(
             aggregation,
@@ -269,7 +264,7 @@ def test_no_value_is_read_on_the_host(name: str) -> None:
         loss_config=PPOClipConfig(entropy_coef=0.1, dual_clip=3.0),
     )
     output.loss.backward()
-    stats = mismatch_stats(old_logprobs=old, rollout_logprobs=rollout, correction=correction, **layout)
+    stats = mismatch_stats(Tokens(trainer_logprobs=old, rollout_logprobs=rollout, **layout), correction)
     merged = (stats.merge(stats), output.stats.merge(output.stats))
     advantages_of = [advantage(rewards, groups, epsilon=1e-6, num_tokens=groups) for advantage in ADVANTAGES.values()]
     assert all(tensor.is_meta for tensor in (*advantages_of, *(part.sums for part in merged)))

@@ -4,15 +4,13 @@ import math
 
 import pytest
 import torch
-from algorithm_cases import MODES, packed
+from algorithm_cases import MODES, by_response, packed
 from torch import Tensor
 
-from algorithms.config import Anchor
-from algorithms.correction import (
-    EFFECTS,
+from algorithms.config import (
+    Anchor,
     BypassConfig,
     BypassLoss,
-    Correction,
     CorrectionConfig,
     Level,
     MISBound,
@@ -22,8 +20,9 @@ from algorithms.correction import (
     RejectConfig,
     TISConfig,
     VanillaISConfig,
-    correct,
 )
+from algorithms.correction import Correction, correct
+from algorithms.tokens import Tokens
 
 ROLLOUT = -3.0
 GOLDEN = ((0.1, -0.3, 0.9), (0.0, -2.5))
@@ -35,12 +34,14 @@ def on_gaps(config: CorrectionConfig, *responses: tuple[float, ...], advantage: 
     delta = torch.tensor([value for response in responses for value in response])
     rollout = torch.full_like(delta, ROLLOUT)
     return correct(
-        config,
-        old_logprobs=rollout + delta,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones_like(delta, dtype=torch.bool),
-        cu_seqlens=packed(*map(len, responses)),
-        advantages=torch.full_like(delta, advantage),
+        config.spec(),
+        Tokens(
+            trainer_logprobs=rollout + delta,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones_like(delta, dtype=torch.bool),
+            cu_seqlens=packed(*map(len, responses)),
+            advantages=torch.full_like(delta, advantage),
+        ),
     )
 
 
@@ -49,9 +50,9 @@ def assert_weights(correction: Correction, *expected: float) -> None:
 
 
 def cut_tokens(correction: Correction) -> list[float]:
-    """Kept tokens of each response whose weight was cut."""
-    assert correction.effects is not None
-    return correction.effects[EFFECTS.index("clipped")].tolist()
+    """Kept tokens of each golden response whose weight was cut."""
+    assert correction.raw_weight is not None
+    return by_response(correction.keep & (correction.weight < correction.raw_weight), packed(3, 2))
 
 
 def test_golden_token_weights() -> None:
@@ -102,18 +103,20 @@ def test_the_anchor_is_pi_old_or_mu_as_the_spec_says(name: str) -> None:
     correction = on_gaps(MODES[name], *GOLDEN)
     on_mu = MODES[name].spec().anchor is not Anchor.old
     delta = torch.tensor([0.0] * 5 if on_mu else [*GOLDEN[0], *GOLDEN[1]])
-    assert torch.equal(correction.anchor_logprobs, ROLLOUT + delta)
+    assert torch.equal(correction.anchor, ROLLOUT + delta)
 
 
 def test_a_ratio_on_a_bound_is_inside_it() -> None:
     for delta in (math.log(2), math.log(0.5)):
         # ROLLOUT + delta would round; 0 as rollout log-prob keeps Delta exact.
         correction = correct(
-            MISConfig(),
-            old_logprobs=torch.tensor([delta]),
-            rollout_logprobs=torch.zeros(1),
-            response_mask=torch.ones(1, dtype=torch.bool),
-            cu_seqlens=packed(1),
+            MISConfig().spec(),
+            Tokens(
+                trainer_logprobs=torch.tensor([delta]),
+                rollout_logprobs=torch.zeros(1),
+                response_mask=torch.ones(1, dtype=torch.bool),
+                cu_seqlens=packed(1),
+            ),
         )
         assert correction.keep.tolist() == [True]
 
@@ -161,11 +164,13 @@ def test_veto_rejects_the_whole_response_and_no_other() -> None:
 
 def test_veto_looks_at_the_mask_only() -> None:
     correction = correct(
-        MISConfig(),
-        old_logprobs=torch.tensor([-50.0, -1.0]),
-        rollout_logprobs=torch.tensor([0.0, -1.0]),
-        response_mask=torch.tensor([False, True]),
-        cu_seqlens=packed(2),
+        MISConfig().spec(),
+        Tokens(
+            trainer_logprobs=torch.tensor([-50.0, -1.0]),
+            rollout_logprobs=torch.tensor([0.0, -1.0]),
+            response_mask=torch.tensor([False, True]),
+            cu_seqlens=packed(2),
+        ),
     )
     assert correction.keep.tolist() == [False, True]
 
@@ -176,21 +181,23 @@ def test_pi_old_may_be_missing_only_where_it_is_not_needed(name: str) -> None:
 
     def without_old() -> Correction:
         return correct(
-            MODES[name],
-            old_logprobs=None,
-            rollout_logprobs=rollout,
-            response_mask=torch.ones(3, dtype=torch.bool),
-            cu_seqlens=packed(3),
+            MODES[name].spec(),
+            Tokens(
+                trainer_logprobs=None,
+                rollout_logprobs=rollout,
+                response_mask=torch.ones(3, dtype=torch.bool),
+                cu_seqlens=packed(3),
+            ),
         )
 
     spec = MODES[name].spec()
     if spec.anchor is Anchor.rollout and not spec.measures_trainer:
         correction = without_old()
-        assert correction.anchor_logprobs.tolist() == [-1, -2, 0]
+        assert correction.anchor.tolist() == [-1, -2, 0]
         assert correction.weight.tolist() == [1, 1, 0]
         assert correction.keep.tolist() == [True, True, False]
     else:
-        with pytest.raises(ValueError, match=rf"correction={MODES[name].mode} needs old_logprobs, got None"):
+        with pytest.raises(ValueError, match=rf"anchor={spec.anchor.name} needs trainer_logprobs, got None"):
             without_old()
 
 
@@ -210,16 +217,18 @@ INVALID = [
 @pytest.mark.parametrize(("old", "rollout"), INVALID)
 def test_an_invalid_token_is_rejected_in_every_mode(name: str, old: float, rollout: float) -> None:
     correction = correct(
-        MODES[name],
-        old_logprobs=torch.tensor([-1.0, old, -1.0]),
-        rollout_logprobs=torch.tensor([-1.0, rollout, -1.0]),
-        response_mask=torch.ones(3, dtype=torch.bool),
-        cu_seqlens=packed(2, 1),
-        advantages=torch.ones(3),
+        MODES[name].spec(),
+        Tokens(
+            trainer_logprobs=torch.tensor([-1.0, old, -1.0]),
+            rollout_logprobs=torch.tensor([-1.0, rollout, -1.0]),
+            response_mask=torch.ones(3, dtype=torch.bool),
+            cu_seqlens=packed(2, 1),
+            advantages=torch.ones(3),
+        ),
     )
     assert correction.keep.tolist()[1:] == [False, True]
     assert correction.weight.tolist()[1:] == [0, 1]
-    assert correction.anchor_logprobs.tolist() == [-1, 0, -1]
+    assert correction.anchor.tolist() == [-1, 0, -1]
     # Without this token the response, or the turn, has no weight; and no criterion over responses can be decided.
     spec = MODES[name].spec()
     whole = spec.weight is not None and spec.weight.level in (Level.sequence, Level.geometric, Level.segment)
@@ -230,11 +239,13 @@ def test_an_invalid_token_is_rejected_in_every_mode(name: str, old: float, rollo
 def test_log_mu_a_rounding_above_zero_is_valid() -> None:
     assert on_gaps(RecomputeConfig(), (0.0,)).keep.all()
     correction = correct(
-        RecomputeConfig(),
-        old_logprobs=torch.zeros(2),
-        rollout_logprobs=torch.tensor([9e-5, 2e-4]),
-        response_mask=torch.ones(2, dtype=torch.bool),
-        cu_seqlens=packed(2),
+        RecomputeConfig().spec(),
+        Tokens(
+            trainer_logprobs=torch.zeros(2),
+            rollout_logprobs=torch.tensor([9e-5, 2e-4]),
+            response_mask=torch.ones(2, dtype=torch.bool),
+            cu_seqlens=packed(2),
+        ),
     )
     assert correction.keep.tolist() == [True, False]
 
@@ -247,17 +258,19 @@ def test_off_the_mask_everything_is_defined_and_nothing_is_changed(name: str) ->
     before = (old.clone(), rollout.clone(), mask.clone())
     old.requires_grad_()
     correction = correct(
-        MODES[name],
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        response_mask=mask,
-        cu_seqlens=packed(3, 0),
-        advantages=torch.full((4,), math.nan).masked_fill(mask, 1.0),
+        MODES[name].spec(),
+        Tokens(
+            trainer_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=mask,
+            cu_seqlens=packed(3, 0),
+            advantages=torch.full((4,), math.nan).masked_fill(mask, 1.0),
+        ),
     )
-    assert correction.anchor_logprobs.tolist() == [0, -1, 0, 0]
+    assert correction.anchor.tolist() == [0, -1, 0, 0]
     assert correction.weight.tolist() == [1, 1, 1, 1]
     assert correction.keep.tolist() == [False, True, False, False]
-    assert not correction.weight.requires_grad and not correction.anchor_logprobs.requires_grad
+    assert not correction.weight.requires_grad and not correction.anchor.requires_grad
     after: tuple[Tensor, ...] = (old.detach(), rollout, mask)
     for kept, now in zip(before, after, strict=True):
         torch.testing.assert_close(now, kept, equal_nan=True, rtol=0, atol=0)
@@ -269,11 +282,13 @@ def test_a_mode_without_a_case_is_refused() -> None:
 
 
 def test_half_precision_logprobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="old_logprobs must be float32"):
+    with pytest.raises(ValueError, match="trainer_logprobs must be float32"):
         correct(
-            TISConfig(),
-            old_logprobs=torch.zeros(1, dtype=torch.bfloat16),
-            rollout_logprobs=torch.zeros(1),
-            response_mask=torch.ones(1, dtype=torch.bool),
-            cu_seqlens=packed(1),
+            TISConfig().spec(),
+            Tokens(
+                trainer_logprobs=torch.zeros(1, dtype=torch.bfloat16),
+                rollout_logprobs=torch.zeros(1),
+                response_mask=torch.ones(1, dtype=torch.bool),
+                cu_seqlens=packed(1),
+            ),
         )

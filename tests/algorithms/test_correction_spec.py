@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import MODES, corrected, packed, random_batch
+from algorithm_cases import corrected, packed, random_batch
 from torch import Tensor
 
-from algorithms import chunks
 from algorithms.config import (
     PRESETS,
     Aggregation,
@@ -37,7 +36,9 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.combine import combination_notes, combination_problems, resolved_loss
-from algorithms.correction import EFFECTS, Correction, correct, weight_total
+from algorithms.correction import Correction, correct, weight_total
+from algorithms.mismatch import mismatch_stats
+from algorithms.tokens import Tokens
 
 ROLLOUT = -3.0
 
@@ -47,11 +48,13 @@ def on_turns(config: CorrectionConfig, delta: list[float], mask: list[bool], *le
     gaps = torch.tensor(delta)
     rollout = torch.full_like(gaps, ROLLOUT)
     return correct(
-        config,
-        old_logprobs=rollout + gaps,
-        rollout_logprobs=rollout,
-        response_mask=torch.tensor(mask),
-        cu_seqlens=packed(*lengths),
+        config.spec(),
+        Tokens(
+            trainer_logprobs=rollout + gaps,
+            rollout_logprobs=rollout,
+            response_mask=torch.tensor(mask),
+            cu_seqlens=packed(*lengths),
+        ),
     )
 
 
@@ -109,11 +112,18 @@ def test_clip_raises_and_cuts_and_says_so() -> None:
     correction = on_turns(config, [0.1, -2.0, 3.0], [True] * 3, 3)
     assert weights(correction) == [e(0.1), 0.5, 2.0]
     assert correction.keep.all()
-    assert correction.effects is not None
-    effects = dict(zip(EFFECTS, correction.effects[:, 0].tolist(), strict=True))
     raw = [math.exp(0.1), math.exp(-2.0), math.exp(3.0)]
-    expected = {"raw_weight": sum(raw), "cut_weight": raw[2] - 2, "clipped": 1, "raised": 1}
-    assert effects == pytest.approx(expected, rel=1e-6)
+    assert correction.raw_weight is not None and correction.raw_weight.tolist() == pytest.approx(raw, rel=1e-6)
+    cut = torch.tensor([0.1, -2.0, 3.0])
+    tokens = Tokens(
+        trainer_logprobs=ROLLOUT + cut,
+        rollout_logprobs=torch.full((3,), ROLLOUT),
+        response_mask=torch.ones(3, dtype=torch.bool),
+        cu_seqlens=packed(3),
+    )
+    effects = mismatch_stats(tokens, correction).named_sums()
+    expected = {"raw_weight": sum(raw), "is/clip_mass": raw[2] - 2, "is/clip_frac_hi": 1, "is/clip_frac_lo": 1}
+    assert {name: effects[name] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
 # ---------------------------------------------------------------- self-normalisation
@@ -122,22 +132,24 @@ def test_clip_raises_and_cuts_and_says_so() -> None:
 def test_the_normaliser_counts_tokens_or_responses() -> None:
     delta, mask = [0.1, -0.3, 0.9, 0.0, -2.5], [True] * 5
     tis = TISConfig()
-    total = weight_total(tis, on_turns(tis, delta, mask, 3, 2), cu_seqlens=packed(3, 2))
+    total = weight_total(tis.spec(), on_turns(tis, delta, mask, 3, 2), cu_seqlens=packed(3, 2))
     assert (total[0] / total[1]).item() == pytest.approx(0.98561483, abs=1e-6)
     # The weight at the cap becomes 2 / 0.98561 = 2.029, above it.
     assert 2 / (total[0] / total[1]).item() == pytest.approx(2.02919, abs=1e-4)
     sequence = TISConfig(level=Level.sequence)
-    total = weight_total(sequence, on_turns(sequence, delta, mask, 3, 2), cu_seqlens=packed(3, 2))
+    total = weight_total(sequence.spec(), on_turns(sequence, delta, mask, 3, 2), cu_seqlens=packed(3, 2))
     assert total.tolist() == pytest.approx([2.082085, 2.0], abs=1e-5)
 
 
 def test_the_normaliser_leaves_out_what_is_rejected() -> None:
     mis = MISConfig(reject=RejectConfig())
-    total = weight_total(mis, on_turns(mis, [0.1, -0.3, 0.9, 0.0, -2.5], [True] * 5, 3, 2), cu_seqlens=packed(3, 2))
+    total = weight_total(
+        mis.spec(), on_turns(mis, [0.1, -0.3, 0.9, 0.0, -2.5], [True] * 5, 3, 2), cu_seqlens=packed(3, 2)
+    )
     assert total.tolist() == pytest.approx([1.10517 + 0.74082 + 1.0, 3.0], abs=1e-4)
     geometric = MISConfig(level=Level.geometric)
     total = weight_total(
-        geometric, on_turns(geometric, [0.1, -0.3, 0.9, 0.0, -2.5], [True] * 5, 3, 2), cu_seqlens=packed(3, 2)
+        geometric.spec(), on_turns(geometric, [0.1, -0.3, 0.9, 0.0, -2.5], [True] * 5, 3, 2), cu_seqlens=packed(3, 2)
     )
     assert total.tolist() == pytest.approx([1.26280, 1.0], abs=1e-4)
 
@@ -145,37 +157,12 @@ def test_the_normaliser_leaves_out_what_is_rejected() -> None:
 @pytest.mark.parametrize("config", [TISConfig(), TISConfig(level=Level.geometric)])
 def test_normalisers_of_micro_batches_add_up(config: TISConfig) -> None:
     batch = random_batch(0, [5, 0, 7, 1, 9], noise=0.4)
-    whole = weight_total(config, corrected(batch, config), cu_seqlens=batch.cu_seqlens)
+    whole = weight_total(config.spec(), corrected(batch, config), cu_seqlens=batch.cu_seqlens)
     parts = []
     for sequences in ([0, 1, 2], [3], [4]):
         part = batch.select(sequences)
-        parts.append(weight_total(config, corrected(part, config), cu_seqlens=part.cu_seqlens))
+        parts.append(weight_total(config.spec(), corrected(part, config), cu_seqlens=part.cu_seqlens))
     torch.testing.assert_close(sum(parts[1:], parts[0]), whole, rtol=1e-12, atol=0)
-
-
-# ---------------------------------------------------------------- pieces that fit a cache
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_a_batch_in_pieces_gives_the_same_correction(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = random_batch(1, [3, 0, 40, 7, 1, 0, 20, 5], noise=0.5)
-    whole = corrected(batch, MODES[name])
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 10)
-    assert len(chunks.sequence_chunks(batch.cu_seqlens, num_tokens=76)) > 3
-    pieces = corrected(batch, MODES[name])
-    for field in ("anchor_logprobs", "weight", "keep", "effects"):
-        torch.testing.assert_close(getattr(pieces, field), getattr(whole, field), rtol=1e-6, atol=0)
-    assert pieces.criteria == whole.criteria
-
-
-def test_pieces_are_whole_sequences_and_hold_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 10)
-    cut = chunks.sequence_chunks(packed(4, 5, 30, 2, 0), num_tokens=45)
-    assert [(part.start, part.stop, bounds.tolist()) for part, bounds in cut] == [
-        (0, 9, [0, 4, 9]),
-        (9, 39, [0, 30]),
-        (39, 45, [0, 2, 2]),
-    ]
 
 
 # ---------------------------------------------------------------- presets

@@ -13,24 +13,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import MODES, Batch, backward, corrected, counts, packed, random_batch
+from algorithm_cases import MODES, Batch, backward, by_response, corrected, counts, packed, random_batch, tokens_of
 from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES
-from algorithms.config import CustomConfig, RejectConfig
-from algorithms.correction import (
+from algorithms.config import (
     CorrectionConfig,
+    CustomConfig,
     Level,
     MISConfig,
     RecomputeConfig,
+    RejectConfig,
     RejectedDenominator,
     TISConfig,
     VanillaISConfig,
-    weight_total,
 )
-from algorithms.diagnostics import StepContext, mismatch_metrics
+from algorithms.correction import weight_total
 from algorithms.loss import Aggregation, PPOClipConfig
 from algorithms.masked import segment_sum
+from algorithms.mismatch import StepContext, mismatch_stats
 
 VETO = CustomConfig(reject=RejectConfig(veto=1e-4))
 
@@ -54,14 +55,11 @@ def metrics_of(
     batch: Batch, config: CorrectionConfig | None = None, context: StepContext | None = None
 ) -> dict[str, float | None]:
     """`mismatch/*` without the prefix."""
-    found = mismatch_metrics(
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-        correction=None if config is None else corrected(batch, config),
+    found = mismatch_stats(
+        tokens_of(batch),
+        None if config is None else corrected(batch, config),
         context=context,
-    )
+    ).metrics()
     return {name.removeprefix("mismatch/"): value for name, value in found.items()}
 
 
@@ -95,7 +93,7 @@ def test_minus_infinity_is_rejected_vetoed_and_counted(side: str) -> None:
     assert corrected(batch, RecomputeConfig()).keep.tolist() == [False, True, True, True]
     vetoed = corrected(batch, VETO)
     assert vetoed.keep.tolist() == [False, False, True, True]
-    assert vetoed.effects is not None and vetoed.effects[-1].tolist() == [2, 0]
+    assert by_response(vetoed.rejected["veto"], batch.cu_seqlens) == [2, 0]
     metrics, others = metrics_of(batch, VETO), metrics_of(batch_of([0.2, 0.3, 0.4], 1, 2))
     assert (metrics["invalid_tokens"], metrics["invalid_samples"], metrics["num_tokens"]) == (1, 1, 4)
     assert (metrics["rs/veto_frac"], metrics["rs/veto_seq_frac"]) == (0.5, 0.5)
@@ -145,7 +143,8 @@ def test_a_response_without_tokens_counts_nowhere(name: str) -> None:
         assert torch.equal(gradient[:5], gradient_of(plain, config, aggregation))
         assert gradient[5:].tolist() == [0, 0]
     totals = [
-        weight_total(config, corrected(batch, config), cu_seqlens=batch.cu_seqlens) for batch in (plain, with_empty)
+        weight_total(config.spec(), corrected(batch, config), cu_seqlens=batch.cu_seqlens)
+        for batch in (plain, with_empty)
     ]
     torch.testing.assert_close(totals[1], totals[0], rtol=1e-12, atol=0)
     assert_same_metrics(with_empty, plain, config)
@@ -196,7 +195,7 @@ def test_with_every_token_rejected_the_step_is_nothing_and_the_metrics_say_so(de
     config = MISConfig(rejected_denominator=denominator)
     output, gradient = backward(batch, config, PPOClipConfig(), totals=counts(batch, config))
     assert output.loss.item() == 0 and gradient.tolist() == [0, 0, 0]
-    assert weight_total(config, corrected(batch, config), cu_seqlens=batch.cu_seqlens).tolist() == [0, 0]
+    assert weight_total(config.spec(), corrected(batch, config), cu_seqlens=batch.cu_seqlens).tolist() == [0, 0]
     metrics = metrics_of(batch, config)
     assert (metrics["kept_frac"], metrics["rs/token_frac"], metrics["rs/seq_frac"]) == (0, 1, 1)
     assert metrics["k3"] == metrics_of(batch)["k3"] and metrics["k3"] is not None

@@ -12,7 +12,7 @@ from itertools import combinations, permutations
 
 import pytest
 import torch
-from algorithm_cases import MODES, Batch, backward, corrected, counts, random_batch
+from algorithm_cases import MODES, Batch, backward, corrected, counts, random_batch, tokens_of
 from enumeration_cases import (
     Case,
     corrected_case,
@@ -24,18 +24,18 @@ from enumeration_cases import (
 from torch import Tensor
 
 from algorithms.aggregate import token_coefficients
-from algorithms.config import CorrectionConfig, RejectConfig, SelfNormalize
-from algorithms.config.combine import resolved_loss
-from algorithms.correction import (
-    Correction,
+from algorithms.config import (
+    CorrectionConfig,
     Level,
     MISConfig,
     RecomputeConfig,
+    RejectConfig,
+    SelfNormalize,
     TISConfig,
     VanillaISConfig,
-    correct,
-    weight_total,
 )
+from algorithms.config.combine import resolved_loss
+from algorithms.correction import Correction, correct, weight_total
 from algorithms.loss import Aggregation, PPOClipConfig, policy_loss
 from algorithms.masked import segment_mean, segment_sum
 
@@ -67,10 +67,8 @@ def totals_by_response(case: Case, config: CorrectionConfig) -> Tensor:
     rows = []
     for index in range(len(case.tokens)):
         tokens = slice(index * case.length, (index + 1) * case.length)
-        only = Correction(
-            anchor_logprobs=whole.anchor_logprobs[tokens], weight=whole.weight[tokens], keep=whole.keep[tokens]
-        )
-        rows.append(weight_total(config, only, cu_seqlens=torch.tensor([0, case.length], dtype=torch.int32)))
+        only = Correction(anchor=whole.anchor[tokens], weight=whole.weight[tokens], keep=whole.keep[tokens])
+        rows.append(weight_total(config.spec(), only, cu_seqlens=torch.tensor([0, case.length], dtype=torch.int32)))
     return torch.stack(rows)
 
 
@@ -156,7 +154,7 @@ def step_counts(batch: Batch, config: CorrectionConfig) -> Tensor:
     """What ranks add up for an optimizer step: denominator, kept tokens and sequences, sum and number of weights."""
     correction = corrected(batch, config)
     kept = segment_sum(correction.keep.double(), batch.cu_seqlens)
-    weights = weight_total(config, correction, cu_seqlens=batch.cu_seqlens)
+    weights = weight_total(config.spec(), correction, cu_seqlens=batch.cu_seqlens)
     denominator = torch.tensor(counts(batch, config), dtype=torch.float64)
     return torch.cat([denominator, torch.stack([kept.sum(), (kept > 0).sum().double()]), weights])
 
@@ -224,10 +222,10 @@ def test_nothing_but_log_pi_theta_gets_a_gradient(name: str) -> None:
     for field, value in correction._asdict().items():
         assert not (isinstance(value, Tensor) and value.requires_grad), field
     # Whoever builds a Correction with a graph gets no gradient through it either.
-    weight, anchor = correction.weight.clone().requires_grad_(), correction.anchor_logprobs.clone().requires_grad_()
+    weight, anchor = correction.weight.clone().requires_grad_(), correction.anchor.clone().requires_grad_()
     coefficients = BATCH.response_mask.double().requires_grad_()
     loss_with(
-        correction._replace(weight=weight, anchor_logprobs=anchor),
+        correction._replace(weight=weight, anchor=anchor),
         logprobs,
         config,
         advantages=advantages,
@@ -293,12 +291,8 @@ def test_correct_is_a_function_of_its_response_alone() -> None:
         for n in SEQUENCES:
             alone = BATCH.select([n])
             one = correct(
-                config,
-                old_logprobs=alone.old_logprobs,
-                rollout_logprobs=alone.rollout_logprobs,
-                response_mask=alone.response_mask,
-                cu_seqlens=alone.cu_seqlens,
-                advantages=alone.advantages,
+                config.spec(),
+                tokens_of(alone, alone.advantages),
             )
             torch.testing.assert_close(one.weight, whole.weight[starts[n] : starts[n + 1]], rtol=1e-12, atol=0)
             assert torch.equal(one.keep, whole.keep[starts[n] : starts[n + 1]])

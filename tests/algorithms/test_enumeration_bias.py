@@ -29,23 +29,22 @@ from torch import Tensor
 from algorithms.config import (
     Anchor,
     Bound,
-    Compared,
-    CustomConfig,
-    MISBound,
-    RejectConfig,
-)
-from algorithms.correction import (
     BypassConfig,
     BypassLoss,
+    Compared,
     CorrectionConfig,
+    CustomConfig,
     Level,
+    MISBound,
     MISConfig,
     PPOISConfig,
     RecomputeConfig,
+    RejectConfig,
     TISConfig,
     VanillaISConfig,
-    correct,
 )
+from algorithms.correction import correct
+from algorithms.tokens import Tokens
 
 ANCHORED: dict[str, CorrectionConfig] = {
     "ppo_is": PPOISConfig(),
@@ -272,11 +271,13 @@ def test_bounds_are_on_pi_over_mu(config: CorrectionConfig) -> None:
         pi = mu * torch.tensor(ratios, dtype=torch.float64)
         assert pi.sum().item() == pytest.approx(1)
         keep = correct(
-            config,
-            old_logprobs=pi.log(),
-            rollout_logprobs=mu.log(),
-            response_mask=torch.ones(2, dtype=torch.bool),
-            cu_seqlens=packed(1, 1),
+            config.spec(),
+            Tokens(
+                trainer_logprobs=pi.log(),
+                rollout_logprobs=mu.log(),
+                response_mask=torch.ones(2, dtype=torch.bool),
+                cu_seqlens=packed(1, 1),
+            ),
         ).keep
         assert keep.tolist() == expected, ratios
 

@@ -15,9 +15,11 @@ from algorithm_cases import packed
 from enumeration_cases import random_case
 from torch import Tensor
 
-from algorithms.correction import TISConfig, correct
-from algorithms.diagnostics import mismatch_metrics
+from algorithms.config import TISConfig
+from algorithms.correction import correct
 from algorithms.kl import k1, k2, k3
+from algorithms.mismatch import mismatch_stats
+from algorithms.tokens import Tokens
 
 ACCURACY = 1e-4
 """Relative; metrics may count log-ratios in bins."""
@@ -66,8 +68,8 @@ class Samples:
     def metrics(self) -> dict[str, float | None]:
         old, rollout = (values.repeat_interleave(self.times, dim=0).flatten() for values in (self.log_pi, self.log_mu))
         layout = {"response_mask": torch.ones(24, dtype=torch.bool), "cu_seqlens": packed(*[2] * 12)}
-        correction = correct(TISConfig(), old_logprobs=old, rollout_logprobs=rollout, **layout)
-        found = mismatch_metrics(old_logprobs=old, rollout_logprobs=rollout, correction=correction, **layout)
+        correction = correct(TISConfig().spec(), Tokens(trainer_logprobs=old, rollout_logprobs=rollout, **layout))
+        found = mismatch_stats(Tokens(trainer_logprobs=old, rollout_logprobs=rollout, **layout), correction).metrics()
         return {name.removeprefix("mismatch/"): value for name, value in found.items()}
 
     def expectation(self, values: Tensor) -> float:
@@ -140,12 +142,14 @@ def test_ranges(noise: float) -> None:
 def test_policies_without_common_support_reach_the_ends_of_the_ranges() -> None:
     # One token each, mu all on the tokens that pi almost never takes: JS -> log 2, TV -> 1/2 of |0 - 1| here, because
     # the other half of the distance lies on tokens that mu never samples.
-    metrics = mismatch_metrics(
-        old_logprobs=torch.full((4,), -60.0),
-        rollout_logprobs=torch.zeros(4),
-        response_mask=torch.ones(4, dtype=torch.bool),
-        cu_seqlens=packed(1, 1, 1, 1),
-    )
+    metrics = mismatch_stats(
+        Tokens(
+            trainer_logprobs=torch.full((4,), -60.0),
+            rollout_logprobs=torch.zeros(4),
+            response_mask=torch.ones(4, dtype=torch.bool),
+            cu_seqlens=packed(1, 1, 1, 1),
+        )
+    ).metrics()
     assert metrics["mismatch/js"] == pytest.approx(math.log(2) / 2, rel=ACCURACY)
     assert metrics["mismatch/tv"] == pytest.approx(1 / 2, rel=ACCURACY)
     assert metrics["mismatch/ess/raw_token"] == pytest.approx(1)

@@ -4,19 +4,14 @@ import math
 
 import pytest
 import torch
-from algorithm_cases import Batch, random_batch
+from algorithm_cases import Batch, random_batch, tokens_of
 
-from algorithms import chunks
 from algorithms.histograms import JOINT_BINS, MismatchHistograms, mismatch_histograms
+from algorithms.tokens import Tokens
 
 
 def of(batch: Batch) -> MismatchHistograms:
-    return mismatch_histograms(
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-    )
+    return mismatch_histograms(tokens_of(batch))
 
 
 def by_hand() -> Batch:
@@ -74,14 +69,12 @@ def test_invalid_tokens_and_prompts_are_left_out() -> None:
     assert all(value is None or math.isfinite(value) for value in arrays.by_position.k3)
 
 
-def test_parts_add_up_and_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_add_up() -> None:
     batch = random_batch(1, [40, 0, 7, 120], noise=0.5)
     whole = of(batch)
     assert whole.sums[:400].sum() == batch.response_mask.sum()
     merged = of(batch.select([0, 1])).merge(of(batch.select([2, 3])))
     torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=1e-12)
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 16)
-    torch.testing.assert_close(of(batch).sums, whole.sums, rtol=1e-12, atol=1e-12)
 
 
 def test_nothing_at_all() -> None:
@@ -94,10 +87,12 @@ def test_nothing_is_read_from_the_device() -> None:
     with torch.device("meta"):
         values = torch.empty(9)
         found = mismatch_histograms(
-            old_logprobs=values,
-            rollout_logprobs=values,
-            response_mask=torch.empty(9, dtype=torch.bool),
-            cu_seqlens=torch.empty(4, dtype=torch.int32),
+            Tokens(
+                trainer_logprobs=values,
+                rollout_logprobs=values,
+                response_mask=torch.empty(9, dtype=torch.bool),
+                cu_seqlens=torch.empty(4, dtype=torch.int32),
+            )
         )
     assert found.merge(found).sums.is_meta
     assert found.sums.shape == of(by_hand()).sums.shape == of(random_batch(0, [100], noise=0.1)).sums.shape

@@ -8,8 +8,8 @@ import pytest
 import torch
 from algorithm_cases import MODES, Batch, backward, corrected, counts, packed, random_batch
 
-from algorithms.config import Anchor
-from algorithms.correction import (
+from algorithms.config import (
+    Anchor,
     BypassConfig,
     BypassLoss,
     CorrectionConfig,
@@ -18,14 +18,15 @@ from algorithms.correction import (
     RecomputeConfig,
     RejectedDenominator,
     TISConfig,
-    correct,
 )
+from algorithms.correction import correct
 from algorithms.loss import (
     Aggregation,
     PPOClipConfig,
     ReinforceConfig,
     policy_loss,
 )
+from algorithms.tokens import Tokens
 
 LOG2 = math.log(2)
 
@@ -79,11 +80,13 @@ def test_bypass_with_reinforce_weighs_with_the_current_policy() -> None:
         response_mask=batch.response_mask,
         cu_seqlens=batch.cu_seqlens,
         correction=correct(
-            BypassConfig(loss=BypassLoss.reinforce),
-            old_logprobs=logprobs.detach(),
-            rollout_logprobs=batch.rollout_logprobs,
-            response_mask=batch.response_mask,
-            cu_seqlens=batch.cu_seqlens,
+            BypassConfig(loss=BypassLoss.reinforce).spec(),
+            Tokens(
+                trainer_logprobs=logprobs.detach(),
+                rollout_logprobs=batch.rollout_logprobs,
+                response_mask=batch.response_mask,
+                cu_seqlens=batch.cu_seqlens,
+            ),
         ),
         coefficients=torch.full((4,), 0.25),
         loss_config=ReinforceConfig(),
@@ -192,7 +195,8 @@ def test_without_pi_old_a_broken_pi_theta_is_left_out(name: str) -> None:
         response_mask=mask,
         cu_seqlens=packed(4),
         correction=correct(
-            MODES[name], old_logprobs=None, rollout_logprobs=rollout, response_mask=mask, cu_seqlens=packed(4)
+            MODES[name].spec(),
+            Tokens(trainer_logprobs=None, rollout_logprobs=rollout, response_mask=mask, cu_seqlens=packed(4)),
         ),
         coefficients=torch.ones(4),
         loss_config=PPOClipConfig(),

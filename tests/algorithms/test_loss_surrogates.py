@@ -9,11 +9,8 @@ import torch
 from algorithm_cases import Batch, backward, corrected, counts, packed, random_batch
 from torch import Tensor
 
-from algorithms.correction import (
-    Correction,
-    RecomputeConfig,
-    TISConfig,
-)
+from algorithms.config import RecomputeConfig, TISConfig
+from algorithms.correction import Correction
 from algorithms.loss import (
     Aggregation,
     CISPOConfig,
@@ -141,7 +138,7 @@ def test_gspo_has_the_gradient_of_the_sequence_ratio() -> None:
 def test_gspo_leaves_rejected_tokens_out_of_its_mean() -> None:
     batch = hand_batch()
     keep = torch.tensor([True, True, False, True])
-    correction = Correction(anchor_logprobs=batch.old_logprobs, weight=torch.ones(4), keep=keep)
+    correction = Correction(anchor=batch.old_logprobs, weight=torch.ones(4), keep=keep)
     output = loss_of(batch, GSPOConfig(), correction=correction)
     # Without the token of ratio 1.5, the second response has ratio 1 and not sqrt(1.5).
     assert output.stats.metrics()["loss/ratio_mean"] == pytest.approx((2 * math.sqrt(1.1) + 1) / 3, rel=1e-6)
@@ -157,12 +154,12 @@ def test_a_config_without_a_surrogate_is_refused() -> None:
 def test_what_a_rejected_token_carries_is_never_read(loss_config: LossConfig) -> None:
     batch = hand_batch()
     keep = torch.tensor([True, True, False, True])
-    clean = Correction(anchor_logprobs=batch.old_logprobs, weight=torch.ones(4), keep=keep)
+    clean = Correction(anchor=batch.old_logprobs, weight=torch.ones(4), keep=keep)
     expected = batch.logprobs.clone().requires_grad_()
     loss_of(batch, loss_config, logprobs=expected, correction=clean).loss.backward()
     poison = torch.where(keep, 1.0, math.inf)
     poisoned = replace(batch, advantages=batch.advantages * poison)
-    correction = clean._replace(anchor_logprobs=batch.old_logprobs * poison, weight=poison)
+    correction = clean._replace(anchor=batch.old_logprobs * poison, weight=poison)
     for value in (batch.logprobs[2].item(), math.nan, math.inf, -math.inf):
         logprobs = torch.where(keep, batch.logprobs, value).requires_grad_()
         output = loss_of(poisoned, loss_config, logprobs=logprobs, correction=correction, coefficients=poison)
@@ -199,7 +196,7 @@ def test_only_the_log_probs_of_pi_theta_get_a_gradient(loss_config: LossConfig) 
         "advantages": batch.advantages.clone().requires_grad_(),
         "coefficients": torch.ones(4, requires_grad=True),
     }
-    correction = Correction(anchor_logprobs=inputs["anchor"], weight=inputs["weight"], keep=batch.response_mask)
+    correction = Correction(anchor=inputs["anchor"], weight=inputs["weight"], keep=batch.response_mask)
     loss_of(
         replace(batch, advantages=inputs["advantages"]),
         loss_config,
@@ -215,7 +212,7 @@ def test_at_ratio_one_the_gradient_is_coefficient_times_weight_times_a(loss_conf
     batch = hand_batch()
     logprobs = batch.logprobs.clone().requires_grad_()
     weight, coefficients = torch.tensor([2.0, 1.0, 0.5, 1.0]), torch.tensor([0.25, 0.25, 0.5, 0.5])
-    correction = Correction(anchor_logprobs=batch.logprobs, weight=weight, keep=batch.response_mask)
+    correction = Correction(anchor=batch.logprobs, weight=weight, keep=batch.response_mask)
     batch = replace(batch, advantages=torch.tensor([1.0, 1.0, -3.0, -3.0]))
     output = loss_of(batch, loss_config, logprobs=logprobs, correction=correction, coefficients=coefficients)
     output.loss.backward()
@@ -292,7 +289,7 @@ def test_no_surrogate_reads_a_value_on_the_host(loss_config: LossConfig) -> None
         advantages=advantages,
         response_mask=mask,
         cu_seqlens=cu_seqlens,
-        correction=Correction(anchor_logprobs=anchor, weight=weight, keep=keep),
+        correction=Correction(anchor=anchor, weight=weight, keep=keep),
         coefficients=coefficients,
         loss_config=replace(loss_config, entropy_coef=0.1),
     )

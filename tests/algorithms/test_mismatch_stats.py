@@ -6,22 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import MODES, Batch, corrected, packed, random_batch
+from algorithm_cases import MODES, Batch, by_response, corrected, packed, random_batch, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms import chunks
-from algorithms.correction import (
-    Correction,
-    CorrectionConfig,
-    MISBound,
-    MISConfig,
-    RecomputeConfig,
-    TISConfig,
-    VanillaISConfig,
-)
-from algorithms.diagnostics import MismatchStats, StepContext, correct_and_measure, mismatch_metrics, mismatch_stats
-from algorithms.segments import BLOCK
+from algorithms.config import CorrectionConfig, MISBound, MISConfig, RecomputeConfig, TISConfig, VanillaISConfig
+from algorithms.correction import Correction
+from algorithms.kl import k3
+from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
+from algorithms.tail import pareto_k, quantile
+from algorithms.tokens import Tokens
 
 PLAIN = [
     *("k1", "k2", "k3", "k3_p99", "k3_max", "js", "chi2_token", "chi2_seq", "tv", "mult_err", "pearson"),
@@ -64,14 +58,8 @@ def stats_of(batch: Batch, config: CorrectionConfig | None, context: StepContext
 
 
 def stats_with(batch: Batch, correction: Correction | None, context: StepContext | None = None) -> MismatchStats:
-    return mismatch_stats(
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-        correction=correction,
-        context=context,
-    )
+    """With a context the advantages are known too."""
+    return mismatch_stats(tokens_of(batch, None if context is None else batch.advantages), correction, context)
 
 
 def check(metrics: dict[str, float | None], expected: Mapping[str, float | None]) -> None:
@@ -190,25 +178,17 @@ def by_hand() -> tuple[Batch, Correction, StepContext]:
     )
     raw = torch.where(mask, delta.exp(), torch.ones(()))
     correction = Correction(
-        anchor_logprobs=batch.old_logprobs,
+        anchor=batch.old_logprobs,
         weight=torch.tensor([1.0, 2.0, raw[2], 1.0, 0.0, 0.0, 1.0, 1.8]),
         keep=torch.tensor([False, True, True, False, False, False, False, True]),
-        criteria=("token_ratio", "mean_k3", "veto"),
-        effects=torch.tensor(
-            [
-                [raw[1] + raw[2], raw[4] + raw[5], raw[7]],
-                [raw[1] - 2, 0.0, 0.0],
-                [1.0, 0.0, 0.0],
-                [0.0, 0.0, 1.0],
-                [0.0, 1.0, 0.0],
-                [0.0, 2.0, 0.0],
-                [0.0, 0.0, 0.0],
-            ],
-            dtype=torch.float64,
-        ),
+        raw_weight=raw,
+        rejected={
+            "token_ratio": torch.tensor([False, False, False, False, True, False, False, False]),
+            "mean_k3": torch.tensor([False, False, False, False, True, True, False, False]),
+            "veto": torch.zeros(8, dtype=torch.bool),
+        },
     )
     context = StepContext(
-        advantages=batch.advantages,
         rewards=torch.tensor([1.0, 0.0, 0.5]),
         entropy=batch.entropy,
         lags=torch.tensor([0, 9, 0]),
@@ -295,12 +275,7 @@ def test_what_is_measured_does_not_depend_on_the_mode() -> None:
 
 def test_without_a_correction_the_applied_metrics_are_absent() -> None:
     batch = golden()
-    metrics = mismatch_metrics(
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-    )
+    metrics = mismatch_stats(tokens_of(batch)).metrics()
     absent = {name for name, value in metrics.items() if value is None}
     assert absent == names(CORRECTED, IN_CONTEXT, ["pearson", "khat/token", "khat/seq"])
 
@@ -309,9 +284,7 @@ def test_without_a_correction_the_applied_metrics_are_absent() -> None:
 def test_no_tokens_is_none_and_never_zero(num_tokens: int) -> None:
     batch = random_batch(0, [num_tokens], noise=1.0)
     batch.response_mask = torch.zeros(num_tokens, dtype=torch.bool)
-    context = StepContext(
-        advantages=batch.advantages, rewards=torch.ones(1), entropy=batch.entropy, lags=torch.zeros(1).long()
-    )
+    context = StepContext(rewards=torch.ones(1), entropy=batch.entropy, lags=torch.zeros(1).long())
     for known in (None, context):
         metrics = stats_of(batch, TISConfig(), known).metrics()
         assert {name: value for name, value in metrics.items() if value is not None} == dict.fromkeys(names(COUNTS), 0)
@@ -407,9 +380,7 @@ def test_merging_is_the_same_as_one_batch(seed: int, lengths: list[int], cut: in
 
     def stats(sequences: list[int]) -> MismatchStats:
         part = batch.select(sequences)
-        context = StepContext(
-            advantages=part.advantages, rewards=rewards[sequences], entropy=part.entropy, lags=lags[sequences]
-        )
+        context = StepContext(rewards=rewards[sequences], entropy=part.entropy, lags=lags[sequences])
         return stats_of(part, MODES[name], context)
 
     order = list(range(len(lengths)))
@@ -431,7 +402,7 @@ def test_merging_is_the_same_as_one_batch(seed: int, lengths: list[int], cut: in
 
 
 def test_sequences_of_every_length_are_told_apart() -> None:
-    # Borders inside blocks, at their ends, several in one block, and padding behind the last sequence.
+    # Short and long ones, an empty one, and padding behind the last sequence.
     lengths = [3, 0, 61, 64, 1, 1, 200, 7, 128, 50]
     batch = random_batch(5, lengths, noise=0.5)
     batch.response_mask[-50:] = False
@@ -441,41 +412,6 @@ def test_sequences_of_every_length_are_told_apart() -> None:
         delta = (batch.old_logprobs - batch.rollout_logprobs)[start:stop][batch.response_mask[start:stop]]
         means += [delta.double().mean().item()] if delta.numel() else []
     check(stats_of(padded, None).metrics(), {"ppl/log_abs_diff": sum(map(abs, means)) / len(means)})
-    assert sum(lengths) > 4 * BLOCK
-
-
-def test_pieces_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = random_batch(6, [300, 20, 500, 1], noise=0.3)
-    whole = stats_of(batch, MISConfig())
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 2 * BLOCK)
-    pieces = stats_of(batch, MISConfig())
-    torch.testing.assert_close(pieces.sums, whole.sums, rtol=1e-12, atol=1e-12)
-    assert torch.equal(pieces.maxes, whole.maxes)
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_one_pass_is_the_same_as_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 2 * BLOCK)
-    batch = random_batch(7, [300, 20, 0, 500, 1], noise=0.5)
-    batch.rollout_logprobs[batch.response_mask.nonzero()[3]] = math.nan
-    context = StepContext(
-        advantages=batch.advantages, rewards=torch.rand(5), entropy=batch.entropy, lags=torch.arange(5)
-    )
-    correction, stats = correct_and_measure(
-        MODES[name],
-        old_logprobs=batch.old_logprobs,
-        rollout_logprobs=batch.rollout_logprobs,
-        response_mask=batch.response_mask,
-        cu_seqlens=batch.cu_seqlens,
-        context=context,
-    )
-    expected = corrected(batch, MODES[name])
-    assert expected.effects is not None and correction.effects is not None
-    assert torch.equal(correction.effects, expected.effects) and correction.criteria == expected.criteria
-    assert all(torch.equal(a, b) for a, b in zip(correction[:3], expected[:3], strict=True))
-    apart = stats_with(batch, expected, context)
-    assert torch.equal(stats.sums, apart.sums) and torch.equal(stats.maxes, apart.maxes)
-    assert stats.criteria == apart.criteria
 
 
 VALUES = st.one_of(
@@ -513,9 +449,7 @@ def test_nothing_is_read_from_the_device() -> None:
         old, rollout, advantages, entropy = (torch.empty(9) for _ in range(4))
         mask = torch.empty(9, dtype=torch.bool)
         cu_seqlens = torch.empty(4, dtype=torch.int32)
-        context = StepContext(
-            advantages=advantages, rewards=torch.empty(3), entropy=entropy, lags=torch.empty(3, dtype=torch.int64)
-        )
+        context = StepContext(rewards=torch.empty(3), entropy=entropy, lags=torch.empty(3, dtype=torch.int64))
     batch = Batch(
         logprobs=old,
         old_logprobs=old,
@@ -535,12 +469,14 @@ def test_nothing_is_read_from_the_device() -> None:
 def test_k3_of_nearly_equal_engines_is_not_rounding_noise() -> None:
     rollout = torch.zeros(1000)
     delta = torch.full((1000,), 1e-6)
-    metrics = mismatch_metrics(
-        old_logprobs=rollout + delta,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones(1000, dtype=torch.bool),
-        cu_seqlens=packed(1000),
-    )
+    metrics = mismatch_stats(
+        Tokens(
+            trainer_logprobs=rollout + delta,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(1000, dtype=torch.bool),
+            cu_seqlens=packed(1000),
+        )
+    ).metrics()
     assert metrics["mismatch/k3"] == pytest.approx(0.5e-12, rel=1e-5)
 
 
@@ -555,16 +491,37 @@ def test_means_of_many_tokens_are_as_exact_as_stated() -> None:
     assert metrics["mismatch/k3_p99"] == pytest.approx(exact.quantile(0.99).item(), rel=0.016)
 
 
+def test_the_shape_of_the_tail_and_the_quantile_are_those_of_all_tokens_of_the_step() -> None:
+    batch = random_batch(2, [1000, 0, 1500, 40, 700], noise=1.0)
+    delta = (batch.old_logprobs - batch.rollout_logprobs)[batch.response_mask].double()
+    whole, parts = stats_of(batch, None).metrics(), stats_of(batch.select([0, 1]), None)
+    merged = parts.merge(stats_of(batch.select([2, 3, 4]), None)).metrics()
+    for metrics in (whole, merged):
+        assert metrics["mismatch/khat/token"] == pareto_k(delta)
+        assert metrics["mismatch/k3_p99"] == quantile(k3(delta), 0.99)
+    # Weights beyond the clamp do not stretch the tail.
+    khats = []
+    for largest in (20.0, 63.0):
+        batch.old_logprobs[batch.response_mask.nonzero()[:3]] = largest - 70.0
+        batch.rollout_logprobs[batch.response_mask.nonzero()[:3]] = -70.0
+        khats.append(stats_of(batch, None).metrics()["mismatch/khat/token"])
+    assert khats[0] == khats[1] is not None
+    many = random_batch(3, [3] * 200, noise=1.0)
+    sums = [values.double().sum() for values in (many.old_logprobs - many.rollout_logprobs).split(3)]
+    with_tokens = by_response(many.response_mask, many.cu_seqlens)
+    seen = torch.stack([total for total, count in zip(sums, with_tokens, strict=True) if count])
+    assert stats_of(many, None).metrics()["mismatch/khat/seq"] == pytest.approx(pareto_k(seen), rel=1e-9)
+
+
 def test_pi_old_must_be_there() -> None:
     batch = golden()
-    with pytest.raises(ValueError, match="old_logprobs must have the shape"):
+    with pytest.raises(ValueError, match="trainer_logprobs must have the shape"):
         stats_of(replace(batch, old_logprobs=torch.zeros(4)), None)
     assert stats_of(batch, RecomputeConfig()).metrics()["mismatch/is/applied_mean"] == 1.0
 
 
 def test_what_does_not_fit_is_refused() -> None:
     for context, message in (
-        (StepContext(advantages=torch.ones(4)), "advantages must have the shape of response_mask"),
         (StepContext(entropy=torch.ones(4)), "entropy must have the shape of response_mask"),
         (StepContext(rewards=torch.ones(3)), r"rewards must be \[N\] = \[2\], got \[3\]"),
         (StepContext(lags=torch.ones(3, dtype=torch.int64)), r"lags must be \[N\] = \[2\], got \[3\]"),
@@ -572,5 +529,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             stats_of(golden(), TISConfig(), context)
+    with pytest.raises(ValueError, match="advantages must have the shape of response_mask"):
+        stats_of(replace(golden(), advantages=torch.ones(4)), None, StepContext())
     with pytest.raises(ValueError, match="criteria"):
         stats_of(golden(), MISConfig()).merge(stats_of(golden(), TISConfig()))

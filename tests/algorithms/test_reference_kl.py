@@ -36,7 +36,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("estimator", KLEstimator)
 def test_estimates_by_hand(estimator: KLEstimator) -> None:
-    found = reference_kl(LOGPROBS, ref_logprobs=REF, old_logprobs=OLD, estimator=estimator)
+    found = reference_kl(LOGPROBS, ref_logprobs=REF, anchor_logprobs=OLD, estimator=estimator)
     torch.testing.assert_close(found, torch.tensor(BY_HAND[estimator]), rtol=1e-6, atol=1e-7)
 
 
@@ -51,7 +51,7 @@ def test_estimates_by_hand(estimator: KLEstimator) -> None:
 )
 def test_gradients_by_hand(estimator: KLEstimator, expected: list[float]) -> None:
     logprobs = LOGPROBS.clone().requires_grad_()
-    reference_kl(logprobs, ref_logprobs=REF, old_logprobs=OLD, estimator=estimator).sum().backward()
+    reference_kl(logprobs, ref_logprobs=REF, anchor_logprobs=OLD, estimator=estimator).sum().backward()
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.tensor(expected).float(), rtol=1e-5, atol=1e-7)
 
@@ -97,7 +97,7 @@ class Case:
         estimate = reference_kl(
             self.logprobs(self.theta).flatten(),
             ref_logprobs=self.logprobs(self.ref).flatten(),
-            old_logprobs=self.logprobs(sampler).flatten(),
+            anchor_logprobs=self.logprobs(sampler).flatten(),
             estimator=estimator,
         )
         total = (self.per_token(self.probability(sampler).detach()) * estimate).sum()
@@ -176,7 +176,7 @@ def test_tokens_of_the_rollout_engine_need_its_own_logprobs_or_its_weight() -> N
         loss = reference_kl_loss(
             case.logprobs(case.theta).flatten(),
             ref_logprobs=case.logprobs(case.ref).flatten(),
-            old_logprobs=case.logprobs(anchor).flatten(),
+            anchor_logprobs=case.logprobs(anchor).flatten(),
             response_mask=case.layout["response_mask"],
             coefficients=coefficients,
             config=ReferenceKLConfig(coef=1.0),
@@ -256,7 +256,7 @@ def test_the_loss_is_a_weighted_sum(estimator: KLEstimator) -> None:
     loss = reference_kl_loss(
         logprobs,
         ref_logprobs=MASKED["ref_logprobs"],
-        old_logprobs=torch.cat([OLD, torch.tensor([-1.0, -1.0, math.inf])]),
+        anchor_logprobs=torch.cat([OLD, torch.tensor([-1.0, -1.0, math.inf])]),
         response_mask=MASKED["response_mask"],
         coefficients=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, math.nan]),
         config=ReferenceKLConfig(coef=0.5, estimator=estimator),
@@ -273,12 +273,14 @@ def test_an_old_logprob_that_is_not_finite_leaves_the_token_out() -> None:
         "ref_logprobs": REF,
         "response_mask": torch.ones(3, dtype=torch.bool),
         "coefficients": torch.ones(3),
-        "old_logprobs": torch.tensor([-math.inf, OLD[1].item(), OLD[2].item()]),
+        "anchor_logprobs": torch.tensor([-math.inf, OLD[1].item(), OLD[2].item()]),
     }
     loss = reference_kl_loss(LOGPROBS, config=ReferenceKLConfig(coef=1.0), **arguments)
     assert loss.item() == pytest.approx(K3[1] / 2, rel=1e-6)
     loss = reference_kl_loss(
-        LOGPROBS, config=ReferenceKLConfig(coef=1.0, estimator=KLEstimator.k3), **(arguments | {"old_logprobs": None})
+        LOGPROBS,
+        config=ReferenceKLConfig(coef=1.0, estimator=KLEstimator.k3),
+        **(arguments | {"anchor_logprobs": None}),
     )
     assert loss.item() == pytest.approx(K3[0] + K3[1], rel=1e-6)
 
@@ -311,7 +313,7 @@ def test_without_response_tokens_there_is_a_graph(num_tokens: int) -> None:
     loss = reference_kl_loss(
         logprobs,
         ref_logprobs=torch.full((num_tokens,), math.nan),
-        old_logprobs=torch.full((num_tokens,), math.nan),
+        anchor_logprobs=torch.full((num_tokens,), math.nan),
         response_mask=torch.zeros(num_tokens, dtype=torch.bool),
         coefficients=torch.zeros(num_tokens),
         config=ReferenceKLConfig(coef=1.0),
@@ -325,7 +327,7 @@ def test_far_apart_policies_stay_finite() -> None:
     loss = reference_kl_loss(
         logprobs,
         ref_logprobs=torch.tensor([-1e-3, -80.0]),
-        old_logprobs=torch.tensor([-1e-3, -80.0]),
+        anchor_logprobs=torch.tensor([-1e-3, -80.0]),
         response_mask=torch.ones(2, dtype=torch.bool),
         coefficients=torch.ones(2),
         config=ReferenceKLConfig(coef=1.0),
@@ -344,7 +346,7 @@ def test_the_placement_is_checked_so_that_the_kl_is_not_counted_twice() -> None:
         reference_kl_loss(
             LOGPROBS,
             ref_logprobs=REF,
-            old_logprobs=None,
+            anchor_logprobs=None,
             response_mask=mask,
             coefficients=torch.ones(3),
             config=in_reward,
@@ -355,10 +357,10 @@ def test_the_placement_is_checked_so_that_the_kl_is_not_counted_twice() -> None:
 
 def test_what_is_missing_is_named() -> None:
     arguments = {"ref_logprobs": REF, "response_mask": torch.ones(3, dtype=torch.bool), "coefficients": torch.ones(3)}
-    with pytest.raises(ValueError, match="unbiased needs old_logprobs"):
-        reference_kl_loss(LOGPROBS, old_logprobs=None, config=ReferenceKLConfig(coef=1.0), **arguments)
-    with pytest.raises(ValueError, match="old_logprobs must have the shape"):
-        reference_kl_loss(LOGPROBS, old_logprobs=OLD[:2], config=ReferenceKLConfig(coef=1.0), **arguments)
+    with pytest.raises(ValueError, match="unbiased needs anchor_logprobs"):
+        reference_kl_loss(LOGPROBS, anchor_logprobs=None, config=ReferenceKLConfig(coef=1.0), **arguments)
+    with pytest.raises(ValueError, match="anchor_logprobs must have the shape"):
+        reference_kl_loss(LOGPROBS, anchor_logprobs=OLD[:2], config=ReferenceKLConfig(coef=1.0), **arguments)
     with pytest.raises(ValueError, match="ref_logprobs must have the shape"):
         reference_kl_stats(LOGPROBS, ref_logprobs=REF[:2], response_mask=arguments["response_mask"])
 
@@ -388,7 +390,7 @@ def test_no_value_is_read_on_the_host() -> None:
         loss = reference_kl_loss(
             logprobs,
             ref_logprobs=ref,
-            old_logprobs=old,
+            anchor_logprobs=old,
             response_mask=mask,
             coefficients=coefficients,
             config=ReferenceKLConfig(coef=1.0, estimator=estimator),

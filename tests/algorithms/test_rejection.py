@@ -7,13 +7,14 @@ from dataclasses import fields
 
 import pytest
 import torch
-from algorithm_cases import packed
+from algorithm_cases import by_response, packed
 from torch import Tensor
 
 from algorithms.config import ConfigError, CustomConfig, RejectConfig
-from algorithms.correction import EFFECTS, Correction, correct
+from algorithms.correction import Correction, correct
 from algorithms.kl import bernoulli_kl
-from algorithms.rejection import RESPONSE_CRITERIA, TOKEN_CRITERIA
+from algorithms.rejection import CRITERIA
+from algorithms.tokens import Tokens
 
 ROLLOUT = -3.0
 A, B = (0.1, -0.3, 0.9), (0.0, -2.5)
@@ -30,12 +31,14 @@ def rejected_by(
     delta = torch.tensor([value for response in responses for value in response])
     rollout = torch.full_like(delta, ROLLOUT)
     return correct(
-        CustomConfig(reject=reject),
-        old_logprobs=rollout + delta,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones_like(delta, dtype=torch.bool),
-        cu_seqlens=packed(*map(len, responses)),
-        advantages=torch.ones_like(delta) if advantages is None else torch.tensor(advantages),
+        CustomConfig(reject=reject).spec(),
+        Tokens(
+            trainer_logprobs=rollout + delta,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones_like(delta, dtype=torch.bool),
+            cu_seqlens=packed(*map(len, responses)),
+            advantages=torch.ones_like(delta) if advantages is None else torch.tensor(advantages),
+        ),
     )
 
 
@@ -72,25 +75,23 @@ WORKED: list[tuple[RejectConfig, list[bool]]] = [
 ]
 
 
-def rejected_tokens(correction: Correction) -> list[list[float]]:
+def rejected_tokens(correction: Correction, *lengths: int) -> list[list[float]]:
     """By criterion and response."""
-    assert correction.effects is not None
-    return correction.effects[len(EFFECTS) :].tolist()
+    return [by_response(rejected, packed(*lengths)) for rejected in correction.rejected.values()]
 
 
 @pytest.mark.parametrize(("reject", "expected"), WORKED, ids=lambda value: str(value)[:60])
 def test_worked_by_hand(reject: RejectConfig, expected: list[bool]) -> None:
     correction = rejected_by(reject, A, B)
     assert correction.keep.tolist() == expected
-    assert list(correction.criteria) == reject.active()
+    assert list(correction.rejected) == reject.active()
     # A is the first three tokens, B the last two.
-    assert rejected_tokens(correction) == [[3 - sum(expected[:3]), 2 - sum(expected[3:])]]
+    assert rejected_tokens(correction, 3, 2) == [[3 - sum(expected[:3]), 2 - sum(expected[3:])]]
     assert correction.weight.tolist() == [float(kept) for kept in expected]
 
 
 def test_every_key_is_a_criterion_and_every_criterion_a_key() -> None:
-    assert not TOKEN_CRITERIA.keys() & RESPONSE_CRITERIA.keys()
-    criteria = TOKEN_CRITERIA.keys() | RESPONSE_CRITERIA.keys()
+    criteria = CRITERIA.keys()
     assert criteria == {field.name for field in fields(RejectConfig)}
     named = {name for reject, _ in WORKED for name in reject.active()}
     assert criteria - named == {"prob_diff", "dppo_tv", "dppo_kl", "opsm"}  # below
@@ -98,20 +99,22 @@ def test_every_key_is_a_criterion_and_every_criterion_a_key() -> None:
 
 def test_criteria_are_anded_and_each_says_what_it_rejected() -> None:
     correction = rejected_by(RejectConfig(token_ratio=[0.08, 2.0], veto=0.1), A, B)
-    assert correction.criteria == ("token_ratio", "veto")
-    assert rejected_tokens(correction) == [[1, 0], [0, 2]]
+    assert tuple(correction.rejected) == ("token_ratio", "veto")
+    assert rejected_tokens(correction, 3, 2) == [[1, 0], [0, 2]]
     assert correction.keep.tolist() == [True, True, False, False, False]
 
 
 def on_probabilities(reject: RejectConfig, *, train: list[float], rollout: list[float], advantage: float) -> list[bool]:
     """Verdicts on single-token responses with these probabilities and one advantage."""
     keep: Tensor = correct(
-        CustomConfig(reject=reject),
-        old_logprobs=torch.tensor(train).log(),
-        rollout_logprobs=torch.tensor(rollout).log(),
-        response_mask=torch.ones(len(train), dtype=torch.bool),
-        cu_seqlens=packed(*[1] * len(train)),
-        advantages=torch.full((len(train),), advantage),
+        CustomConfig(reject=reject).spec(),
+        Tokens(
+            trainer_logprobs=torch.tensor(train).log(),
+            rollout_logprobs=torch.tensor(rollout).log(),
+            response_mask=torch.ones(len(train), dtype=torch.bool),
+            cu_seqlens=packed(*[1] * len(train)),
+            advantages=torch.full((len(train),), advantage),
+        ),
     ).keep
     return keep.tolist()
 
@@ -153,11 +156,13 @@ def test_opsm_drops_responses_that_were_punished_and_have_become_unlikely() -> N
 def test_a_criterion_that_reads_advantages_asks_for_them(name: str) -> None:
     with pytest.raises(ValueError, match=rf"correction.reject.{name} reads the sign of the advantage"):
         correct(
-            CustomConfig(reject=RejectConfig(**{name: 0.1})),
-            old_logprobs=torch.zeros(1),
-            rollout_logprobs=torch.zeros(1),
-            response_mask=torch.ones(1, dtype=torch.bool),
-            cu_seqlens=packed(1),
+            CustomConfig(reject=RejectConfig(**{name: 0.1})).spec(),
+            Tokens(
+                trainer_logprobs=torch.zeros(1),
+                rollout_logprobs=torch.zeros(1),
+                response_mask=torch.ones(1, dtype=torch.bool),
+                cu_seqlens=packed(1),
+            ),
         )
 
 
@@ -166,24 +171,28 @@ def test_the_veto_sees_the_log_ratio_before_any_clamp_and_the_mask_only() -> Non
     assert rejected_by(RejectConfig(veto=1e-10), (0.0, -22.0)).keep.tolist() == [True, True]
     assert rejected_by(RejectConfig(veto=1e-10), (0.0, -25.0)).keep.tolist() == [False, False]
     keep = correct(
-        CustomConfig(reject=RejectConfig(veto=0.5, max_k3=0.1, token_ratio=[0.5, 2.0])),
-        old_logprobs=torch.tensor([-50.0, -1.0, math.nan]),
-        rollout_logprobs=torch.tensor([0.0, -1.0, math.inf]),
-        response_mask=torch.tensor([False, True, False]),
-        cu_seqlens=packed(2, 1),
+        CustomConfig(reject=RejectConfig(veto=0.5, max_k3=0.1, token_ratio=[0.5, 2.0])).spec(),
+        Tokens(
+            trainer_logprobs=torch.tensor([-50.0, -1.0, math.nan]),
+            rollout_logprobs=torch.tensor([0.0, -1.0, math.inf]),
+            response_mask=torch.tensor([False, True, False]),
+            cu_seqlens=packed(2, 1),
+        ),
     ).keep
     assert keep.tolist() == [False, True, False]
 
 
 def test_only_response_tokens_count_as_rejected() -> None:
     correction = correct(
-        CustomConfig(reject=RejectConfig(veto=0.5)),
-        old_logprobs=torch.tensor([0.0, -9.0, -1.0]),
-        rollout_logprobs=torch.tensor([0.0, -1.0, -1.0]),
-        response_mask=torch.tensor([False, True, True]),
-        cu_seqlens=packed(3),
+        CustomConfig(reject=RejectConfig(veto=0.5)).spec(),
+        Tokens(
+            trainer_logprobs=torch.tensor([0.0, -9.0, -1.0]),
+            rollout_logprobs=torch.tensor([0.0, -1.0, -1.0]),
+            response_mask=torch.tensor([False, True, True]),
+            cu_seqlens=packed(3),
+        ),
     )
-    assert rejected_tokens(correction) == [[2]]
+    assert rejected_tokens(correction, 3) == [[2]]
     assert correction.keep.tolist() == [False, False, False]
 
 

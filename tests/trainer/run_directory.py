@@ -11,6 +11,7 @@ import torch
 
 from algorithms.config import TISConfig
 from algorithms.histograms import HistogramArrays, mismatch_histograms
+from algorithms.tokens import Tokens
 from rollout.config import DynamicCollectConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
@@ -154,10 +155,12 @@ def step_histograms(noise: random.Random) -> HistogramArrays:
     rollout = -torch.tensor([abs(noise.gauss(0, 0.8)) for _ in range(256)])
     delta = torch.tensor([noise.gauss(0, 2e-3) for _ in range(256)])
     return mismatch_histograms(
-        old_logprobs=(rollout + delta).clamp(max=0),
-        rollout_logprobs=rollout,
-        response_mask=torch.ones(256, dtype=torch.bool),
-        cu_seqlens=torch.arange(0, 257, 4, dtype=torch.int32),
+        Tokens(
+            trainer_logprobs=(rollout + delta).clamp(max=0),
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(256, dtype=torch.bool),
+            cu_seqlens=torch.arange(0, 257, 4, dtype=torch.int32),
+        )
     ).arrays()
 
 

@@ -17,6 +17,7 @@ from algorithms.config import BypassConfig, ConfigError, CorrectionConfig, TISCo
 from algorithms.config.combine import combination_problems
 from algorithms.config.correction import BypassLoss
 from algorithms.correction import correct
+from algorithms.tokens import Tokens
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig
 from trainer.config.guard import (
@@ -245,12 +246,14 @@ CORRECTIONS["bypass_reinforce"] = BypassConfig(loss=BypassLoss.reinforce)
 
 def kept_and_weights(correction: CorrectionConfig, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     found = correct(
-        correction,
-        old_logprobs=(delta - 3.0).float(),
-        rollout_logprobs=torch.full_like(delta, -3.0).float(),
-        response_mask=torch.ones(len(delta), dtype=torch.bool),
-        cu_seqlens=torch.arange(0, len(delta) + 1, 4, dtype=torch.int32),
-        advantages=torch.ones(len(delta)),
+        correction.spec(),
+        Tokens(
+            trainer_logprobs=(delta - 3.0).float(),
+            rollout_logprobs=torch.full_like(delta, -3.0).float(),
+            response_mask=torch.ones(len(delta), dtype=torch.bool),
+            cu_seqlens=torch.arange(0, len(delta) + 1, 4, dtype=torch.int32),
+            advantages=torch.ones(len(delta)),
+        ),
     )
     return found.keep, found.weight
 

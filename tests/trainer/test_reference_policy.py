@@ -164,7 +164,7 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     micro.ref_logprobs = torch.where(micro.response_mask, math.log(0.25), 0.0)
     logprobs = torch.where(micro.response_mask, pi, 0.0).requires_grad_()
     scores = TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs), floor_delta=None)
-    micro_loss(config, micro, scores, old_logprobs=logprobs.detach(), mini=mini).loss.backward()
+    micro_loss(config, micro, scores, tokens=micro.tokens(logprobs.detach()), mini=mini).loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad[first] == 0
     assert (logprobs.grad[micro.response_mask][1:] > 0).all()

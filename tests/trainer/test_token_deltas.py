@@ -39,7 +39,7 @@ def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> Score
     for (number, token), delta in deltas.items():
         old[int(micro.cu_seqlens[number]) + token] += delta
     made = ScoredTokens()
-    made.add(micro, old)
+    made.add(micro, micro.tokens(old))
     return made
 
 

@@ -23,6 +23,7 @@ import wandb_file
 
 import trainer.tracking.wandb_sink as wandb_sink
 from algorithms.histograms import HistogramArrays, mismatch_histograms
+from algorithms.tokens import Tokens
 from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
 from rollout.task_config import ArithmeticDataConfig
@@ -109,10 +110,12 @@ def test_files_of_a_run(tmp_path: Path) -> None:
 def some_histograms() -> HistogramArrays:
     old, rollout = torch.log(torch.tensor([0.5, 0.9, 0.3])), torch.log(torch.tensor([0.4, 0.9, 0.3]))
     return mismatch_histograms(
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        response_mask=torch.ones(3, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        Tokens(
+            trainer_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(3, dtype=torch.bool),
+            cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
+        )
     ).arrays()
 
 

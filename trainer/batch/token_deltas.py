@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from algorithms.correction import valid_tokens
+from algorithms.tokens import Tokens
 from trainer.batch.train_batch import MicroBatch
 
 MAX_TOKENS: Final = 256
@@ -43,18 +42,18 @@ class ScoredTokens:
     """The micro-batches of a rollout step with the log-probs that their mismatch was measured with."""
 
     def __init__(self) -> None:
-        self._scored: list[tuple[MicroBatch, Tensor]] = []
+        self._scored: list[tuple[MicroBatch, Tokens]] = []
 
-    def add(self, micro: MicroBatch, old_logprobs: Tensor) -> None:
-        """Keep a micro-batch [T] and its log pi_old [T]; nothing is copied."""
-        self._scored.append((micro, old_logprobs))
+    def add(self, micro: MicroBatch, tokens: Tokens) -> None:
+        """Keep a micro-batch and its `tokens`, whose trainer_logprobs are log pi_old; nothing is copied."""
+        self._scored.append((micro, tokens))
 
     def worst_and_others(self, sample_k3: Mapping[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
         """At most `count` samples of this rank as `choose` picks them; reads the device."""
         wanted = set(choose(sample_k3, count=count))
         return {
-            key: _tokens_of(micro, old_logprobs, number)
-            for micro, old_logprobs in self._scored
+            key: _tokens_of(micro, tokens, number)
+            for micro, tokens in self._scored
             for number, key in enumerate(micro.sample_keys)
             if key in wanted
         }
@@ -78,15 +77,12 @@ def merge_ranks(
     return {key: found[key] for key in choose({key: sample_k3[key] for key in found}, count=count)}
 
 
-def _tokens_of(micro: MicroBatch, old_logprobs: Tensor, number: int) -> TokenDeltas:
+def _tokens_of(micro: MicroBatch, tokens: Tokens, number: int) -> TokenDeltas:
     """The tokens of sequence `number` around its largest |Delta|."""
     start, end = micro.cu_seqlens[number : number + 2].tolist()
     part = slice(start, end)
-    mask, rollout = micro.response_mask[part].cpu(), micro.rollout_logprobs[part].cpu()
-    old = old_logprobs[part].float().cpu()
-    valid = valid_tokens(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask)
-    deltas = torch.where(valid, old - rollout, 0.0)
-    first = int(mask.int().argmax())
+    rollout, valid, deltas = (values[part].cpu() for values in (tokens.rollout, tokens.valid, tokens.delta))
+    first = int(micro.response_mask[part].cpu().int().argmax())
     begin = int(deltas.abs().argmax()) - MAX_TOKENS // 2
     begin = max(first, min(begin, end - start - MAX_TOKENS))
     shown = slice(begin, begin + MAX_TOKENS)

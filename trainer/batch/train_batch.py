@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from algorithms.tokens import Tokens
+
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
@@ -43,7 +45,7 @@ class MicroBatch:
     """[T] int64, optimizer steps between the weights that sampled a token and those that the step starts with, 0 off
     the mask; None where the tokens of every response have the same, which `StepSamples.lags` holds."""
     old_logprobs: Tensor | None = None
-    """[T] float32, set by the worker when pi_old is computed in a forward of its own."""
+    """[T] float32, log pi_old, set by the worker when it is computed in a forward of its own."""
     ref_logprobs: Tensor | None = None
     """[T] float32, set by the worker when there is a reference policy."""
     old_values: Tensor | None = None
@@ -59,6 +61,16 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.numel())
+
+    def tokens(self, trainer_logprobs: Tensor) -> Tokens:
+        """The record of both engines' log-probs, with `Tokens.trainer_logprobs` [T]."""
+        return Tokens(
+            trainer_logprobs=trainer_logprobs,
+            rollout_logprobs=self.rollout_logprobs,
+            response_mask=self.response_mask,
+            cu_seqlens=self.cu_seqlens,
+            advantages=self.advantages,
+        )
 
     def select(self, index: Tensor) -> MicroBatch:
         """The response tokens at `index` [C] as one sequence: for what looks at each token by itself."""

@@ -22,10 +22,11 @@ from algorithms.advantage import ADVANTAGES
 from algorithms.aggregate import token_coefficients
 from algorithms.config import AdvantageConfig, Aggregation, Anchor, BaselineScope, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
-from algorithms.diagnostics import MismatchStats, StepContext, correct_and_measure, mismatch_stats
 from algorithms.loss import LossOutput, LossStats, policy_loss
 from algorithms.masked import segment_expand, segment_sum
+from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
 from algorithms.reference import reference_kl_loss, reference_kl_penalty
+from algorithms.tokens import Tokens
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
 from trainer.config.train import TrainConfig
 
@@ -50,22 +51,23 @@ def micro_loss(
     micro: MicroBatch,
     scores: TokenScores,
     *,
-    old_logprobs: Tensor,
+    tokens: Tokens,
     mini: MiniBatch,
     known: Correction | None = None,
     context: StepContext | None = None,
 ) -> MicroLoss:
-    """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `old_logprobs` [T].
+    """Correct, weigh and sum the tokens of one micro-batch of `mini`; mu is compared with `tokens.trainer_logprobs`.
 
     `known` is the correction where it was computed before the forward (`stored_correction`). The mismatch is measured
     if a `context` for it is given.
     """
-    correction, mismatch = _corrected(config, micro, old_logprobs, known=known, context=context)
+    correction = correct(config.correction.spec(), tokens) if known is None else known
+    mismatch = None if context is None else mismatch_stats(tokens, correction, context)
     coefficients = loss_coefficients(config, micro, mini=mini, keep=correction.keep)
     loss, stats = weighted_loss(config, micro, scores, correction, coefficients=coefficients)
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
     kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
-    weights = weight_total(config.correction, correction, cu_seqlens=micro.cu_seqlens)
+    weights = weight_total(config.correction.spec(), correction, cu_seqlens=micro.cu_seqlens)
     counts = torch.cat([kept, weights])
     return MicroLoss(loss=loss, stats=stats, counts=counts, mismatch=mismatch)
 
@@ -73,7 +75,6 @@ def micro_loss(
 def mismatch_context(micro: MicroBatch, samples: StepSamples, *, entropy: Tensor) -> StepContext:
     """What the mismatch statistics of a micro-batch may know besides log-probs; entropy [T] nats."""
     return StepContext(
-        advantages=micro.advantages,
         rewards=samples.rewards[micro.sample_numbers],
         entropy=entropy.detach(),
         lags=samples.lags[micro.sample_numbers],
@@ -131,58 +132,21 @@ def _kl_to_reference(
     return reference_kl_loss(
         scores.logprobs,
         ref_logprobs=micro.ref_logprobs,
-        old_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor_logprobs,
+        anchor_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor,
         response_mask=correction.keep,
         coefficients=coefficients * correction.weight,
         config=config.reference,
     )
 
 
-def micro_correction(config: TrainConfig, micro: MicroBatch, old_logprobs: Tensor) -> Correction:
-    """The correction of one micro-batch."""
-    return correct(
-        config.correction,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=micro.rollout_logprobs,
-        response_mask=micro.response_mask,
-        cu_seqlens=micro.cu_seqlens,
-        advantages=micro.advantages,
-    )
+def micro_correction(config: TrainConfig, micro: MicroBatch, trainer_logprobs: Tensor) -> Correction:
+    """The correction of one micro-batch; mu is compared with `trainer_logprobs` [T], see `Tokens.trainer_logprobs`."""
+    return correct(config.correction.spec(), micro.tokens(trainer_logprobs))
 
 
 def stored_correction(config: TrainConfig, micro: MicroBatch) -> Correction | None:
     """The correction as far as it is known before the forward: with a stored pi_old."""
     return None if micro.old_logprobs is None else micro_correction(config, micro, micro.old_logprobs)
-
-
-def _corrected(
-    config: TrainConfig,
-    micro: MicroBatch,
-    old_logprobs: Tensor,
-    *,
-    known: Correction | None,
-    context: StepContext | None,
-) -> tuple[Correction, MismatchStats | None]:
-    """The correction of one micro-batch and, with a context, its mismatch: in one pass where both are new."""
-    if context is None:
-        return micro_correction(config, micro, old_logprobs) if known is None else known, None
-    if known is None:
-        return correct_and_measure(
-            config.correction,
-            old_logprobs=old_logprobs,
-            rollout_logprobs=micro.rollout_logprobs,
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-            context=context,
-        )
-    return known, mismatch_stats(
-        old_logprobs=old_logprobs,
-        rollout_logprobs=micro.rollout_logprobs,
-        response_mask=micro.response_mask,
-        cu_seqlens=micro.cu_seqlens,
-        correction=known,
-        context=context,
-    )
 
 
 class StepFactor(NamedTuple):

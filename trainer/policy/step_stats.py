@@ -6,19 +6,23 @@ down: the same sums in the same order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from algorithms.correction import Correction, valid_tokens
-from algorithms.diagnostics import LossStats, MismatchStats
+from algorithms.correction import Correction
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
-from algorithms.masked import segment_mean
+from algorithms.loss import LossStats
+from algorithms.mismatch import MismatchStats
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none
+from algorithms.tokens import Tokens
 from trainer.batch.token_deltas import SampleKey, ScoredTokens, TokenDeltas
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
 from trainer.config.train import TrainConfig
@@ -58,14 +62,16 @@ class StepTotals:
         `known` is its `stored_correction`.
         """
         # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
-        old_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        trainer_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+        tokens = micro.tokens(trainer_logprobs)
         # Later mini-batches without a pi_old show drift and mismatch together and are left out.
         measured = micro.old_logprobs is not None or index == 0
         context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
-        part = micro_loss(config, micro, scores, old_logprobs=old_logprobs, mini=mini, known=known, context=context)
+        part = micro_loss(config, micro, scores, tokens=tokens, mini=mini, known=known, context=context)
         self.add_loss(part.stats)
         if part.mismatch is not None:
-            self.add_mismatch(micro, part.mismatch, old_logprobs)
+            self.add_mismatch(micro, part.mismatch, tokens)
+            self.add_reference(micro, trainer_logprobs)
         return part
 
     def add_loss(self, stats: LossStats) -> None:
@@ -88,28 +94,20 @@ class StepTotals:
         elif grad_norm is not None:
             self._grad_norms.append(grad_norm)
 
-    def add_mismatch(self, micro: MicroBatch, stats: MismatchStats, old_logprobs: Tensor) -> None:
+    def add_mismatch(self, micro: MicroBatch, stats: MismatchStats, tokens: Tokens) -> None:
         """Add the mismatch of a micro-batch, and the mean K3 of each of its sequences; nothing is read yet."""
         self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
-        histograms = mismatch_histograms(
-            old_logprobs=old_logprobs,
-            rollout_logprobs=micro.rollout_logprobs,
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-        )
+        histograms = mismatch_histograms(tokens)
         self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
-        if micro.ref_logprobs is not None:
-            reference = reference_kl_stats(
-                old_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
-            )
-            self._reference = reference if self._reference is None else self._reference.merge(reference)
-        valid = valid_tokens(
-            old_logprobs=old_logprobs, rollout_logprobs=micro.rollout_logprobs, response_mask=micro.response_mask
-        )
-        per_token = k3(torch.where(valid, old_logprobs - micro.rollout_logprobs, 0.0))
-        means = segment_mean(per_token, valid, micro.cu_seqlens)
+        means = tokens.mean(k3(tokens.delta))
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
-        self._tokens.add(micro, old_logprobs)
+        self._tokens.add(micro, tokens)
+
+    def add_reference(self, micro: MicroBatch, logprobs: Tensor) -> None:
+        """Add the distance of `logprobs` [T] from the reference, if there is one."""
+        if micro.ref_logprobs is not None:
+            stats = reference_kl_stats(logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask)
+            self._reference = stats if self._reference is None else self._reference.merge(stats)
 
     def sample_k3(self) -> dict[SampleKey, float]:
         """K3 of every sample of this rank; reads the device."""
@@ -137,14 +135,21 @@ class StepTotals:
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
         for maxes in self._maxes():
             dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
+        _, mismatch = self._counted()
+        self._mismatch = replace(
+            mismatch,
+            token_deltas=_of_all_ranks(mismatch.token_deltas),
+            sequence_deltas=_of_all_ranks(mismatch.sequence_deltas),
+        )
         return self.metrics_here()
 
     def take(self, other: StepTotals) -> None:
         """Add what another rank counted in the same step: what `metrics` does where every rank is a process."""
-        for mine, theirs in zip(self._sums(), other._sums(), strict=True):
-            mine += theirs
-        for mine, theirs in zip(self._maxes(), other._maxes(), strict=True):
-            torch.maximum(mine, theirs, out=mine)
+        (loss, mismatch), (other_loss, other_mismatch) = self._counted(), other._counted()
+        self._loss, self._mismatch = loss.merge(other_loss), mismatch.merge(other_mismatch)
+        self._floor += other._floor
+        if self._reference is not None and other._reference is not None:
+            self._reference = self._reference.merge(other._reference)
 
     def metrics_here(self) -> dict[str, float | None]:
         """What was counted here as metrics, without asking other ranks. Reads the device."""
@@ -180,3 +185,14 @@ class StepTotals:
     def _maxes(self) -> Iterator[Tensor]:
         loss, mismatch = self._counted()
         yield from (loss.maxes, mismatch.maxes)
+
+
+def _of_all_ranks(deltas: Tensor) -> Tensor:
+    """The log-ratios [n] of this rank -> those of all ranks, without NaN (a collective); n may differ between ranks."""
+    deltas = deltas[~deltas.isnan()]
+    size = torch.tensor(deltas.numel(), device=deltas.device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX)
+    padded = pad(deltas, (0, int(size) - deltas.numel()), value=math.nan)
+    ranks = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, padded)
+    return torch.cat(ranks)

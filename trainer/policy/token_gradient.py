@@ -53,4 +53,4 @@ def _correction_of(
     """The correction of the tokens at `index`: what is known of the whole micro-batch, or from their own log-probs."""
     if known is None:
         return micro_correction(config, tokens, logprobs)
-    return Correction(anchor_logprobs=known.anchor_logprobs[index], weight=known.weight[index], keep=known.keep[index])
+    return Correction(anchor=known.anchor[index], weight=known.weight[index], keep=known.keep[index])

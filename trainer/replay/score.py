@@ -17,12 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from algorithms.config import BaselineScope
-from algorithms.correction import Correction
+from algorithms.correction import Correction, correct
 from trainer.batch.train_batch import MiniBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.micro_loss import (
     NUM_COUNTS,
-    micro_correction,
     rebase_advantages,
     step_factor,
     stored_correction,
@@ -61,7 +60,8 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
                     config, micro, scores, mini=mini, index=index, samples=step.samples, known=known
                 )
                 counts += part.counts
-                correction = micro_correction(config, micro, scores.logprobs) if known is None else known
+                logprobs = scores.logprobs if micro.old_logprobs is None else micro.old_logprobs
+                correction = correct(config.correction.spec(), micro.tokens(logprobs)) if known is None else known
                 max_weight = max(max_weight, _max_weight(correction))
         factor = step_factor(config, counts, ranks[0][index])
         for of_rank in totals:

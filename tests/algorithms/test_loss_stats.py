@@ -5,7 +5,7 @@ import torch
 from algorithm_cases import packed
 
 from algorithms.config.loss import PPOClipConfig
-from algorithms.diagnostics import loss_stats
+from algorithms.loss import loss_stats
 from algorithms.surrogate import SURROGATES
 
 

@@ -1,0 +1,108 @@
+"""The record that correction and statistics read: what both engines said about one packed micro-batch.
+
+T: packed tokens, N: sequences. mu = pi_rollout, Delta = log pi_train - log mu, rho = exp(Delta).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from algorithms.masked import divide_by_count, require_packed, segment_expand, segment_sum
+
+MAX_ROLLOUT_LOGPROB: Final = 1e-4
+"""A rollout log-prob above this is not a log-probability (rounding alone stays below)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tokens:
+    """The tokens of N whole sequences, laid end to end. Everything derived from them is computed once.
+
+    Raises:
+        ValueError: a wrong shape or dtype.
+    """
+
+    trainer_logprobs: Tensor | None
+    """[T] float32, nats, log pi_train without gradient: the trainer's log-probs that are compared with mu. They are
+    log pi_old, or log pi_theta of the running forward where `CorrectionSpec.compared` is `current` (bypass). None where
+    nothing reads them: ppo_is, and bypass without a weight or a criterion."""
+    rollout_logprobs: Tensor
+    """[T] float32, nats, log mu as the engine returned it."""
+    response_mask: Tensor
+    """[T] bool, True where mu sampled the token."""
+    cu_seqlens: Tensor
+    """[N+1] int32, first token of each sequence; tokens behind the last entry are padding."""
+    advantages: Tensor | None = None
+    """[T] float32; for criteria and statistics that depend on them."""
+
+    def __post_init__(self) -> None:
+        given = {
+            "trainer_logprobs": self.trainer_logprobs,
+            "rollout_logprobs": self.rollout_logprobs,
+            "advantages": self.advantages,
+        }
+        require_packed(self.response_mask, **{name: values for name, values in given.items() if values is not None})
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """[T] bool, response tokens with finite log-probs on both sides and log mu <= MAX_ROLLOUT_LOGPROB."""
+        both = self.rollout_logprobs
+        if self.trainer_logprobs is not None:
+            both = self.trainer_logprobs - both
+        return self.response_mask & torch.isfinite(both) & (self.rollout_logprobs <= MAX_ROLLOUT_LOGPROB)
+
+    @cached_property
+    def train(self) -> Tensor:
+        """[T] log pi_train of valid tokens, 0 elsewhere; log mu where the trainer's log-probs are not given."""
+        return self.rollout if self.trainer_logprobs is None else torch.where(self.valid, self.trainer_logprobs, 0.0)
+
+    @cached_property
+    def rollout(self) -> Tensor:
+        """[T] log mu of valid tokens, 0 elsewhere."""
+        return torch.where(self.valid, self.rollout_logprobs, 0.0)
+
+    @cached_property
+    def delta(self) -> Tensor:
+        """[T] log pi_train - log mu of valid tokens, never clamped, 0 elsewhere."""
+        return self.train - self.rollout
+
+    @cached_property
+    def num_tokens(self) -> Tensor:
+        """[N] float64, response tokens of each sequence."""
+        return self.total(self.response_mask)
+
+    @cached_property
+    def num_valid(self) -> Tensor:
+        """[N] float64, valid tokens of each sequence."""
+        return self.total(self.valid)
+
+    @cached_property
+    def complete(self) -> Tensor:
+        """[N] bool, sequences without an invalid token."""
+        return self.num_valid == self.num_tokens
+
+    @cached_property
+    def delta_total(self) -> Tensor:
+        """[N] float64, sum of Delta: the log of the product of rho over the response."""
+        return self.total(self.delta)
+
+    @cached_property
+    def delta_mean(self) -> Tensor:
+        """[N] float64, mean of Delta: the log of the geometric mean of rho over the response."""
+        return divide_by_count(self.delta_total, self.num_valid)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of values [T] over each sequence -> [N] float64."""
+        return segment_sum(values.double(), self.cu_seqlens)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of values [T], 0 where a token is not valid, over the valid tokens of each sequence -> [N] float64."""
+        return divide_by_count(self.total(values), self.num_valid)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """One value per sequence [N] -> the value of each token's sequence [T]; 0 on padding."""
+        return segment_expand(values, self.cu_seqlens, num_tokens=self.response_mask.shape[0])
