@@ -1,20 +1,9 @@
 """The mismatch correction: what both engines said about some tokens -> Correction(anchor, weight, keep).
 
-`config.spec()` says what is done (`algorithms.config.spec`); this file does it. `algorithms.rejection` holds the
-criteria, `algorithms.loss` consumes the result, `algorithms.mismatch` measures it. The six short names, with
-mu = pi_rollout, Delta = log pi_old - log mu, rho = exp(Delta):
-
-    mode         anchor of the ratio   weight              rejected besides invalid tokens
-    recompute    pi_old                1                   -
-    ppo_is       mu                    1                   -
-    vanilla_is   pi_old                rho                 -
-    tis          pi_old                min(rho, cap)       -
-    mis          pi_old                rho or min(rho, hi) outside the bounds; what a criterion rejects
-    bypass       mu                    1                   what a criterion on pi_theta / mu rejects
-
-Bounds are always on rho = pi_train / mu and decided on its logarithm, which no clamp has moved.
-
-T: packed tokens, N: sequences.
+`algorithms.config.correction` says which anchor, level, bound and criteria a mode has; this file applies them.
+`algorithms.rejection` holds the criteria, `algorithms.loss` consumes the result, `algorithms.mismatch` measures it.
+mu = pi_rollout, Delta = log pi_train - log mu, rho = exp(Delta); pi_train is pi_old, or pi_theta in bypass. Bounds are
+always on rho and decided on its logarithm, which no clamp has moved. T: packed tokens, N: sequences.
 """
 
 from __future__ import annotations
@@ -64,9 +53,8 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     """
     if tokens.trainer_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(
-            f"the correction with anchor={spec.anchor.name} needs trainer_logprobs, got None. "
-            "Pass log pi_old, or the detached log-probs of the training forward, which stand for it before the first "
-            "update."
+            f"the correction with anchor={spec.anchor.name} needs trainer_logprobs, got None. Pass log pi_old, or "
+            "the detached log-probs of the training forward, which stand for it before the first update."
         )
     rejected = rejected_tokens(spec.reject, tokens)
     keep = tokens.valid
@@ -89,9 +77,7 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
 
 def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
     """(sum of weights, their number) of a micro-batch -> [2] float64; the normaliser of an optimizer step is
-    Z = sum / number over all its micro-batches and ranks.
-
-    At a level with one weight per response each response with a kept token counts once, else each kept token.
+    Z = sum / number over all its micro-batches and ranks, of responses at whole-response levels, else of kept tokens.
     """
     weight, keep = correction.weight.double(), correction.keep
     if spec.weight is not None and spec.weight.level in WHOLE_RESPONSE_LEVELS:
@@ -101,8 +87,7 @@ def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Te
     return torch.stack([torch.where(keep, weight, 0.0).sum(), keep.sum().double()])
 
 
-# ---------------------------------------------------------------- levels: Delta -> log of the weight, where it is known
-# Each returns the log-ratio [T], not clamped, and the tokens [T] bool that have one.
+# Levels: tokens -> log of the weight [T], not clamped, and the tokens [T] bool that have one.
 
 
 def _token_level(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -164,8 +149,7 @@ LEVELS: Final[dict[Level, Callable[[Tokens], tuple[Tensor, Tensor]]]] = {
 }
 
 
-# ---------------------------------------------------------------- bounds: rho, log rho -> weight, tokens that stay
-# rho [T] is the exponential of the clamped log_ratio [T]. Each returns the weight [T] and the tokens [T] bool inside.
+# Bounds: rho [T] and its logarithm -> the weight [T], and the tokens [T] bool that stay.
 
 
 def _none(rho: Tensor, log_ratio: Tensor, bounds: WeightSpec) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Streaming histograms for plots: where in probability and position the two engines differ.
 
-Constant memory, whatever the number of tokens: 20 x 20 bins of (probability, position) with three sums each, and
-50 x 50 counts of (pi_old, mu). Statistics of micro-batches and ranks add up; nothing is read on the host before
-`arrays`.
+20 x 20 bins of (probability, position) with three sums each, and 50 x 50 counts of (pi_old, mu). Statistics of
+micro-batches and ranks add up; nothing is read on the host before `arrays`.
 """
 
 from __future__ import annotations
@@ -70,11 +69,9 @@ class MismatchHistograms:
         """For plotting. Reads the device, once."""
         host = self.sums.cpu()
         grid = host[: 3 * GRID].view(3, PROBABILITY_BINS, POSITION_BINS)
-        octaves = [2.0**-bin for bin in range(PROBABILITY_BINS)]
-        positions = [2.0**bin for bin in range(POSITION_BINS)]
         return HistogramArrays(
-            by_probability=_bins(grid.sum(2), edges=[*octaves, 0.0]),
-            by_position=_bins(grid.sum(1), edges=[*positions, math.inf]),
+            by_probability=_bins(grid.sum(2), edges=[*(2.0**-bin for bin in range(PROBABILITY_BINS)), 0.0]),
+            by_position=_bins(grid.sum(1), edges=[*(2.0**bin for bin in range(POSITION_BINS)), math.inf]),
             joint_edges=[bin / JOINT_BINS for bin in range(JOINT_BINS + 1)],
             joint=host[3 * GRID :].view(JOINT_BINS, JOINT_BINS).tolist(),
         )

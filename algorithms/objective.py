@@ -8,6 +8,8 @@ its turn. K2 = log(rho)^2 / 2 and K3 = rho - 1 - log(rho) of the rho in the same
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from algorithms.config import (
     Aggregation,
     Anchor,
@@ -97,35 +99,14 @@ def _weight(weight: WeightSpec, rho: str) -> str:
             return f"clip({at}, {weight.low:g}, {weight.high:g})"
 
 
-_CRITERIA = {
-    "token_ratio": "1[{low:g} <= {rho} <= {high:g}]",
-    "sequence_ratio": "1[{low:g} <= prod_y({rho}) <= {high:g}]",
-    "geometric_ratio": "1[{low:g} <= geomean_y({rho}) <= {high:g}]",
-    "token_k2": "1[K2 <= {bound:g}]",
-    "token_k3": "1[K3 <= {bound:g}]",
-    "sum_k2": "1[sum_y(K2) <= {bound:g}]",
-    "sum_k3": "1[sum_y(K3) <= {bound:g}]",
-    "mean_k2": "1[mean_y(K2) <= {bound:g}]",
-    "mean_k3": "1[mean_y(K3) <= {bound:g}]",
-    "max_k2": "1[max_y(K2) <= {bound:g}]",
-    "max_k3": "1[max_y(K3) <= {bound:g}]",
-    "veto": "1[min_y({rho}) >= {bound:g}]",
-    "prob_diff": "1[{low:g} <= {train} - mu <= {high:g}]",
-    "mult_err": "1[mean_y(max({rho}, 1/({rho}))) <= {bound:g}]",
-    "dppo_tv": "1[sign(A)({train} - mu) <= {bound:g}]",
-    "dppo_kl": "1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]",
-    "opsm": "1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]",
-}
-"""Key of `RejectConfig` -> its indicator."""
-
-
 def _criteria(reject: RejectConfig, rho: str) -> list[str]:
+    indicators = {field.name: field.metadata["indicator"] for field in fields(reject)}
     lines = []
     for name in reject.active():
         value = getattr(reject, name)
         low, high = value if isinstance(value, list) else (0.0, 0.0)
         bound = 0.0 if isinstance(value, list) else value
-        lines.append(_CRITERIA[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=bound))
+        lines.append(indicators[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=bound))
     return lines
 
 

@@ -31,7 +31,7 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
     return {name: tokens.response_mask & ~CRITERIA[name](tokens, getattr(config, name)) for name in config.active()}
 
 
-# ---------------------------------------------------------------- token by token -> [T] bool, True where it keeps
+# Token by token -> [T] bool, True where it keeps.
 
 
 def _token_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
@@ -80,7 +80,7 @@ def _opsm(tokens: Tokens, bound: float) -> Tensor:
     return ((_advantages(tokens, criterion="opsm") >= 0) | is_near) & tokens.expand(tokens.complete)
 
 
-# ---------------------------------------------------------------- whole responses -> [T] bool, True where it keeps
+# Whole responses -> [T] bool, True where it keeps.
 
 
 def _sequence_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
@@ -132,9 +132,6 @@ def _mult_err(tokens: Tokens, bound: float) -> Tensor:
     """mean_t max(rho_t, 1 / rho_t) <= bound."""
     # The mean of the excess over 1, which is 0 on tokens that are not valid.
     return _of_response(tokens, 1 + tokens.mean(bounded_exp(tokens.delta.double().abs()) - 1) <= bound)
-
-
-# ---------------------------------------------------------------- what several criteria need
 
 
 def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:

@@ -10,11 +10,9 @@ from torch import Tensor
 
 def quantile(values: Tensor, fraction: float) -> float | None:
     """The smallest of values [n] with at least `fraction` of all values at or below it; None without values."""
-    if not values.numel():
-        return None
     # Rounding of the product must not ask for one value more.
     rank = math.ceil(fraction * values.numel() * (1 - 1e-12))
-    return values.kthvalue(max(rank, 1)).values.item()
+    return values.kthvalue(rank).values.item() if values.numel() else None
 
 
 def pareto_k(log_weights: Tensor) -> float | None:

@@ -40,20 +40,16 @@ class Tokens:
     """[T] float32; for criteria and statistics that depend on them."""
 
     def __post_init__(self) -> None:
-        given = {
-            "trainer_logprobs": self.trainer_logprobs,
-            "rollout_logprobs": self.rollout_logprobs,
-            "advantages": self.advantages,
-        }
-        require_packed(self.response_mask, **{name: values for name, values in given.items() if values is not None})
+        for name in ("trainer_logprobs", "rollout_logprobs", "advantages"):
+            if getattr(self, name) is not None:
+                require_packed(self.response_mask, **{name: getattr(self, name)})
 
     @cached_property
     def valid(self) -> Tensor:
         """[T] bool, response tokens with finite log-probs on both sides and log mu <= MAX_ROLLOUT_LOGPROB."""
-        both = self.rollout_logprobs
-        if self.trainer_logprobs is not None:
-            both = self.trainer_logprobs - both
-        return self.response_mask & torch.isfinite(both) & (self.rollout_logprobs <= MAX_ROLLOUT_LOGPROB)
+        train = self.rollout_logprobs if self.trainer_logprobs is None else self.trainer_logprobs
+        finite = torch.isfinite(train - self.rollout_logprobs)
+        return self.response_mask & finite & (self.rollout_logprobs <= MAX_ROLLOUT_LOGPROB)
 
     @cached_property
     def train(self) -> Tensor:

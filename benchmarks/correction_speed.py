@@ -80,7 +80,7 @@ def main() -> None:
     for num_tokens, num_sequences in SIZES:
         tokens = make_tokens(num_tokens, num_sequences)
         lags = torch.zeros(num_sequences, dtype=torch.int64)
-        context = StepContext(rewards=torch.rand(num_sequences), entropy=torch.rand(num_tokens), lags=lags)
+        context = StepContext(rewards=torch.rand(num_sequences), lags=lags)
         calls = (partial(measured, tokens, context), partial(corrected, tokens), measured(tokens, context).metrics)
         times = [f"{milliseconds(call, repeats=arguments.repeats):.2f}" for call in calls]
         sys.stdout.write(f"| {num_tokens} | {num_sequences} | {' | '.join(times)} |\n")

@@ -1,13 +1,14 @@
 """Configuration of the rejection criteria: a key with a value is a criterion, and all of them must keep a token.
 
 Delta = log pi_train - log mu, rho = exp(Delta). pi_train is pi_old, or the running forward where the correction
-compares that (bypass). The statistics are in `algorithms.rejection`; the names are the same.
+compares that (bypass). The function of a criterion is the row of the same name in `algorithms.rejection.CRITERIA`; its
+`indicator` is its factor in the line of `algorithms.objective`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from algorithms.config.checked import Checked, Problem
 
@@ -23,39 +24,49 @@ ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 class RejectConfig(Checked):
     """Which tokens and responses leave the loss. null: not used."""
 
-    token_ratio: list[float] | None = None
+    token_ratio: list[float] | None = field(default=None, metadata={"indicator": "1[{low:g} <= {rho} <= {high:g}]"})
     """[low, high] of each token's rho. Vetted: [0.5, 2.0]."""
-    sequence_ratio: list[float] | None = None
+    sequence_ratio: list[float] | None = field(
+        default=None, metadata={"indicator": "1[{low:g} <= prod_y({rho}) <= {high:g}]"}
+    )
     """[low, high] of the product of rho over the response; rejects long responses first. Vetted: [0.5, 2.0]."""
-    geometric_ratio: list[float] | None = None
+    geometric_ratio: list[float] | None = field(
+        default=None, metadata={"indicator": "1[{low:g} <= geomean_y({rho}) <= {high:g}]"}
+    )
     """[low, high] of the geometric mean of rho; rejects short responses first. Vetted: [0.999, 1.001]."""
-    token_k2: float | None = None
+    token_k2: float | None = field(default=None, metadata={"indicator": "1[K2 <= {bound:g}]"})
     """Upper bound of Delta^2 / 2 of a token, nats^2. Vetted: 2.0."""
-    token_k3: float | None = None
+    token_k3: float | None = field(default=None, metadata={"indicator": "1[K3 <= {bound:g}]"})
     """Upper bound of K3 of a token, nats. Vetted: 0.01."""
-    sum_k2: float | None = None
+    sum_k2: float | None = field(default=None, metadata={"indicator": "1[sum_y(K2) <= {bound:g}]"})
     """Upper bound of the sum of Delta^2 / 2 over the response. Vetted: 3.0."""
-    sum_k3: float | None = None
+    sum_k3: float | None = field(default=None, metadata={"indicator": "1[sum_y(K3) <= {bound:g}]"})
     """Upper bound of the sum of K3 over the response, nats."""
-    mean_k2: float | None = None
+    mean_k2: float | None = field(default=None, metadata={"indicator": "1[mean_y(K2) <= {bound:g}]"})
     """Upper bound of the mean of Delta^2 / 2 over the response. Vetted: 2.0."""
-    mean_k3: float | None = None
+    mean_k3: float | None = field(default=None, metadata={"indicator": "1[mean_y(K3) <= {bound:g}]"})
     """Upper bound of the mean of K3 over the response, nats. Vetted: 0.01."""
-    max_k2: float | None = None
+    max_k2: float | None = field(default=None, metadata={"indicator": "1[max_y(K2) <= {bound:g}]"})
     """Upper bound of the largest Delta^2 / 2 of the response."""
-    max_k3: float | None = None
+    max_k3: float | None = field(default=None, metadata={"indicator": "1[max_y(K3) <= {bound:g}]"})
     """Upper bound of the largest K3 of the response, nats."""
-    veto: float | None = None
+    veto: float | None = field(default=None, metadata={"indicator": "1[min_y({rho}) >= {bound:g}]"})
     """A response with any token whose rho is below this is rejected whole. Vetted: 1e-4."""
-    prob_diff: list[float] | None = None
+    prob_diff: list[float] | None = field(
+        default=None, metadata={"indicator": "1[{low:g} <= {train} - mu <= {high:g}]"}
+    )
     """[low, high] of pi_train - mu of a token, probabilities. Vetted: [-0.2, 0.2]."""
-    mult_err: float | None = None
+    mult_err: float | None = field(
+        default=None, metadata={"indicator": "1[mean_y(max({rho}, 1/({rho}))) <= {bound:g}]"}
+    )
     """Upper bound of the mean of e^|Delta| over the response, a ratio >= 1. Vetted: 1.5."""
-    dppo_tv: float | None = None
+    dppo_tv: float | None = field(default=None, metadata={"indicator": "1[sign(A)({train} - mu) <= {bound:g}]"})
     """A token whose pi_train - mu exceeds this in the direction in which its advantage pushes. Vetted: 0.2."""
-    dppo_kl: float | None = None
+    dppo_kl: float | None = field(
+        default=None, metadata={"indicator": "1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]"}
+    )
     """As dppo_tv with the Bernoulli KL(mu || pi_train) of the token, nats. Vetted: 0.05."""
-    opsm: float | None = None
+    opsm: float | None = field(default=None, metadata={"indicator": "1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]"})
     """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 0.5 (TRL, against mu as here)."""
 
     def active(self) -> list[str]:

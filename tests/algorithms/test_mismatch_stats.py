@@ -29,7 +29,7 @@ CORRECTED = [
     *("ess/applied_token", "ess/applied_seq", "is/applied_mean", "is/clip_frac_hi", "is/clip_frac_lo", "is/clip_mass"),
     *("rs/token_frac", "rs/seq_frac", "rs/kept_len", "rs/rejected_len", "rs/kept_k3", "rs/rejected_k3", "kept_frac"),
 ]
-IN_CONTEXT = ["rs/kept_reward", "rs/rejected_reward", "eff_lr", "eff_lr_pos", "eff_lr_neg", "k3_over_entropy"]
+IN_CONTEXT = ["rs/kept_reward", "rs/rejected_reward", "eff_lr", "eff_lr_pos", "eff_lr_neg"]
 COUNTS = ["invalid_tokens", "invalid_samples", "k3_clamped_tokens", "num_tokens"]
 GOLDEN_DELTA = (0.1, -0.3, 0.9, 0.0, -2.5)
 
@@ -190,7 +190,6 @@ def by_hand() -> tuple[Batch, Correction, StepContext]:
     )
     context = StepContext(
         rewards=torch.tensor([1.0, 0.0, 0.5]),
-        entropy=batch.entropy,
         lags=torch.tensor([0, 9, 0]),
     )
     return batch, correction, context
@@ -231,7 +230,6 @@ def test_what_was_applied_by_hand() -> None:
             "eff_lr_neg": raw[1] / (1 + 3),
             "by_lag/0/k3": (k3s[0] + k3s[1] + k3s[4]) / 3,
             "by_lag/7+/k3": (k3s[2] + k3s[3]) / 2,
-            "k3_over_entropy": sum(k3s) / 2.5,
             "kept_frac": 3 / 5,
             "num_tokens": 5,
         },
@@ -284,7 +282,7 @@ def test_without_a_correction_the_applied_metrics_are_absent() -> None:
 def test_no_tokens_is_none_and_never_zero(num_tokens: int) -> None:
     batch = random_batch(0, [num_tokens], noise=1.0)
     batch.response_mask = torch.zeros(num_tokens, dtype=torch.bool)
-    context = StepContext(rewards=torch.ones(1), entropy=batch.entropy, lags=torch.zeros(1).long())
+    context = StepContext(rewards=torch.ones(1), lags=torch.zeros(1).long())
     for known in (None, context):
         metrics = stats_of(batch, TISConfig(), known).metrics()
         assert {name: value for name, value in metrics.items() if value is not None} == dict.fromkeys(names(COUNTS), 0)
@@ -380,7 +378,7 @@ def test_merging_is_the_same_as_one_batch(seed: int, lengths: list[int], cut: in
 
     def stats(sequences: list[int]) -> MismatchStats:
         part = batch.select(sequences)
-        context = StepContext(rewards=rewards[sequences], entropy=part.entropy, lags=lags[sequences])
+        context = StepContext(rewards=rewards[sequences], lags=lags[sequences])
         return stats_of(part, MODES[name], context)
 
     order = list(range(len(lengths)))
@@ -449,7 +447,7 @@ def test_nothing_is_read_from_the_device() -> None:
         old, rollout, advantages, entropy = (torch.empty(9) for _ in range(4))
         mask = torch.empty(9, dtype=torch.bool)
         cu_seqlens = torch.empty(4, dtype=torch.int32)
-        context = StepContext(rewards=torch.empty(3), entropy=entropy, lags=torch.empty(3, dtype=torch.int64))
+        context = StepContext(rewards=torch.empty(3), lags=torch.empty(3, dtype=torch.int64))
     batch = Batch(
         logprobs=old,
         old_logprobs=old,
@@ -522,7 +520,6 @@ def test_pi_old_must_be_there() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     for context, message in (
-        (StepContext(entropy=torch.ones(4)), "entropy must have the shape of response_mask"),
         (StepContext(rewards=torch.ones(3)), r"rewards must be \[N\] = \[2\], got \[3\]"),
         (StepContext(lags=torch.ones(3, dtype=torch.int64)), r"lags must be \[N\] = \[2\], got \[3\]"),
         (StepContext(token_lags=torch.ones(2, dtype=torch.int64)), r"token_lags must be \[T\] = \[.*, got \[2\]"),

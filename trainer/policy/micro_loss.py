@@ -72,11 +72,10 @@ def micro_loss(
     return MicroLoss(loss=loss, stats=stats, counts=counts, mismatch=mismatch)
 
 
-def mismatch_context(micro: MicroBatch, samples: StepSamples, *, entropy: Tensor) -> StepContext:
-    """What the mismatch statistics of a micro-batch may know besides log-probs; entropy [T] nats."""
+def mismatch_context(micro: MicroBatch, samples: StepSamples) -> StepContext:
+    """Facts besides log-probs that the mismatch statistics of a micro-batch need."""
     return StepContext(
         rewards=samples.rewards[micro.sample_numbers],
-        entropy=entropy.detach(),
         lags=samples.lags[micro.sample_numbers],
         token_lags=micro.token_lags,
     )

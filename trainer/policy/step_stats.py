@@ -66,7 +66,7 @@ class StepTotals:
         tokens = micro.tokens(trainer_logprobs)
         # Later mini-batches without a pi_old show drift and mismatch together and are left out.
         measured = micro.old_logprobs is not None or index == 0
-        context = mismatch_context(micro, samples, entropy=scores.entropy) if measured else None
+        context = mismatch_context(micro, samples) if measured else None
         part = micro_loss(config, micro, scores, tokens=tokens, mini=mini, known=known, context=context)
         self.add_loss(part.stats)
         if part.mismatch is not None:
