@@ -200,8 +200,8 @@ _METRICS = {
     "chi2_token": "chi2_token",
     "chi2_seq": "chi2_seq",
 }
-SKETCHED = 1e-4
-"""Bound on the relative difference of what Parity reads off its sketch of log-ratios."""
+METRICS_AGREE = 1e-4
+"""Bound on the relative difference of metrics."""
 
 
 def _metric_rows(batch: Batch) -> list[Row]:
@@ -229,7 +229,7 @@ def _metric_rows(batch: Batch) -> list[Row]:
             case="metrics, one batch",
             peer=f"{METRICS}, `compute_is_metrics`",
             parity=f"same; {listed}",
-            holds=max(differences.values()) < SKETCHED,
+            holds=max(differences.values()) < METRICS_AGREE,
             agrees=True,
         )
     ]
@@ -287,5 +287,5 @@ def _small_k3_row() -> Row:
         peer=f"{METRICS}: {theirs:.2e}, off by {errors[0]:.0%}",
         parity=f"{ours:.2e}, off by {errors[1]:.0e} (metric {errors[2]:.0e}); float64 says {exact:.2e}. "
         "exp(x) - 1 - x loses its digits in float32",
-        holds=errors[0] > 0.01 and errors[1] < AGREES and errors[2] < SKETCHED,
+        holds=errors[0] > 0.01 and errors[1] < AGREES and errors[2] < METRICS_AGREE,
     )

@@ -22,7 +22,7 @@ from algorithms.mismatch import mismatch_stats
 from algorithms.tokens import Tokens
 
 ACCURACY = 1e-4
-"""Relative; metrics may count log-ratios in bins."""
+"""Relative."""
 
 
 def test_the_expectations_of_k1_and_k3_are_the_kl_and_that_of_the_mirror_is_not() -> None:
