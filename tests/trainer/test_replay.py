@@ -151,7 +151,7 @@ def test_the_row_of_the_run_is_what_was_logged_to_the_last_bit(case: str, model_
     names = [RUN, "tis", "mis", "bypass", "bypass_reinforce", "miles_default"]
     replay = replayed(config, tmp_path, names)
     assert replay.reproduction.different == {}
-    assert replay.reproduction.compared >= 60
+    assert replay.reproduction.compared >= 59
     own = replay.scores[0].metrics
     for key in (
         "k3",
