@@ -29,7 +29,6 @@ from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gat
 from rollout.group.balance import load_of, split_by_kind
 from rollout.group.group_member import Health, Member, Published, Way, check_any_left, receivers_of
 from rollout.group.residency import Turns
-from rollout.processes.process_memory import MemoryUse
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
 
@@ -225,8 +224,8 @@ class EngineGroup:
         calls = {member.index: member.worker.policy_version.remote() for member in self._serving()}
         return list(self._gather(calls, phase="weight version").values())
 
-    def memory(self) -> dict[int, MemoryUse]:
-        """What each serving engine holds, its server's processes included, by index."""
+    def memory(self) -> dict[int, int]:
+        """Private bytes of each serving engine, its server's processes included, by index."""
         calls = {member.index: member.worker.memory.remote() for member in self._serving()}
         return self._gather(calls, phase="engine memory")
 

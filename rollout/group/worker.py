@@ -15,7 +15,7 @@ import ray
 from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import Engine, EngineInfo, WeightReport
 from rollout.processes.process_marks import ProcessMark, mark_processes
-from rollout.processes.process_memory import MemoryUse, memory_use
+from rollout.processes.process_memory import private_bytes
 from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
 from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import BroadcastAddress, WeightReceiver
@@ -124,9 +124,9 @@ class RolloutWorker:
     def policy_version(self) -> int:
         return self._engine.policy_version
 
-    def memory(self) -> MemoryUse:
-        """Of this process and those of the engine."""
-        return memory_use(self._pids)
+    def memory(self) -> int:
+        """Private bytes of this process and those of the engine."""
+        return private_bytes(self._pids)
 
     def stop(self) -> None:
         self._engine.stop()

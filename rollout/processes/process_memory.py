@@ -1,6 +1,6 @@
-"""What a process holds in memory: its own pages, its peak, and what its machine has left.
+"""What a process holds in memory: its own pages and its peak; and how the memory that it freed is given back.
 
-Private memory is what counts for a leak: pages that other processes share, such as Ray's object store, fill up once
+Private memory is what counts: pages that other processes share, such as Ray's object store, fill up once
 and are not the process's own.
 """
 
@@ -10,36 +10,26 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
 logger = logging.getLogger(__name__)
 
 STEPS_KEPT = 16
-"""Steps after which freed memory is given back: well below the window of the memory alarm."""
+"""Steps after which freed memory is given back."""
 GROWTH_KEPT = 1.5
 """Growth of a process since its last step after giving back, from which on it gives back at once."""
 
 
-class MemoryUse(NamedTuple):
-    """What one actor's processes hold, and what is left on their machine."""
-
-    private: int
-    """Resident bytes that no other process shares."""
-    available: int
-    """Bytes that the machine can still give."""
-
-
-def memory_use(pids: Sequence[int] = ()) -> MemoryUse:
-    """Of this process and those of `pids` that still run."""
+def private_bytes(pids: Sequence[int] = ()) -> int:
+    """Resident bytes of this process and those of `pids` that still run, without what other processes share."""
     private = _private(psutil.Process())
     for pid in pids:
         try:
             private += _private(psutil.Process(pid))
         except psutil.Error as error:
             logger.debug("process %d is not counted: %s", pid, error)
-    return MemoryUse(private=private, available=psutil.virtual_memory().available)
+    return private
 
 
 def _private(process: psutil.Process) -> int:

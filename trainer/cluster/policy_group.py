@@ -16,7 +16,6 @@ from torch import Tensor
 from rollout.engine import BroadcastError
 from rollout.group.actor_calls import GRACE_S, gather, stop_workers
 from rollout.group.residency import Turns
-from rollout.processes.process_memory import MemoryUse
 from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
 from trainer.batch.token_deltas import merge_ranks
@@ -106,8 +105,8 @@ class PolicyGroup:
         of_rank, of_engine = found
         return of_rank, of_engine
 
-    def memory(self) -> list[MemoryUse]:
-        """What each rank holds."""
+    def memory(self) -> list[int]:
+        """Private bytes of each rank."""
         refs = [worker.memory.remote() for worker in self._workers]
         return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rollout.processes.process_memory import MemoryUse, memory_use
+from rollout.processes.process_memory import private_bytes
 from rollout.types import SharedWeights, WeightBucket
 from rollout.weights.quantization import publishers
 from rollout.weights.weight_broadcast import BroadcastAddress, WeightSender
@@ -245,9 +245,9 @@ class PolicyWorker:
             return of_rank, of_rank if setup.device == "cuda" else None
         return of_rank, find_ceilings("cpu", num_threads=setup.engine_threads)
 
-    def memory(self) -> MemoryUse:
-        """What this rank holds in the host's memory."""
-        return memory_use()
+    def memory(self) -> int:
+        """Private bytes of this rank in the host's memory."""
+        return private_bytes()
 
     def sleep(self) -> None:
         """Move everything to the host; safe to call twice. Not yet run on a GPU."""

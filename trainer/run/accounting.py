@@ -17,7 +17,7 @@ from rollout.config import DType
 from rollout.group.actor_calls import WorkerError
 from rollout.group.balance import split_by_kind
 from rollout.group.engine_group import EngineGroup
-from rollout.processes.process_memory import memory_use
+from rollout.processes.process_memory import private_bytes
 from trainer.batch.planner import DEFAULT_COST, BinCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.policy_group import PolicyGroup
@@ -34,7 +34,6 @@ from trainer.limits.floors import (
     sync_floor,
     training_flops,
 )
-from trainer.limits.memory import MemoryWatch
 from trainer.limits.model_shape import ModelShape, UnknownShapeError, directory_shape
 from trainer.policy.training_step import TrainReport
 
@@ -85,7 +84,6 @@ class StepAccounting:
     def __init__(self, config: TrainConfig, hardware: Hardware) -> None:
         self._config = config
         self._hardware = hardware
-        self._memory = MemoryWatch()
         self._impossible: set[str] = set()
 
     @property
@@ -164,11 +162,11 @@ class StepAccounting:
         return found
 
     def memory(self, policy: PolicyGroup, engines: EngineGroup) -> dict[str, float | None]:
-        """Memory of every actor and the driver; warns of one that grows."""
-        uses = {"driver": memory_use()}
-        uses |= {f"policy {rank}": use for rank, use in enumerate(policy.memory())}
-        uses |= {f"engine {index}": use for index, use in engines.memory().items()}
-        return self._memory.metrics(uses)
+        """Private memory of every actor and the driver, in GiB."""
+        held = {"driver": private_bytes()}
+        held |= {f"policy_{rank}": size for rank, size in enumerate(policy.memory())}
+        held |= {f"engine_{index}": size for index, size in engines.memory().items()}
+        return {f"perf/memory_gib/{name}": size / 2**30 for name, size in held.items()}
 
     def fraction(self, phase: str, floor_s: float, measured_s: float) -> float | None:
         """floor / measured; None, and one warning per phase, above 1: then a formula or a ceiling is wrong."""

@@ -35,7 +35,6 @@ class Event:
 
 _TOLD_BY_ROWS = (
     ("rollout/engine_restarts", "engine", "engines lost and started again: {:.0f}; the log says why"),
-    ("perf/memory_alarms", "memory", "actors whose memory grows: {:.0f}; the log names them"),
     ("perf/checkpoint_failures", "checkpoint", "checkpoints in a row that were not written: {:.0f}; the log says why"),
 )
 """(metric, kind, text): a value above 0 is an event."""
