@@ -219,11 +219,6 @@ class EngineGroup:
         """For `Turns` only: take memory for the weights; `load_weights` takes that of the caches."""
         self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
 
-    def policy_versions(self) -> list[int]:
-        """Version of the weights that each serving engine says it holds."""
-        calls = {member.index: member.worker.policy_version.remote() for member in self._serving()}
-        return list(self._gather(calls, phase="weight version").values())
-
     def memory(self) -> dict[int, int]:
         """Private bytes of each serving engine, its server's processes included, by index."""
         calls = {member.index: member.worker.memory.remote() for member in self._serving()}

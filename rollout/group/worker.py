@@ -121,9 +121,6 @@ class RolloutWorker:
     def wake(self) -> None:
         self._engine.wake()
 
-    def policy_version(self) -> int:
-        return self._engine.policy_version
-
     def memory(self) -> int:
         """Private bytes of this process and those of the engine."""
         return private_bytes(self._pids)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Never
 
+import ray
 import torch
 from test_packing import make_sample
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
 from rollout.config import DType, TorchEngineConfig
+from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
@@ -144,6 +146,12 @@ def published(shared: Mapping[bool, SharedWeights], node: str) -> Published:
         raise AssertionError("an engine beside the trainer asked for copies")
 
     return Published(shared=shared, node=node, received={}, copies=copies)
+
+
+def held_versions(engines: EngineGroup) -> list[int]:
+    """Version of the weights that each serving engine says it holds."""
+    members = engines._serving()
+    return ray.get([one.worker.__ray_call__.remote(lambda worker: worker._engine.policy_version) for one in members])
 
 
 def flip_byte(shared: SharedWeights, spec: TensorSpec) -> None:

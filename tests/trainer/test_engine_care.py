@@ -14,8 +14,8 @@ import pytest
 import ray
 import torch
 from care_workers import DishonestWorker, SlowWorker
+from policy_cases import held_versions, save_policy
 from policy_cases import published as published_on
-from policy_cases import save_policy
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightReport, WeightSyncError
@@ -186,7 +186,7 @@ def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
     # It takes part again with the weights that are current then, not those that it died with.
     load(group, published.version(3))
     serve_all(group)
-    assert group.policy_versions() == [3, 3]
+    assert held_versions(group) == [3, 3]
     tickets = group.submit(requests)
     wedged = psutil.Process(pid_of(group, 0))
     wedged.suspend()

@@ -14,7 +14,16 @@ import psutil
 import pytest
 import ray
 import torch
-from policy_cases import by_aggregation, flip_byte, make_config, make_samples, published, save_policy, save_untied
+from policy_cases import (
+    by_aggregation,
+    flip_byte,
+    held_versions,
+    make_config,
+    make_samples,
+    published,
+    save_policy,
+    save_untied,
+)
 from safetensors.torch import load_file
 
 from algorithms.config import (
@@ -139,13 +148,13 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         report = sync_weights(policy, engines, policy_version=1)
         assert (report.num_engines, report.num_mapped) == (2, 2)
         assert "to 2 engine(s) through shared memory (2) in" in str(report)
-        assert engines.policy_versions() == [1, 1]
+        assert held_versions(engines) == [1, 1]
         shared = policy.publish_weights(policy_version=2)
         spec = shared.buckets[0].tensors[3]
         flip_byte(shared, spec)
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
             engines.load_weights(published({False: shared}, policy.node))
-        assert engines.policy_versions() == [1, 1]
+        assert held_versions(engines) == [1, 1]
         shared = policy.publish_weights(policy_version=3)
         shared.buckets[0].tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):

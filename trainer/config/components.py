@@ -303,15 +303,6 @@ class PolicyConfig(Checked):
     sync_bucket_mib: int = 256
     """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
 
-    @property
-    def train_flop_factor(self) -> float:
-        """Floating-point operations of forward and backward over those without activation checkpointing.
-
-        A backward costs two forwards, and a layer that is computed again costs one more.
-        """
-        recomputed = 1 / self.activation_checkpoint_every if self.activation_checkpoint_every else 0.0
-        return (3 + recomputed) / 3
-
     def problems(self) -> Iterator[Problem]:
         if self.activation_checkpoint_every < 0:
             yield Problem(

@@ -1,6 +1,9 @@
 """What one rank keeps of a step that is written down, and its file: safetensors, one per rank.
 
-    <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `PACKED`, `OF_BATCH`, `OF_SCORES`
+    <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `OF_BATCH`, `OF_SCORES`, and
+                                              token_ids [T] int32, cu_seqlens [N+1] int32, response_mask [T] bool,
+                                              sample_keys [N, 2] int64 of (prompt_id, sample_index),
+                                              sample_numbers [N] int64
     samples/<name>                            StepSamples, in the file of rank 0
 
 Micro-batches keep their boundaries and their order: sums over them, made again, are the same to the last bit. Tensors
@@ -24,8 +27,6 @@ from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenS
 from trainer.rundir.checkpoint import describe_file
 from trainer.rundir.dump import OptimizerStep, RankFile
 
-PACKED = ("token_ids", "cu_seqlens", "response_mask", "sample_keys", "sample_numbers")
-"""[T] int32, [N+1] int32, [T] bool, [N, 2] int64 of (prompt_id, sample_index), [N] int64."""
 OF_BATCH = (
     "rollout_logprobs",
     "advantages",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -72,7 +71,6 @@ class PolicyInfo:
     pid: int
     num_parameters: int
     """Of the whole model."""
-    rss_bytes: int
     device_bytes: int | None
     """Memory of the rank's GPU; None on a CPU."""
 
@@ -120,7 +118,6 @@ class PolicyWorker:
             rank=setup.rank,
             pid=os.getpid(),
             num_parameters=num_parameters,
-            rss_bytes=psutil.Process().memory_info().rss,
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
         )
 
