@@ -1,12 +1,12 @@
 """Quantised rollouts on the arithmetic task: K3 by precision, and what each correction makes of it over several seeds.
 
-    python benchmarks/quantized_rollout.py [--seeds 3] [--steps 40] [--precisions int4,float32,int8] [--svg FILE] \
+    python benchmarks/quantized_rollout.py [--seeds 3] [--steps 40] [--precisions int4,float32,int8] \
         [--dir DIR] [KEY=VALUE ...]
 
 Trains the recipe `arithmetic_grpo` with four optimizer steps per rollout for every precision, correction and seed: one
 rank and one torch engine in this process with one thread, without Ray, but otherwise the parts and the order of
 `trainer/run/loop.py`. Words KEY=VALUE are added to every run. A run that is in DIR already is not repeated. Prints
-Markdown; --svg draws the curves of the first precision.
+Markdown.
 
 K3        mean over the first three steps, whose policy has hardly moved; tis, mean of the seeds
 final     greedy accuracy on the held-out problems after the last step, of the policy's own weights, not quantised
@@ -71,7 +71,6 @@ K3_STEPS = 3
 COSTED = "model.layers.0.mlp.up_proj.weight"
 DTYPE = torch.bfloat16
 WINDOW = 5
-COLOURS = ("#7a7a7a", "#d95f02", "#e7298a", "#1b9e77", "#1f78b4")
 UNSTABLE_FALL = 0.1
 
 
@@ -319,34 +318,6 @@ def modes_table(results: dict[tuple[str, str], list[Outcome]]) -> None:
     say("")
 
 
-def draw(path: Path, results: dict[tuple[str, str], list[Outcome]], *, precision: str) -> None:
-    """Held-out accuracy over steps: a colour per correction, the mean of the seeds thick, every seed thin."""
-    width, height, left, bottom = 640, 320, 44, 28
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
-
-    def place(accuracy: float) -> float:
-        return (height - bottom) * (1 - accuracy) + 8 * accuracy
-
-    for tick in (0.2, 0.4, 0.6, 0.8, 1.0):
-        parts.append(
-            f'<line x1="{left}" x2="{width - 110}" y1="{place(tick):.1f}" y2="{place(tick):.1f}" stroke="#ddd"/>'
-        )
-        parts.append(f'<text x="14" y="{place(tick) + 4:.1f}" font-size="11">{tick:.1f}</text>')
-    for number, (colour, mode) in enumerate(zip(COLOURS, MODES, strict=True)):
-        curves = [run.heldout for run in results.get((precision, mode), [])]
-        curves += [[statistics.fmean(values) for values in zip(*curves, strict=True)]] if curves else []
-        for curve in curves:
-            step = (width - 110 - left) / max(1, len(curve) - 1)
-            dots = " ".join(f"{left + at * step:.1f},{place(value):.1f}" for at, value in enumerate(curve))
-            stroke = "3" if curve is curves[-1] else "0.7"
-            parts.append(f'<polyline points="{dots}" fill="none" stroke="{colour}" stroke-width="{stroke}"/>')
-        parts.append(f'<text x="{width - 102}" y="{60 + 18 * number}" font-size="12" fill="{colour}">{mode}</text>')
-    caption = f"{precision} rollout: held-out accuracy of the policy, every {EVALUATED_EVERY} steps"
-    parts.append(f'<text x="{left}" y="{height - 8}" font-size="11">{caption}; thick: mean of the seeds</text></svg>')
-    path.write_text("\n".join(parts) + "\n", "utf-8")
-
-
 def say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -360,7 +331,6 @@ def main() -> None:
     parser.add_argument("--precisions", default="int4,float32,int8")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--dir", type=Path, default=ROOT / "outputs" / "quantized_rollout")
-    parser.add_argument("--svg", type=Path)
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -374,8 +344,6 @@ def main() -> None:
             path = arguments.dir / f"{precision}-{mode}-{seed}.json"
             results[precision, mode].append(outcome(path, words, steps=arguments.steps))
     modes_table(results)
-    if arguments.svg is not None:
-        draw(arguments.svg, results, precision=arguments.precisions.split(",")[0])
 
 
 if __name__ == "__main__":
