@@ -164,8 +164,8 @@ def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.Monkey
 def test_a_cell_is_the_command_of_an_ordinary_run(small: Grid, tmp_path: Path) -> None:
     cell = small.cells[0]
     words = command_line(small, cell, tmp_path)[1:]
-    assert words[:3] == ["-m", "trainer", "train"]
-    assert words[3] == str(RECIPES / "arithmetic_grpo.yaml")
+    assert words[:4] == ["-P", "-m", "trainer", "train"]
+    assert words[4] == str(RECIPES / "arithmetic_grpo.yaml")
     assert {"correction=tis", "run.seed=0", "rollout.quantization=int8", "run.resume=auto", *WORDS} <= set(words)
     assert f"run.dir='{tmp_path}/tis-int8-seed0'" in words
 
