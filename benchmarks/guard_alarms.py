@@ -36,11 +36,11 @@ from trainer.run.guard_machine import GuardState, Row, after
 from trainer.run.loop import build_batch
 from trainer.run.task import load_task
 
-INT4 = ("rollout.dtype=float32", "rollout.quantization=int4", "rollout.quantized_engines=1")
+INT4 = ("rollout.dtype=float32", "rollout.quantization=int4")
 KINDS: dict[str, tuple[str, ...]] = {
     "bfloat16": ("rollout.dtype=bfloat16", "correction=tis"),
-    "int8": ("rollout.dtype=float32", "rollout.quantization=int8", "rollout.quantized_engines=1", "correction=tis"),
-    "fault": ("rollout.dtype=bfloat16", "rollout.quantization=int4", "rollout.quantized_engines=1", "correction=tis"),
+    "int8": ("rollout.dtype=float32", "rollout.quantization=int8", "correction=tis"),
+    "fault": ("rollout.dtype=bfloat16", "rollout.quantization=int4", "correction=tis"),
     "collapse": (*INT4, "correction=recompute", "optim.lr=1e-3"),
 }
 FAULT_STEP = 31
@@ -54,11 +54,10 @@ class FaultyRun(Run):
     faulty = True
 
     def sync(self) -> None:
-        for quantized, (engine, reader) in self.engines.items():
-            shared = self.worker.publish_weights(self.version, quantized=quantized and self.faulty)
-            assert shared is not None
-            with reader.opened(shared) as buckets:
-                engine.load_weights(buckets)
+        if self.faulty:
+            super().sync()
+        else:
+            self.sampler.load(self.plain_weights())
 
 
 def rows_of(kind: str, seed: int, *, steps: int, folder: Path, words: list[str]) -> list[Row]:

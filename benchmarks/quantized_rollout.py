@@ -27,23 +27,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from rollout.collect.collector import Collector, CollectPlan
-from rollout.config import EngineConfig, TorchEngineConfig
+from rollout.config import EngineConfig, Quantization, TorchEngineConfig
 from rollout.data.dataset import PromptStream
 from rollout.torch.engine import TorchEngine
-from rollout.types import Completion, GenerateRequest, Generation
+from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 from rollout.weights.buckets import TensorShape
-from rollout.weights.quantization import GRIDS, Quantizer
+from rollout.weights.quantization import GRIDS, Quantizer, weight_publisher
 from rollout.weights.shared_weights import WeightReader
 from trainer.batch.planner import DEFAULT_COST
 from trainer.compose.compose import resolve
 from trainer.config.recording import HELDOUT
 from trainer.config.train import TrainConfig
+from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.run.evaluation import evaluate_sets
 from trainer.run.loop import build_batch
@@ -54,13 +55,12 @@ MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis")
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "float32": ("rollout.dtype=float32",),
     "bfloat16": ("rollout.dtype=bfloat16",),
-    "fp8": ("rollout.dtype=float32", "rollout.quantization=fp8", "rollout.quantized_engines=1"),
-    "int8": ("rollout.dtype=float32", "rollout.quantization=int8", "rollout.quantized_engines=1"),
-    "int4": ("rollout.dtype=float32", "rollout.quantization=int4", "rollout.quantized_engines=1"),
+    "fp8": ("rollout.dtype=float32", "rollout.quantization=fp8"),
+    "int8": ("rollout.dtype=float32", "rollout.quantization=int8"),
+    "int4": ("rollout.dtype=float32", "rollout.quantization=int4"),
 }
 SETTING = (
     "rollout=torch",
-    "rollout.num_engines=2",  # one samples, a plain one evaluates
     "model.num_steps=300",  # a quarter of the recipe's: what is less certain is moved more by rounding
     "policy.num_workers=1",
     "batch.mini_batch_prompts=4",
@@ -147,8 +147,28 @@ class OneEngine:
         return self._engine.sampling_s
 
 
+class LoadedEngine:
+    """An engine in this process that takes weights from shared memory."""
+
+    def __init__(self, config: EngineConfig, model_path: Path) -> None:
+        if not isinstance(config, TorchEngineConfig):
+            raise SystemExit("this benchmark needs rollout=torch")
+        self.engine = TorchEngine(config, index=0, device="cpu", num_threads=1)
+        self.engine.start(model_path)
+        self._reader = WeightReader()
+
+    def load(self, shared: SharedWeights | None) -> None:
+        assert shared is not None
+        with self._reader.opened(shared) as buckets:
+            self.engine.load_weights(buckets)
+
+    def close(self) -> None:
+        self.engine.stop()
+        self._reader.close()
+
+
 class Run:
-    """One rank and its engines in this process."""
+    """One rank and the engine that samples, in this process; if that is quantised, also a plain one that evaluates."""
 
     def __init__(self, config: TrainConfig, task: Task, scratch: Path) -> None:
         self.config, self.task = config, task
@@ -163,25 +183,28 @@ class Run:
         self.worker = PolicyWorker(setup)
         self.worker.setup()
         self.version = 0
-        self.engines = {
-            quantized: (_engine(config.rollout, task.model_path, quantized=quantized), WeightReader())
-            for quantized in {False, config.rollout.num_quantized > 0}
-        }
+        plain = replace(config.rollout, quantization=Quantization.none)
+        self.sampler = LoadedEngine(config.rollout, task.model_path)
+        self.judge = self.sampler if config.rollout == plain else LoadedEngine(plain, task.model_path)
+        self._plain_publisher = weight_publisher(
+            tensor_shapes(self.worker._policy.model), plain, bucket_bytes=config.policy.sync_bucket_mib * 2**20
+        )
         self.sync()
 
     def sync(self) -> None:
         """Every engine holds the weights of the policy, verified."""
-        for quantized, (engine, reader) in self.engines.items():
-            shared = self.worker.publish_weights(self.version, quantized=quantized)
-            assert shared is not None
-            with reader.opened(shared) as buckets:
-                engine.load_weights(buckets)
+        self.sampler.load(self.worker.publish_weights(self.version))
+        if self.judge is not self.sampler:
+            self.judge.load(self.plain_weights())
+
+    def plain_weights(self) -> SharedWeights:
+        """The policy's own weights, not quantised."""
+        return self._plain_publisher.publish(full_tensors(self.worker._policy.model), policy_version=self.version)
 
     def collector(self) -> Collector:
-        """Samples with the quantised engine, if there is one."""
         config = self.config
         return Collector(
-            sampler=OneEngine(self.engines[config.rollout.num_quantized > 0][0]),
+            sampler=OneEngine(self.sampler.engine),
             prompts=PromptStream(self.task.dataset.train, seed=config.run.seed),
             scorer=self.task.scorer,
             collect=config.collect,
@@ -197,7 +220,7 @@ class Run:
 
     def heldout(self) -> float:
         """Greedy accuracy of the weights as they are, on all held-out problems."""
-        return evaluate_sets(self.config, self.task, OneEngine(self.engines[False][0]))[HELDOUT].accuracy
+        return evaluate_sets(self.config, self.task, OneEngine(self.judge.engine))[HELDOUT].accuracy
 
     def train(self, steps: int) -> Outcome:
         started, collector = time.process_time(), self.collector()
@@ -223,18 +246,9 @@ class Run:
         )
 
     def close(self) -> None:
-        for engine, reader in self.engines.values():
-            engine.stop()
-            reader.close()
+        for loaded in {self.sampler, self.judge}:
+            loaded.close()
         self.worker.stop()
-
-
-def _engine(config: EngineConfig, model_path: Path, *, quantized: bool) -> TorchEngine:
-    if not isinstance(config, TorchEngineConfig):
-        raise SystemExit("this benchmark needs rollout=torch")
-    engine = TorchEngine(config, index=0 if quantized else config.num_engines - 1, device="cpu", num_threads=1)
-    engine.start(model_path)
-    return engine
 
 
 def outcome(path: Path, words: Sequence[str], *, steps: int) -> Outcome:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
-from rollout.quantization_config import Quantization, eight_bit_problems, split_problems
+from rollout.quantization_config import Quantization, eight_bit_problems
 
 
 class DType(Enum):
@@ -30,9 +30,7 @@ class EngineConfig(Checked):
     dtype: DType = DType.bfloat16
     """Type of the engine's weights and activations. Vetted: bfloat16."""
     quantization: Quantization = Quantization.none
-    """Grid on which weights are put at every sync (none, fp8, int8, int4). Use a correction: tis or mis."""
-    quantized_engines: int | None = None
-    """Engines that are quantised, the first ones; the others hold plain weights and share every group. null: all."""
+    """Grid on which the weights of all engines are put at every sync (none, fp8, int8, int4). Use tis or mis."""
     cpus_per_engine: float = 0.5
     """Ray CPUs (logical cores) reserved for a worker."""
     gpus_per_engine: float = 0.0
@@ -57,18 +55,11 @@ class EngineConfig(Checked):
         return None
 
     @property
-    def num_quantized(self) -> int:
-        """Engines whose weights lie on the grid: engine 0 .. num_quantized - 1."""
-        chosen = self.num_engines if self.quantized_engines is None else self.quantized_engines
-        return 0 if self.quantization is Quantization.none else chosen
-
-    @property
     def takes_quantized(self) -> bool:
-        """Whether quantised engines take 8-bit values and scales; others take what these stand for, in their type."""
+        """Whether the engines take 8-bit values and scales; others take what these stand for, in their type."""
         return False
 
     def problems(self) -> Iterator[Problem]:
-        yield from split_problems(self.quantization, self.quantized_engines, num_engines=self.num_engines)
         if self.num_engines < 1:
             yield Problem(key="num_engines", rule="must be >= 1", value=self.num_engines)
         for key in ("cpus_per_engine", "gpus_per_engine"):

@@ -23,25 +23,6 @@ class Quantization(Enum):
     """4-bit integers, a scale per 128 inputs of an output channel: a pressure test of the correction."""
 
 
-def split_problems(quantization: Quantization, quantized_engines: int | None, *, num_engines: int) -> Iterator[Problem]:
-    """Rules of rollout.quantized_engines."""
-    if quantized_engines is None:
-        return
-    if quantization is Quantization.none:
-        yield Problem(
-            key="quantized_engines",
-            rule="has no effect with rollout.quantization=none",
-            value=quantized_engines,
-            remedy="Remove it, or choose a quantization.",
-        )
-    elif not 1 <= quantized_engines <= num_engines:
-        yield Problem(
-            key="quantized_engines",
-            rule=f"must lie in [1, rollout.num_engines ({num_engines})], or be null for all",
-            value=quantized_engines,
-        )
-
-
 def eight_bit_problems(
     quantization: Quantization, engine_args: Collection[str], *, is_float32: bool
 ) -> Iterator[Problem]:

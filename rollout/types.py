@@ -102,8 +102,6 @@ class Generation:
     token_versions: list[int]
     """[R] policy version of the weights that sampled each token."""
     finish_reason: FinishReason
-    quantized: bool = False
-    """Whether the weights of the engine lie on a quantisation grid; set by whoever knows all engines."""
     sampled: list[bool] | None = None
     """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all of them."""
 
@@ -146,8 +144,6 @@ class Sample:
     token_versions: NDArray[np.int64]
     """[T] completed optimizer steps of the weights that sampled the token; 0 off the mask."""
     finish_reason: FinishReason
-    quantized: bool = False
-    """Whether a quantised engine sampled the response."""
     text: str = ""
     """The decoded response, for rewards and the sample log only: never tokenized again."""
     reward: float | None = None

@@ -95,8 +95,6 @@ class ResponseState(TypedDict):
     """[version, number of tokens] of every run of equal versions."""
     ended: str | None
     """The finish reason; None while the response is unfinished."""
-    quantized: bool
-    """Whether an engine with quantised weights sampled it."""
     valid: bool
     """Whether it ended as a sample that can be trained on."""
 
@@ -165,7 +163,6 @@ def _pack(response: PendingResponse) -> ResponseState:
         logprobs=None if logprobs is None else _text(np.asarray(logprobs, dtype="<f8")),
         versions=[[version, len(list(run))] for version, run in groupby(versions)],
         ended=None if ended is None else ended.finish_reason.value,
-        quantized=known is not None and known.quantized,
         valid=response.sample is not None,
     )
 
@@ -177,7 +174,6 @@ def _unpack(state: ResponseState, request: GenerateRequest) -> PendingResponse:
         logprobs=None if logprobs is None else _numbers(logprobs, "<f8").tolist(),
         token_versions=[version for version, count in state["versions"] for _ in range(count)],
         finish_reason=FinishReason.abort if ended is None else FinishReason(ended),
-        quantized=state["quantized"],
     )
     if ended is not None:
         return PendingResponse(request=request, generation=generation, is_done=not state["valid"])

@@ -69,7 +69,6 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
         rollout_logprobs=np.concatenate([before, generation.logprobs]),
         token_versions=np.where(mask, versions, 0),
         finish_reason=generation.finish_reason,
-        quantized=generation.quantized,
     )
 
 

@@ -29,8 +29,6 @@ class RunningEpisode:
     token_versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     num_turns: int = 0
-    quantized: bool = False
-    """Whether the engine of the last turn holds quantised weights."""
     last: FinishReason = FinishReason.failed
     engine_ticket: int | None = None
     """While the engines sample a turn."""
@@ -68,7 +66,6 @@ class RunningEpisode:
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
         self.num_turns += 1
         self.last = generation.finish_reason
-        self.quantized = generation.quantized
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """What the model is shown: no log-prob, and the version of what came before."""
@@ -88,7 +85,6 @@ class RunningEpisode:
             token_versions=self.token_versions[first : first + 1] * first + self.token_versions[first:],
             finish_reason=reason,
             sampled=self.sampled,
-            quantized=self.quantized,
         )
 
 

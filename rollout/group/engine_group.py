@@ -26,7 +26,7 @@ from rollout.engine import (
     wait_for,
 )
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
-from rollout.group.balance import load_of, split_by_kind
+from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Way, check_any_left, receivers_of
 from rollout.group.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
@@ -93,8 +93,7 @@ class EngineGroup:
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Queue requests, spread over the engines; a ticket for each, unique in the run.
 
-        Where some engines are quantised and others not, every prompt goes to both kinds, as long as both serve. Raises
-        WorkerError for a request that can never be served; none of them is sampled then.
+        Raises WorkerError for a request that can never be served; none of them is sampled then.
         """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
@@ -156,22 +155,13 @@ class EngineGroup:
         sampled_s = sum(member.sampled_before_s + member.sampled_s for member in self._members)
         return sampled_s / len(self._members) - self._generating_s
 
-    @property
-    def kinds(self) -> list[bool]:
-        """Which weights the engines take: quantised (True), plain (False), or both."""
-        return [kind for kind in (True, False) if self.num_of(kind)]
-
-    def num_of(self, quantized: bool) -> int:
-        """Engines of a kind."""
-        return sum(member.quantized == quantized for member in self._members)
-
     def num_by(self, way: Way) -> int:
         """Serving engines that got their weights so."""
         return sum(member.way is way for member in self._serving())
 
-    def receivers(self, node: str, *, quantized: bool) -> tuple[Receiver, ...]:
-        """For each other Ray node than `node`, a serving engine of the kind whose worker can receive for all there."""
-        return receivers_of([member for member in self._serving() if member.quantized == quantized], node=node)
+    def receivers(self, node: str) -> tuple[Receiver, ...]:
+        """For each other Ray node than `node`, a serving engine whose worker can receive for all there."""
+        return receivers_of(self._serving(), node=node)
 
     def receive_weights(
         self, announced: SharedWeights, address: BroadcastAddress, receivers: Sequence[Receiver]
@@ -185,7 +175,7 @@ class EngineGroup:
         return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
 
     def load_weights(self, published: Published) -> dict[int, WeightReport]:
-        """Give every engine the weights of its kind; each verifies what it then holds. Reports by engine that serves.
+        """Give every engine these weights; each verifies what it then holds. Reports by engine that serves.
 
         An engine that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
         """
@@ -241,16 +231,15 @@ class EngineGroup:
     def _started(self, index: int, node: str) -> Member:
         worker = self._spawn(index)
         due = time.monotonic() + self._config.start_timeout_s + GRACE_S
-        quantized = index < self._config.num_quantized
         call: ray.ObjectRef[Any] = worker.start.remote()
-        return Member(index=index, node=node, quantized=quantized, worker=worker, call=call, due=due)
+        return Member(index=index, node=node, worker=worker, call=call, due=due)
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
-        member.asked = self._weights.shared[member.quantized].policy_version
+        member.asked = self._weights.shared.policy_version
         member.way, there = self._weights.place(member)
-        weights = self._weights.copies(member.quantized) if there is None else there
+        weights = self._weights.copies() if there is None else there
         call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
         return call
 
@@ -262,8 +251,7 @@ class EngineGroup:
             tickets, requests = list(given), list(given.values())
             loads = [sum(map(load_of, member.held.values())) for member in serving]
             calls: dict[int, ray.ObjectRef[Any]] = {}
-            parts = split_by_kind(requests, loads, num_quantized=sum(member.quantized for member in serving))
-            for member, part in zip(serving, parts, strict=True):
+            for member, part in zip(serving, split_by_load(requests, loads), strict=True):
                 if part:
                     mine = {tickets[index]: requests[index] for index in part}
                     member.held.update(mine)
@@ -322,7 +310,7 @@ class EngineGroup:
 
     def _is_behind(self, member: Member) -> bool:
         """Whether newer weights were published since it was told to load."""
-        return self._weights is not None and self._weights.shared[member.quantized].policy_version != member.asked
+        return self._weights is not None and self._weights.shared.policy_version != member.asked
 
     def _load(self, member: Member) -> None:
         """Have a new engine load what was published last; it serves at once if nothing was."""

@@ -46,8 +46,6 @@ class Member:
     index: int
     node: str
     """Ray node id."""
-    quantized: bool
-    """Which weights it takes."""
     worker: ActorHandle[Any]
     call: ray.ObjectRef[Any] | None
     """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""
@@ -86,8 +84,6 @@ class Member:
     def take(self, answer: Sequence[Completion]) -> list[Completion]:
         """What of an answer to `poll` is still waited for: another engine may have been faster."""
         taken = [completion for completion in answer if completion.ticket in self.held]
-        for completion in taken:
-            completion.generation.quantized = self.quantized
         self.forget({completion.ticket for completion in taken})
         return taken
 
@@ -99,21 +95,21 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """The weights that were published last, by kind: quantised (True) or plain."""
+    """The weights that were published last."""
 
-    shared: Mapping[bool, SharedWeights]
+    shared: SharedWeights
     node: str
     """Ray node where they lie in memory."""
-    received: Mapping[bool, Mapping[str, SharedWeights]]
-    """By kind and other node: where a broadcast has put them."""
-    copies: Callable[[bool], ray.ObjectRef[Any]]
+    received: Mapping[str, SharedWeights]
+    """Where a broadcast has put them on other nodes, by node."""
+    copies: Callable[[], ray.ObjectRef[Any]]
     """Makes copies, a list of WeightBucket in the object store."""
 
     def place(self, member: Member) -> tuple[Way, SharedWeights | None]:
         """Where an engine finds its weights in memory of its machine; None if it has to be sent copies."""
         if member.node == self.node:
-            return Way.mapped, self.shared[member.quantized]
-        there = self.received.get(member.quantized, {}).get(member.node)
+            return Way.mapped, self.shared
+        there = self.received.get(member.node)
         # The worker that received them may be the one that was lost, and its memory with it.
         if there is None or member.health is not Health.serving:
             return Way.copied, None

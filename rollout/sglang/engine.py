@@ -67,7 +67,7 @@ class SGLangEngine(Engine):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config
         self._index = index
-        self._quantization = engine_quantization(config, index=index)
+        self._quantization = engine_quantization(config)
         self._seed = seed
         self._device = device
         self._log_dir = log_dir

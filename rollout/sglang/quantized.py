@@ -29,9 +29,9 @@ BLOCK = 128
 SESSION_ROUTE = "/begin_weight_update"
 
 
-def engine_quantization(config: EngineConfig, *, index: int) -> Quantization:
-    """The format in which SGLang itself holds the weights of engine `index`; none if it is sent plain tensors."""
-    return config.quantization if config.takes_quantized and index < config.num_quantized else Quantization.none
+def engine_quantization(config: EngineConfig) -> Quantization:
+    """The format in which SGLang itself holds the weights; none if it is sent plain tensors."""
+    return config.quantization if config.takes_quantized else Quantization.none
 
 
 def quantized_server_args(quantization: Quantization) -> dict[str, Any]:

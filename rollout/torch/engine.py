@@ -41,7 +41,7 @@ class TorchEngine(Engine):
         self._index = index
         self._device = torch.device(device)
         self._num_threads = num_threads
-        self._rounding = input_rounding(config.quantization) if index < config.num_quantized else None
+        self._rounding = input_rounding(config.quantization)
         self._model: PreTrainedModel | None = None
         self._version = 0
         self._broken = ""

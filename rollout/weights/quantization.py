@@ -1,6 +1,6 @@
 """Weights on the grid of a quantised engine: tensor <-> (small values, scales), without loss beyond the rounding.
 
-`trainer/policy/worker.py` passes the weights of quantised engines through a `Quantizer` at every sync. What is
+`trainer/policy/worker.py` passes the weights for quantised engines through a `Quantizer` at every sync. What is
 published then is what the engine is to hold, so its digests prove the quantised weights as they prove others: the
 values that the engine would compute with, in its own type, or values and scales for an engine that takes them (SGLang
 on a GPU).
@@ -207,21 +207,15 @@ class QuantizedPublisher:
 Publisher = WeightPublisher | QuantizedPublisher
 
 
-def publishers(shapes: Sequence[TensorShape], config: EngineConfig, *, bucket_bytes: int) -> dict[bool, Publisher]:
-    """Whoever publishes plain (False) and quantised (True) weights to the engines of `config`; only those it has.
-
-    Raises ValueError like `Quantizer` and `WeightPublisher`.
-    """
+def weight_publisher(shapes: Sequence[TensorShape], config: EngineConfig, *, bucket_bytes: int) -> Publisher:
+    """Make the publisher of weights for the engines of `config`; raises ValueError like the two classes it makes."""
     dtype = DTYPES[config.dtype.name]
-    made: dict[bool, Publisher] = {}
-    if config.num_quantized:
-        quantizer = Quantizer(shapes, config.quantization, dtype=dtype)
-        sent = list(stored_shapes(shapes, config.quantization)) if config.takes_quantized else shapes
-        publisher = WeightPublisher(sent, bucket_bytes=bucket_bytes, dtype=dtype)
-        made[True] = QuantizedPublisher(publisher, quantizer, as_stored=config.takes_quantized)
-    if config.num_quantized < config.num_engines:
-        made[False] = WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
-    return made
+    if config.quantization is Quantization.none:
+        return WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
+    quantizer = Quantizer(shapes, config.quantization, dtype=dtype)
+    sent = list(stored_shapes(shapes, config.quantization)) if config.takes_quantized else shapes
+    publisher = WeightPublisher(sent, bucket_bytes=bucket_bytes, dtype=dtype)
+    return QuantizedPublisher(publisher, quantizer, as_stored=config.takes_quantized)
 
 
 def _tiles(matrix: Tensor, grid: Grid) -> Tensor:

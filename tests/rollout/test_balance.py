@@ -29,12 +29,12 @@ def test_what_is_still_to_come_counts():
 
 def test_groups_stay_together_and_engines_have_the_same_to_do():
     requests = [request_of(index // 2) for index in range(8)]
-    assert split_by_load(requests, 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert split_by_load(requests, [0, 0]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
     # The second engine has 100 tokens to sample already.
-    assert split_by_load(requests, 2, loads=[0, 100]) == [[0, 1, 2, 3, 4, 5, 6, 7], []]
+    assert split_by_load(requests, [0, 100]) == [[0, 1, 2, 3, 4, 5, 6, 7], []]
     # Two long responses, one of which is nearly done.
     mixed = [request_of(0, tokens=100), request_of(1, tokens=100, begun=90), request_of(2), request_of(3)]
-    assert split_by_load(mixed, 2) == [[0], [1, 2, 3]]
+    assert split_by_load(mixed, [0, 0]) == [[0], [1, 2, 3]]
 
 
 def test_the_keys_of_engine_care_have_bounds():

@@ -1,4 +1,4 @@
-"""Quantised engines: the grid, what a real engine holds after a sync, refusals, and prompts shared by two kinds."""
+"""Quantised engines: the grid, what a real engine holds after a sync, refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tiny_model import write_tiny_model
 from algorithms.config import ConfigError
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
-from rollout.group.balance import split_by_kind
 from rollout.torch.engine import TorchEngine
 from rollout.torch.model import FusedDecoder, ModuleDecoder
 from rollout.torch.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
@@ -24,10 +23,10 @@ from rollout.weights.quantization import (
     Quantizer,
     dequantize,
     is_projection,
-    publishers,
     quantize,
     relative_error,
     stored_shapes,
+    weight_publisher,
 )
 from rollout.weights.shared_weights import WeightReader
 
@@ -158,7 +157,7 @@ def policy_weights(path: Path) -> list[tuple[str, torch.Tensor]]:
 
 def publish(named: list[tuple[str, torch.Tensor]], config: EngineConfig, version: int = 1) -> SharedWeights:
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    publisher = publishers(shapes, config, bucket_bytes=1 << 16)[True]
+    publisher = weight_publisher(shapes, config, bucket_bytes=1 << 16)
     PUBLISHERS.append(publisher)  # its memory must outlive the readers
     return publisher.publish(iter(named), policy_version=version)
 
@@ -305,9 +304,10 @@ def test_the_engine_rounds_what_goes_into_its_projections(model_path: Path, quan
 
 
 def test_engines_that_are_not_quantised_round_nothing(model_path: Path) -> None:
-    config = TorchEngineConfig(dtype=DType.float32, num_engines=2, quantization=Quantization.int8, quantized_engines=1)
-    first, second = (TorchEngine(config, index=index, device="cpu", num_threads=None) for index in (0, 1))
-    assert first._rounding is not None and second._rounding is None
+    for quantization in (Quantization.int8, Quantization.none):
+        config = TorchEngineConfig(dtype=DType.float32, quantization=quantization)
+        engine = TorchEngine(config, index=0, device="cpu", num_threads=None)
+        assert (engine._rounding is None) == (quantization is Quantization.none)
 
 
 INT8, ON_GPU = {"quantization": Quantization.int8}, {"gpus_per_engine": 1.0}
@@ -316,9 +316,6 @@ INT8, ON_GPU = {"quantization": Quantization.int8}, {"gpus_per_engine": 1.0}
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (TorchEngineConfig, {"quantized_engines": 1}, "quantized_engines has no effect with rollout.quantization=none"),
-        (TorchEngineConfig, INT8 | {"quantized_engines": 2}, "quantized_engines must lie in [1, rollout.num_engines"),
-        (TorchEngineConfig, INT8 | {"quantized_engines": 0}, "quantized_engines must lie in [1, rollout.num_engines"),
         (SGLangConfig, INT8 | ON_GPU | {"dtype": DType.float32}, "dtype must be bfloat16 or float16 with"),
         (
             SGLangConfig,
@@ -342,26 +339,3 @@ def test_who_takes_quantised_tensors() -> None:
     assert not SGLangConfig(quantization=Quantization.int8, dtype=DType.float32).takes_quantized  # on a CPU
     assert not SGLangConfig(quantization=Quantization.int4, gpus_per_engine=1).takes_quantized
     assert not TorchEngineConfig(quantization=Quantization.int8, gpus_per_engine=1).takes_quantized
-    counts = [
-        TorchEngineConfig(num_engines=3, quantization=quantization, quantized_engines=quantized).num_quantized
-        for quantization, quantized in ((Quantization.none, None), (Quantization.int8, None), (Quantization.int8, 2))
-    ]
-    assert counts == [0, 3, 2]
-
-
-@pytest.mark.parametrize(("num_engines", "num_quantized"), [(2, 1), (3, 1), (4, 3), (2, 2), (2, 0)])
-def test_every_prompt_goes_to_both_kinds_in_proportion(num_engines: int, num_quantized: int) -> None:
-    group = 12
-    requests = [make_request(prompt, index) for prompt in range(5) for index in range(group)]
-    parts = split_by_kind(requests, [0] * num_engines, num_quantized=num_quantized)
-    assert sorted(index for part in parts for index in part) == list(range(len(requests)))
-    for prompt in range(5):
-        served = sum(requests[index].prompt_id == prompt for part in parts[:num_quantized] for index in part)
-        assert served == group * num_quantized // num_engines
-    if 0 < num_quantized < num_engines:
-        assert all(requests[index].sample_index > 0 for part in parts[:num_quantized] for index in part)
-    # Samples of one prompt share an engine of their kind, and with it their prefix.
-    kinds = (range(num_quantized), range(num_quantized, num_engines))
-    for kind in kinds:
-        for prompt in range(5):
-            assert sum(any(requests[i].prompt_id == prompt for i in parts[engine]) for engine in kind) <= 1

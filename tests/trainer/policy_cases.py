@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Never
@@ -139,10 +139,10 @@ def full_gradient(model: nn.Module) -> torch.Tensor:
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in grads])
 
 
-def published(shared: Mapping[bool, SharedWeights], node: str) -> Published:
-    """Weights by kind for engines that are all on `node`."""
+def published(shared: SharedWeights, node: str) -> Published:
+    """Weights for engines that are all on `node`."""
 
-    def copies(_: bool) -> Never:
+    def copies() -> Never:
         raise AssertionError("an engine beside the trainer asked for copies")
 
     return Published(shared=shared, node=node, received={}, copies=copies)

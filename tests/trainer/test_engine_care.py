@@ -93,7 +93,7 @@ def group(model_path: Path, published: Published) -> Iterator[EngineGroup]:
 
 
 def load(group: EngineGroup, shared: SharedWeights) -> dict[int, WeightReport]:
-    return group.load_weights(published_on({False: shared}, ray.get_runtime_context().get_node_id()))
+    return group.load_weights(published_on(shared, ray.get_runtime_context().get_node_id()))
 
 
 def requests_of(count: int = 8, *, tokens: int = LONG) -> list[GenerateRequest]:

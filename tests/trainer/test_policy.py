@@ -35,7 +35,7 @@ from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SG
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
-from rollout.weights.buckets import unpack
+from rollout.weights.buckets import tensor_digest, unpack
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.placement import Cluster, PlacementError, start_ray
@@ -153,27 +153,26 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         spec = shared.buckets[0].tensors[3]
         flip_byte(shared, spec)
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
-            engines.load_weights(published({False: shared}, policy.node))
+            engines.load_weights(published(shared, policy.node))
         assert held_versions(engines) == [1, 1]
         shared = policy.publish_weights(policy_version=3)
         shared.buckets[0].tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):
-            engines.load_weights(published({False: shared}, policy.node))
+            engines.load_weights(published(shared, policy.node))
         shared.policy_version = 2
         with pytest.raises(WeightSyncError, match=r"hold policy version 3, policy version 2 was announced"):
-            engines.load_weights(published({False: shared}, policy.node))
+            engines.load_weights(published(shared, policy.node))
         assert sync_weights(policy, engines, policy_version=4).policy_version == 4
 
 
 @pytest.mark.slow
-def test_quantised_and_plain_engines_share_the_prompts_and_each_holds_its_own_weights(model_path: Path) -> None:
+def test_quantised_engines_hold_the_weights_of_their_grid_and_no_others(model_path: Path) -> None:
     config = make_config(model_path)
     config.rollout = TorchEngineConfig(
         dtype=DType.float32,
         num_engines=2,
         cpus_per_engine=0.25,
         quantization=Quantization.int4,
-        quantized_engines=1,
     )
     config.sampling = SamplingConfig(max_new_tokens=12)
     with Cluster(config, log_dir=model_path) as cluster:
@@ -182,26 +181,20 @@ def test_quantised_and_plain_engines_share_the_prompts_and_each_holds_its_own_we
         policy.wait_ready()
         engines.wait_ready()
         report = sync_weights(policy, engines, policy_version=1)
-        assert (report.num_engines, report.num_mapped, report.num_quantized) == (2, 2, 1)
-        assert "digests equal; 1 engine(s) hold int4: 14 tensors with relative errors of " in str(report)
+        assert (report.num_engines, report.num_mapped) == (2, 2)
+        assert "digests equal; the engines hold int4: 14 tensors with relative errors of " in str(report)
         assert 0.05 < (report.metrics()["sync/quantization_error_max"] or 0.0) < 0.2
         samples = rollouts(engines, config.sampling)
-        assert {sample.quantized for sample in samples} == {True, False}
-        [logprobs] = policy.logprobs([micro_batch(samples)])
-        for kind, off in ((True, True), (False, False)):
-            chosen = [sample for sample in samples if sample.quantized == kind]
-            micro = micro_batch(chosen)
-            [logprobs] = policy.logprobs([micro])
-            assert (worst(micro, logprobs) > TOLERANCE) == off
-        # A digest of the plain weights is not accepted for the quantised ones.
-        shared = {kind: policy.publish_weights(policy_version=2, quantized=kind) for kind in (True, False)}
+        micro = micro_batch(samples)
+        [logprobs] = policy.logprobs([micro])
+        assert worst(micro, logprobs) > TOLERANCE
+        # A digest of the plain weights, which the run starts with, is not accepted for the quantised ones.
+        shared = policy.publish_weights(policy_version=2)
         name = "model.layers.0.mlp.up_proj.weight"
-        [wrong], [right] = (
-            [spec for bucket in shared[kind].buckets for spec in bucket.tensors if spec.name == name]
-            for kind in (True, False)
-        )
-        assert wrong.digest != right.digest
-        wrong.digest = right.digest
+        [spec] = [spec for bucket in shared.buckets for spec in bucket.tensors if spec.name == name]
+        plain = tensor_digest(load_file(model_path / "model.safetensors")[name])
+        assert spec.digest != plain
+        spec.digest = plain
         with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight"):
             engines.load_weights(published(shared, policy.node))
 

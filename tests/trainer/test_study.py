@@ -60,13 +60,13 @@ def test_the_grid_is_every_mode_precision_and_seed_and_a_seed_is_complete_before
 
 
 def test_by_default_the_precisions_are_that_of_the_engine_and_int8_and_presets_are_modes() -> None:
-    words = ("rollout.dtype=float32", "rollout.num_engines=2", "rollout.quantized_engines=1")
+    words = ("rollout.dtype=float32", "rollout.num_engines=2")
     grid = grid_of(*words, modes=["bypass_pg_is"], seeds=[0])
     assert grid.precisions == ("float32", "int8")
     plain, quantised = (cell.config.rollout for cell in grid.cells)
-    assert (plain.quantization.name, plain.quantized_engines) == ("none", None)
+    assert plain.quantization.name == "none"
     # A grid leaves the engines their type.
-    assert (quantised.quantization.name, quantised.dtype.name, quantised.quantized_engines) == ("int8", "float32", 1)
+    assert (quantised.quantization.name, quantised.dtype.name) == ("int8", "float32")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

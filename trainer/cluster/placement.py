@@ -86,7 +86,7 @@ def engines_only(config: TrainConfig) -> TrainConfig:
     """
     policy, rollout = copy.copy(config.policy), copy.copy(config.rollout)
     policy.num_workers, policy.gpus_per_worker = 0, 0.0
-    rollout.quantization, rollout.quantized_engines = Quantization.none, None
+    rollout.quantization = Quantization.none
     alone = copy.copy(config)
     alone.policy, alone.rollout = policy, rollout
     return alone

@@ -55,8 +55,10 @@ class PolicyGroup:
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._turns = turns or Turns()
-        self._broadcasts: dict[bool, tuple[tuple[Receiver, ...], BroadcastAddress | None]] = {}
-        """By kind of weights: the receivers of the last group, and where they meet unless the group has failed."""
+        self._receivers: tuple[Receiver, ...] = ()
+        """Members of the last broadcast group."""
+        self._meeting: BroadcastAddress | None = None
+        """Where they meet rank 0; None if the group has failed, or there is none."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -110,29 +112,30 @@ class PolicyGroup:
         refs = [worker.memory.remote() for worker in self._workers]
         return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
 
-    def publish_weights(self, *, policy_version: int, quantized: bool = False) -> SharedWeights:
-        """Gather all weights into memory that engines on `node` can map; `quantized`: for quantised engines."""
-        refs = [worker.publish_weights.remote(policy_version, quantized) for worker in self._workers]
+    def publish_weights(self, *, policy_version: int) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map."""
+        refs = [worker.publish_weights.remote(policy_version) for worker in self._workers]
         answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
         return answers[0]
 
-    def copy_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
+    def copy_weights(self) -> ray.ObjectRef[Any]:
         """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
-        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote(quantized)
+        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote()
         return ref
 
-    def broadcast_to(self, receivers: tuple[Receiver, ...], *, quantized: bool = False) -> BroadcastAddress | None:
+    def broadcast_to(self, receivers: tuple[Receiver, ...]) -> BroadcastAddress | None:
         """Where `receivers` meet rank 0; None if they have failed together: they get copies until one is replaced."""
-        known, address = self._broadcasts.get(quantized, ((), None))
-        if known != receivers:
-            refs = [self._workers[0].open_broadcast.remote(len(receivers), quantized)]
-            [address] = gather(refs, names=self._names[:1], phase="weight broadcast", deadline_s=self._step_timeout_s)
-            self._broadcasts[quantized] = receivers, address
-        return address
+        if self._receivers != receivers:
+            refs = [self._workers[0].open_broadcast.remote(len(receivers))]
+            [self._meeting] = gather(
+                refs, names=self._names[:1], phase="weight broadcast", deadline_s=self._step_timeout_s
+            )
+            self._receivers = receivers
+        return self._meeting
 
-    def send_weights(self, *, quantized: bool = False) -> ray.ObjectRef[Any]:
+    def send_weights(self) -> ray.ObjectRef[Any]:
         """Begin to broadcast what was published last; the receivers must be called too."""
-        ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote(quantized)
+        ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote()
         return ref
 
     def has_sent(self, sending: ray.ObjectRef[Any], address: BroadcastAddress) -> bool:
@@ -145,10 +148,9 @@ class PolicyGroup:
             return False
         return True
 
-    def end_broadcast(self, *, quantized: bool = False) -> None:
+    def end_broadcast(self) -> None:
         """The group of the receivers has failed: it is not used again."""
-        receivers, _ = self._broadcasts[quantized]
-        self._broadcasts[quantized] = receivers, None
+        self._meeting = None
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the ranks on their GPUs for the block."""

@@ -29,7 +29,7 @@ class SyncReport:
     policy_version: int
     num_tensors: int
     num_bytes: int
-    """Bytes of one copy of the weights; the mean where engines hold different ones."""
+    """Bytes of one copy of the weights."""
     num_engines: int
     num_mapped: int
     """Engines on the machine of rank 0, which read the weights in its shared memory."""
@@ -44,9 +44,7 @@ class SyncReport:
     verify_s: float
     """Seconds of the slowest engine's verification."""
     quantization: QuantizationReport | None = None
-    """What the weights of quantised engines lost, if there are such engines."""
-    num_quantized: int = 0
-    """Engines that hold quantised weights."""
+    """What the weights lost, if the engines are quantised."""
 
     @property
     def gb_per_s(self) -> float:
@@ -71,42 +69,37 @@ class SyncReport:
         return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)
 
     def __str__(self) -> str:
+        grid = "" if self.quantization is None else f"; the engines hold {self.quantization}"
         return (
             f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
             f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) through {self.transport} "
-            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal{self._grid}"
+            f"in {self.seconds:.2f} s ({self.gb_per_s:.3f} GB/s), digests equal{grid}"
         )
-
-    @property
-    def _grid(self) -> str:
-        return "" if self.quantization is None else f"; {self.num_quantized} engine(s) hold {self.quantization}"
 
 
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
-    kinds = engines.kinds
     with policy.resident():
-        shared = {kind: policy.publish_weights(policy_version=policy_version, quantized=kind) for kind in kinds}
-    received = {kind: to_other_nodes(policy, engines, shared[kind], quantized=kind) for kind in kinds}
+        shared = policy.publish_weights(policy_version=policy_version)
+    received = to_other_nodes(policy, engines, shared)
     gathered = time.perf_counter()
     # Made when one is needed, once per sync. Rank 0 has time then: whoever waits for engines does not train.
-    copies = functools.cache(lambda kind: policy.copy_weights(quantized=kind))
+    copies = functools.cache(policy.copy_weights)
     with engines.resident():
         by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received, copies=copies))
     for index, report in by_engine.items():
-        sent = shared[index < engines.num_of(True)].num_tensors
-        if report.policy_version != policy_version or report.num_tensors != sent:
+        if report.policy_version != policy_version or report.num_tensors != shared.num_tensors:
             raise WeightSyncError(
                 f"phase weight sync: engine {index} holds version {report.policy_version} with "
-                f"{report.num_tensors} tensors; expected version {policy_version} with {sent}"
+                f"{report.num_tensors} tensors; expected version {policy_version} with {shared.num_tensors}"
             )
     # An engine that is being started anew gets the weights when it is ready.
     reports = list(by_engine.values())
     return SyncReport(
         policy_version=policy_version,
         num_tensors=reports[0].num_tensors,
-        num_bytes=sum(report.num_bytes for report in reports) // len(reports),
+        num_bytes=reports[0].num_bytes,
         num_engines=len(reports),
         num_mapped=engines.num_by(Way.mapped),
         num_broadcast=engines.num_by(Way.broadcast),
@@ -114,25 +107,22 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),
         verify_s=max(report.verify_s for report in reports),
-        quantization=shared[True].quantization if True in shared else None,
-        num_quantized=engines.num_of(True),
+        quantization=shared.quantization,
     )
 
 
-def to_other_nodes(
-    policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights, *, quantized: bool
-) -> dict[str, SharedWeights]:
-    """Broadcast weights of a kind to all Ray nodes with engines of the kind but the policy's; where they lie, by node.
+def to_other_nodes(policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights) -> dict[str, SharedWeights]:
+    """Broadcast the weights to all Ray nodes with engines but the policy's; where they lie, by node.
 
     Empty if any machine did not get them, which the log explains.
     """
-    receivers = engines.receivers(policy.node, quantized=quantized)
-    address = policy.broadcast_to(receivers, quantized=quantized) if receivers else None
+    receivers = engines.receivers(policy.node)
+    address = policy.broadcast_to(receivers) if receivers else None
     if address is None:
         return {}
-    sending = policy.send_weights(quantized=quantized)
+    sending = policy.send_weights()
     received = engines.receive_weights(announced, address, receivers)
     if policy.has_sent(sending, address) and len(received) == len(receivers):
         return received
-    policy.end_broadcast(quantized=quantized)
+    policy.end_broadcast()
     return {}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollout.processes.process_memory import private_bytes
 from rollout.types import SharedWeights, WeightBucket
-from rollout.weights.quantization import publishers
+from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import BroadcastAddress, WeightSender
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config.components import Offload
@@ -110,10 +110,10 @@ class PolicyWorker:
             config, self._policy, reference=self._reference, critic=self._critic, device=self._device
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
-        self._publishers = publishers(
+        self._publisher = weight_publisher(
             tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
         )
-        self._senders: dict[bool, WeightSender] = {}
+        self._sender: WeightSender | None = None
         return PolicyInfo(
             rank=setup.rank,
             pid=os.getpid(),
@@ -172,32 +172,30 @@ class PolicyWorker:
             micros = (micro.to(self._device) for micro in micro_batches)
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
-    def publish_weights(self, policy_version: int, quantized: bool = False) -> SharedWeights | None:
-        """All weights in the engine's dtype, in memory of this machine; rank 0 says where, the others None.
-
-        `quantized`: on the grid of quantised engines.
-        """
+    def publish_weights(self, policy_version: int) -> SharedWeights | None:
+        """Publish all weights as the engines hold them, in memory of this machine; rank 0 says where, others None."""
         tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
             return None
-        return self._publishers[quantized].publish(tensors, policy_version=policy_version)
+        return self._publisher.publish(tensors, policy_version=policy_version)
 
-    def copy_weights(self, quantized: bool = False) -> list[WeightBucket]:
-        """What rank 0 published last of the kind, for engines on other machines. For rank 0 alone."""
-        return self._publishers[quantized].copies()
+    def copy_weights(self) -> list[WeightBucket]:
+        """Copy the weights that rank 0 published last, for engines on other machines. For rank 0 alone."""
+        return self._publisher.copies()
 
-    def open_broadcast(self, num_receivers: int, quantized: bool = False) -> BroadcastAddress:
+    def open_broadcast(self, num_receivers: int) -> BroadcastAddress:
         """Where one worker of each of `num_receivers` other machines meets rank 0. For rank 0 alone."""
         timeout_s = self._config.rollout.sync_timeout_s
-        sender = WeightSender(self._setup.host, num_receivers=num_receivers, timeout_s=timeout_s)
-        self._senders[quantized] = sender
-        return sender.address
+        self._sender = WeightSender(self._setup.host, num_receivers=num_receivers, timeout_s=timeout_s)
+        return self._sender.address
 
-    def send_weights(self, quantized: bool = False) -> None:
-        """Broadcast what was published last of the kind, after `open_broadcast`. For rank 0 and all receivers."""
-        self._senders[quantized].send(self._publishers[quantized].published())
+    def send_weights(self) -> None:
+        """Broadcast the weights that were published last, after `open_broadcast`. For rank 0 and all receivers."""
+        if self._sender is None:
+            raise RuntimeError("weights are sent after `open_broadcast`")
+        self._sender.send(self._publisher.published())
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

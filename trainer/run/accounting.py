@@ -15,7 +15,7 @@ from pathlib import Path
 from rollout.collect.collector import Collected, CollectStats
 from rollout.config import DType
 from rollout.group.actor_calls import WorkerError
-from rollout.group.balance import split_by_kind
+from rollout.group.balance import split_by_load
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.process_memory import private_bytes
 from trainer.batch.planner import DEFAULT_COST, BinCost
@@ -237,7 +237,7 @@ class StepAccounting:
         busy: list[tuple[float, float, float]] = []
         for served in stats.served:
             engines_s = [0.0]
-            for part in split_by_kind(served.requests, idle, num_quantized=config.num_quantized):
+            for part in split_by_load(served.requests, idle):
                 lengths = [Lengths(len(served.requests[i].prompt_token_ids), served.lengths[i]) for i in part]
                 prompts = {tuple(served.requests[i].prompt_token_ids) for i in part}
                 read_s = prefill_floor(shape, [len(prompt) for prompt in prompts], rates)

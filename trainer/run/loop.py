@@ -39,7 +39,6 @@ from trainer.run.accounting import StepAccounting, look_at_hardware
 from trainer.run.dumper import StepDumper
 from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.guard import Guard, build_guard
-from trainer.run.kinds import metrics_by_kind
 from trainer.run.probe import probe_logprobs
 from trainer.run.saving import Saver
 from trainer.run.step_timer import StepTimer
@@ -185,8 +184,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("checkpoint"):
             saved = run.saver.collect()
         metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
-        metrics |= metrics_by_kind(collected.groups, report.sample_k3) | episode_metrics(run.sampler)
-        metrics |= evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
+        metrics |= episode_metrics(run.sampler) | evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
             metrics |= accounting.memory(policy, engines)

@@ -147,8 +147,8 @@ def tolerance_of(config: TrainConfig) -> float:
     if config.rollout.probe_tolerance is not None:
         return config.rollout.probe_tolerance
     tolerance = rounding_tolerance(coarser(config.rollout.dtype, config.policy.dtype), config.sampling.temperature)
-    if config.rollout.num_quantized < config.rollout.num_engines:
-        return tolerance  # first samples, and the probe has no others, go to plain engines
+    if config.rollout.quantization is Quantization.none:
+        return tolerance
     return max(tolerance, QUANTIZED_TOLERANCE[config.rollout.quantization] / min(1.0, config.sampling.temperature))
 
 

@@ -19,8 +19,6 @@ PRECISIONS = tuple(
     [dtype.name for dtype in DType] + [grid.name for grid in Quantization if grid is not Quantization.none]
 )
 """What a rollout precision may be: a type of the engine, or a grid of its weights."""
-UNSPLIT = "rollout.quantized_engines=null"
-"""Makes all engines of a run alike: the key divides the quantised runs of a study, and is refused in the others."""
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -77,4 +75,4 @@ def precision_words(precision: str) -> tuple[str, ...]:
     """The overrides that give the engines this precision; a grid leaves them their rollout.dtype."""
     if precision in Quantization.__members__:
         return (f"rollout.quantization={precision}",)
-    return (f"rollout.dtype={precision}", "rollout.quantization=none", UNSPLIT)
+    return (f"rollout.dtype={precision}", "rollout.quantization=none")

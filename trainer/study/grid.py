@@ -18,7 +18,7 @@ from trainer.compose.compose import resolve, start_problems
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
 from trainer.config.train import TrainConfig
-from trainer.study.config import UNSPLIT, StudyConfig, precision_words
+from trainer.study.config import StudyConfig, precision_words
 
 _OWNED = {
     "correction": "Name the corrections with study.modes=[...].",
@@ -101,7 +101,7 @@ def compose_grid(
 def recipe_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
     """What is wrong with the recipe and the overrides whatever the axes are: for a study whose axes cannot be read."""
     wrong = _word_problems(recipe, words, own_dir=own_dir)
-    kept = [*(word for word in words if word not in wrong), UNSPLIT]
+    kept = [word for word in words if word not in wrong]
     return [*wrong.values(), *resolve(recipe, kept, own_dir=own_dir, multirun=False).problems]
 
 
@@ -124,8 +124,7 @@ def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
 
 def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> tuple[str, ...]:
     """The precision of the recipe's engines, and int8."""
-    # quantized_engines may be meant for the quantised runs only, and would be a problem of this one.
-    [run] = resolve(recipe, [*words, UNSPLIT], own_dir=own_dir, multirun=False).runs or [None]
+    [run] = resolve(recipe, words, own_dir=own_dir, multirun=False).runs or [None]
     plain = "bfloat16" if run is None or run.config is None else run.config.rollout.dtype.name
     return (plain, Quantization.int8.name)
 
