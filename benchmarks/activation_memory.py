@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rollout.config import SamplingConfig, TorchEngineConfig
@@ -81,7 +82,7 @@ def measure(_: int, path: Path, variant: str, tokens: int, result: Path) -> None
     memory = rank_memory(config, model_shape(config))
     planned = memory.working + memory.gradients
     result.write_text(f"{report.peak_bytes / 2**20:.0f} {planned / 2**20:.0f} {seconds:.1f}", encoding="ascii")
-    worker.stop()
+    dist.destroy_process_group()
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from algorithms.config import (
     BypassConfig,
@@ -185,7 +186,7 @@ def main() -> None:
             for steps in OPTIMIZER_STEPS
         }
         found = measure(worker, config, batches, arguments.repeats)
-        worker.stop()
+        dist.destroy_process_group()
     lines = [
         f"{sum(len(sample.token_ids) for sample in samples):,} tokens per rollout step",
         "",

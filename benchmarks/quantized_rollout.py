@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from rollout.collect.collector import Collector, CollectPlan
 from rollout.config import EngineConfig, Quantization, TorchEngineConfig
@@ -248,7 +249,7 @@ class Run:
     def close(self) -> None:
         for loaded in {self.sampler, self.judge}:
             loaded.close()
-        self.worker.stop()
+        dist.destroy_process_group()
 
 
 def outcome(path: Path, words: Sequence[str], *, steps: int) -> Outcome:

@@ -46,6 +46,8 @@ class WeightReport:
     """Seconds in which digests were computed and compared."""
     in_place: bool = False
     """Whether the engine goes on using the memory of the buckets; until the next sync it must not change."""
+    private_bytes: int | None = None
+    """Memory of the engine's processes after the load; set by the worker that hosts the engine."""
 
 
 class EngineError(RuntimeError):

@@ -288,6 +288,17 @@ class QuantizationReport:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BroadcastAddress:
+    """Where the receivers of weights meet their sender."""
+
+    host: str
+    port: int
+    num_receivers: int
+    timeout_s: float
+    """Bounds every broadcast of all weights, the first one with the forming of the group."""
+
+
 @dataclass(kw_only=True, slots=True)
 class SharedWeights:
     """What engines of the trainer's machine are sent instead of the weights."""
@@ -297,6 +308,8 @@ class SharedWeights:
     buckets: list[BucketSpec]
     quantization: QuantizationReport | None = None
     """What these weights lost to a grid; None for plain weights."""
+    broadcast: BroadcastAddress | None = None
+    """Where workers of other machines get the weights; None if nobody receives them."""
 
     @property
     def num_tensors(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.engine import EngineError
 from rollout.processes.process_marks import ProcessMark, kill_processes
+from rollout.types import SharedWeights
+from rollout.weights.shared_weights import copy_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +88,19 @@ def kill_worker(worker: ActorHandle[Any], *, node: str, processes: Sequence[Proc
     if node == ray.get_runtime_context().get_node_id():
         kill_processes(processes)
         return
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(kill_processes).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-    done, _ = ray.wait([task.remote(list(processes))], timeout=GRACE_S)
+    done, _ = ray.wait([_call_on(node, kill_processes, list(processes))], timeout=GRACE_S)
     if not done:
         logger.warning("processes %s on another machine may still run", [mark.pid for mark in processes])
+
+
+def copy_weights(shared: SharedWeights, *, node: str) -> ray.ObjectRef[Any]:
+    """Begin to copy weights that lie in memory of a Ray node into the object store, as a list of WeightBucket."""
+    return _call_on(node, copy_of, shared)
+
+
+def _call_on(node: str, function: Callable[..., Any], *arguments: object) -> ray.ObjectRef[Any]:
+    """Call a function in a process of a Ray node."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    reference: ray.ObjectRef[Any] = task.remote(*arguments)
+    return reference

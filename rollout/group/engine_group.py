@@ -30,7 +30,7 @@ from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Way, check_any_left, receivers_of
 from rollout.group.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
-from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
+from rollout.weights.weight_broadcast import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +163,11 @@ class EngineGroup:
         """For each other Ray node than `node`, a serving engine whose worker can receive for all there."""
         return receivers_of(self._serving(), node=node)
 
-    def receive_weights(
-        self, announced: SharedWeights, address: BroadcastAddress, receivers: Sequence[Receiver]
-    ) -> dict[str, SharedWeights]:
+    def receive_weights(self, announced: SharedWeights, receivers: Sequence[Receiver]) -> dict[str, SharedWeights]:
         """Have `receivers` take what rank 0 sends meanwhile; where it lies, by Ray node of those that have got it."""
         nodes = {index: self._members[index].node for index, _ in receivers}
         calls: dict[int, ray.ObjectRef[Any]] = {
-            index: self._members[index].worker.receive_weights.remote(announced, address, rank)
+            index: self._members[index].worker.receive_weights.remote(announced, rank)
             for rank, index in enumerate(nodes, start=1)
         }
         return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
@@ -210,9 +208,9 @@ class EngineGroup:
         self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
 
     def memory(self) -> dict[int, int]:
-        """Private bytes of each serving engine, its server's processes included, by index."""
-        calls = {member.index: member.worker.memory.remote() for member in self._serving()}
-        return self._gather(calls, phase="engine memory")
+        """Private bytes of each serving engine after its last sync, its server's processes included, by index."""
+        reports = {member.index: member.report for member in self._serving() if member.report is not None}
+        return {index: report.private_bytes for index, report in reports.items() if report.private_bytes is not None}
 
     def metrics(self) -> dict[str, float | None]:
         """Engines that were started anew and requests that were given to another since the last call."""
@@ -238,8 +236,7 @@ class EngineGroup:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
         member.asked = self._weights.shared.policy_version
-        member.way, there = self._weights.place(member)
-        weights = self._weights.copies() if there is None else there
+        member.way, weights = self._weights.for_engine(member)
         call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
         return call
 

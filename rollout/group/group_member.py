@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 
 from rollout.engine import EngineError, WeightReport
+from rollout.group.actor_calls import copy_weights
 from rollout.processes.process_marks import ProcessMark
 from rollout.types import Completion, GenerateRequest, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
@@ -93,7 +95,7 @@ class Member:
         self.aborting -= tickets
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """The weights that were published last."""
 
@@ -102,17 +104,20 @@ class Published:
     """Ray node where they lie in memory."""
     received: Mapping[str, SharedWeights]
     """Where a broadcast has put them on other nodes, by node."""
-    copies: Callable[[], ray.ObjectRef[Any]]
-    """Makes copies, a list of WeightBucket in the object store."""
 
-    def place(self, member: Member) -> tuple[Way, SharedWeights | None]:
-        """Where an engine finds its weights in memory of its machine; None if it has to be sent copies."""
+    @cached_property
+    def copies(self) -> ray.ObjectRef[Any]:
+        """Copies, a list of WeightBucket in the object store: made when the first engine needs them."""
+        return copy_weights(self.shared, node=self.node)
+
+    def for_engine(self, member: Member) -> tuple[Way, SharedWeights | ray.ObjectRef[Any]]:
+        """How the weights reach an engine, and what its worker is sent: where they lie on its machine, or copies."""
         if member.node == self.node:
             return Way.mapped, self.shared
         there = self.received.get(member.node)
         # The worker that received them may be the one that was lost, and its memory with it.
         if there is None or member.health is not Health.serving:
-            return Way.copied, None
+            return Way.copied, self.copies
         return Way.broadcast, there
 
 

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
 
 from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
-from rollout.engine import Engine, EngineInfo, WeightReport
+from rollout.engine import BroadcastError, Engine, EngineInfo, WeightReport
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.process_memory import private_bytes
 from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
 from rollout.weights.shared_weights import WeightReader
-from rollout.weights.weight_broadcast import BroadcastAddress, WeightReceiver
+from rollout.weights.weight_broadcast import WeightReceiver
 
 CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
 """Threads that an actor has for the verbs marked with them, besides the one for the others."""
@@ -96,11 +96,14 @@ class RolloutWorker:
     def sampling_s(self) -> float:
         return self._engine.sampling_s
 
-    def receive_weights(self, announced: SharedWeights, address: BroadcastAddress, rank: int) -> SharedWeights:
+    def receive_weights(self, announced: SharedWeights, rank: int) -> SharedWeights:
         """Take the weights from another machine for all engines of this one; where they lie here.
 
-        A collective of rank 0 of the policy and one worker per machine.
+        A collective of rank 0 of the policy and one worker per machine; they meet at `announced.broadcast`.
         """
+        address = announced.broadcast
+        if address is None:
+            raise BroadcastError(f"policy version {announced.policy_version} was not announced for a broadcast")
         host = address.host if address.host in LOOPBACK else ray.util.get_node_ip_address()
         return self._receiver.receive(announced, address, rank=rank, host=host)
 
@@ -113,17 +116,13 @@ class RolloutWorker:
             report = self._engine.load_weights(weights)
         if not (report.in_place and isinstance(weights, SharedWeights)):
             self._shared.release()
-        return report
+        return replace(report, private_bytes=private_bytes(self._pids))
 
     def sleep(self) -> None:
         self._engine.sleep()
 
     def wake(self) -> None:
         self._engine.wake()
-
-    def memory(self) -> int:
-        """Private bytes of this process and those of the engine."""
-        return private_bytes(self._pids)
 
     def stop(self) -> None:
         self._engine.stop()

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.config import EngineConfig, Quantization
-from rollout.types import QuantizationReport, SharedWeights, WeightBucket
+from rollout.types import QuantizationReport, SharedWeights
 from rollout.weights.buckets import DTYPES, TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 
@@ -194,10 +194,6 @@ class QuantizedPublisher:
         """Like `WeightPublisher.publish`, with what the grid has cost."""
         shared = self._publisher.publish(self._pass(named_tensors), policy_version=policy_version)
         return replace(shared, quantization=self._quantizer.report())
-
-    def copies(self) -> list[WeightBucket]:
-        """Like `WeightPublisher.copies`."""
-        return self._publisher.copies()
 
     def published(self) -> np.ndarray:
         """Like `WeightPublisher.published`."""

@@ -206,7 +206,7 @@ class WeightPublisher:
         """`shapes` in the order in which the tensors will come; see `plan_buckets` for the rest and the errors."""
         self._plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
         self._pool = RegionPool()
-        self._published: tuple[WeightRegion, SharedWeights] | None = None
+        self._published: WeightRegion | None = None
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
         """Cast every tensor straight into a region that nobody reads, with its digest; the announcement for engines.
@@ -218,28 +218,19 @@ class WeightPublisher:
         region = self._pool.locked_region(num_bytes_of(buckets), policy_version=policy_version)
         with region.writing(policy_version) as data:
             write_tensors(named_tensors, buckets, data)
-        shared = SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
-        self._published = region, shared
-        return shared
-
-    def copies(self) -> list[WeightBucket]:
-        """What was published last, as buckets that can be sent to another machine."""
-        region, shared = self._last()
-        return [replace(bucket, region=None, start=0) for bucket in buckets_of(shared, region.data)]
+        self._published = region
+        return SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
 
     def published(self) -> np.ndarray:
         """[num_bytes] uint8: the bytes of what was published last, until the next `publish`."""
-        return self._last()[0].data
+        if self._published is None:
+            raise WeightSyncError("no weights have been published yet")
+        return self._published.data
 
     def close(self) -> None:
         """Give all memory back that no engine uses."""
         self._pool.close()
         self._published = None
-
-    def _last(self) -> tuple[WeightRegion, SharedWeights]:
-        if self._published is None:
-            raise WeightSyncError("no weights have been published yet")
-        return self._published
 
 
 class WeightReader:
@@ -285,6 +276,21 @@ class WeightReader:
         for region in self._regions.values():
             region.close()
         self._regions, self._in_use = {}, ""
+
+
+def copy_of(shared: SharedWeights) -> list[WeightBucket]:
+    """Copy the announced weights into buckets that can be sent to another machine.
+
+    Raises WeightSyncError if the region is gone, foreign, being written, or of another version than announced.
+    """
+    region = MappedRegion(shared.address)
+    try:
+        region.lock(shared.policy_version)
+        return [
+            replace(bucket, data=bucket.data.copy(), region=None, start=0) for bucket in buckets_of(shared, region.data)
+        ]
+    finally:
+        region.close()
 
 
 def buckets_of(shared: SharedWeights, data: np.ndarray) -> list[WeightBucket]:

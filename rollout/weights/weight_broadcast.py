@@ -14,7 +14,7 @@ interface and knows no password, as that of ranks on several machines does.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.engine import BroadcastError
-from rollout.types import SharedWeights
+from rollout.types import BroadcastAddress, SharedWeights
 from rollout.weights.shared_weights import RegionPool
 
 PIECE_BYTES = 64 << 20
@@ -37,17 +37,6 @@ class Receiver(NamedTuple):
     """Its index."""
     restarts: int
     """Of the engine: another process is another receiver."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BroadcastAddress:
-    """Where the receivers of weights meet their sender."""
-
-    host: str
-    port: int
-    num_receivers: int
-    timeout_s: float
-    """Bounds every broadcast of all weights, the first one with the forming of the group."""
 
 
 class WeightSender:

@@ -22,7 +22,14 @@ import torch
 from rollout.engine import WeightSyncError
 from rollout.types import SharedWeights
 from rollout.weights.buckets import TensorShape, check_buckets, tensor_digest, unpack
-from rollout.weights.shared_weights import DATA_START, MAX_REGIONS, MappedRegion, WeightPublisher, WeightReader
+from rollout.weights.shared_weights import (
+    DATA_START,
+    MAX_REGIONS,
+    MappedRegion,
+    WeightPublisher,
+    WeightReader,
+    copy_of,
+)
 
 WAIT_S = 90.0
 
@@ -116,14 +123,16 @@ def test_an_announcement_keeps_its_digests_when_the_next_version_is_published() 
 def test_a_stale_announcement_is_refused() -> None:
     publisher, reader = make_publisher(), WeightReader()
     old = publish(publisher, 1)
-    publish(publisher, 2)
+    new = publish(publisher, 2)
     with (
         pytest.raises(WeightSyncError, match="hold policy version 2, policy version 1 was announced"),
         reader.opened(old),
     ):
         pass
+    with pytest.raises(WeightSyncError, match="hold policy version 2, policy version 1 was announced"):
+        copy_of(old)
     with pytest.raises(WeightSyncError, match=r"weights of policy version 2 .* already holds version 3"):
-        check_buckets(publisher.copies(), held_version=3)
+        check_buckets(copy_of(new), held_version=3)
 
 
 def test_memory_in_use_is_not_written_and_is_written_again_once_free() -> None:
@@ -281,7 +290,7 @@ def test_digests_are_those_of_the_region_not_of_the_source() -> None:
     digests = {spec.name: spec.digest for bucket in shared.buckets for spec in bucket.tensors}
     source = dict(named_tensors(1))["large"]
     assert digests["large"] == tensor_digest(source.bfloat16()) != tensor_digest(source)
-    assert np.all(publisher.copies()[0].data[:2] == source_bytes(dict(named_tensors(1))["embed"]))
+    assert np.all(copy_of(shared)[0].data[:2] == source_bytes(dict(named_tensors(1))["embed"]))
 
 
 def source_bytes(tensor: torch.Tensor) -> np.ndarray:

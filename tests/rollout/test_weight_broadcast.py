@@ -17,9 +17,9 @@ import pytest
 import rollout.weights.weight_broadcast
 from rollout.config import LOOPBACK
 from rollout.engine import BroadcastError, WeightSyncError
-from rollout.types import RegionAddress, SharedWeights
+from rollout.types import BroadcastAddress, RegionAddress, SharedWeights
 from rollout.weights.shared_weights import WeightReader
-from rollout.weights.weight_broadcast import BroadcastAddress, WeightReceiver, WeightSender
+from rollout.weights.weight_broadcast import WeightReceiver, WeightSender
 
 NUM_BYTES = 1000
 HERE = LOOPBACK[0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from policy_cases import full_gradient
 
 from rollout.types import Sample
@@ -60,7 +61,7 @@ def _rank(
         gradients = [full_gradient(worker._critic._values.model), full_gradient(worker._policy.model)]
         if rank == 0:
             torch.save(gradients, directory / f"{number}.pt")
-        worker.stop()
+        dist.destroy_process_group()
 
 
 def set_output(worker: PolicyWorker, *, weight: float, bias: float) -> None:

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Never
 
 import ray
 import torch
+import torch.distributed as dist
 from test_packing import make_sample
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import Sample, SharedWeights, TensorSpec
+from rollout.types import GenerateRequest, Sample, SamplingParams, SharedWeights, TensorSpec
 from rollout.weights.shared_weights import DATA_START
 from trainer.config.components import (
     BatchConfig,
@@ -123,7 +123,8 @@ def lone_worker(config: TrainConfig, model_path: Path, *, critic_path: Path | No
         worker.setup()
         yield worker
     finally:
-        worker.stop()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def count_forwards(worker: PolicyWorker) -> list[int]:
@@ -141,17 +142,19 @@ def full_gradient(model: nn.Module) -> torch.Tensor:
 
 def published(shared: SharedWeights, node: str) -> Published:
     """Weights for engines that are all on `node`."""
-
-    def copies() -> Never:
-        raise AssertionError("an engine beside the trainer asked for copies")
-
-    return Published(shared=shared, node=node, received={}, copies=copies)
+    return Published(shared=shared, node=node, received={})
 
 
 def held_versions(engines: EngineGroup) -> list[int]:
-    """Version of the weights that each serving engine says it holds."""
-    members = engines._serving()
-    return ray.get([one.worker.__ray_call__.remote(lambda worker: worker._engine.policy_version) for one in members])
+    """Version under which each serving engine samples a token."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=1, seed=0)
+    request = GenerateRequest(prompt_id=0, sample_index=0, prompt_token_ids=[3, 5], sampling=params)
+    found = []
+    for member in engines._serving():
+        ray.get(member.worker.submit.remote([-1], [request]), timeout=60)
+        [completion] = ray.get(member.worker.poll.remote(60.0), timeout=60)
+        found.append(completion.generation.policy_version)
+    return found
 
 
 def flip_byte(shared: SharedWeights, spec: TensorSpec) -> None:

@@ -75,8 +75,9 @@ def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, Engine
 
 def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
-    shared = policy.publish_weights(policy_version=3)
-    received = to_other_nodes(policy, engines, shared)
+    receivers = engines.receivers(policy.node)
+    shared = policy.publish_weights(policy_version=3, receivers=receivers)
+    received = to_other_nodes(policy, engines, shared, receivers)
     assert sorted(received) == ["b", "c"]
     there = received["c"]
     assert there.address != shared.address

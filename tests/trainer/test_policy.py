@@ -36,6 +36,7 @@ from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
 from rollout.weights.buckets import tensor_digest, unpack
+from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.placement import Cluster, PlacementError, start_ray
@@ -58,8 +59,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(policy: PolicyGroup) -> torch.Tensor:
-    policy.publish_weights(policy_version=1)
-    buckets = ray.get(policy.copy_weights())
+    shared = policy.publish_weights(policy_version=1)
+    buckets = copy_of(shared)
     return torch.cat([tensor.flatten().clone() for bucket in buckets for _, tensor in unpack(bucket)])
 
 
@@ -80,8 +81,8 @@ def test_two_ranks_load_the_bits_of_the_files(tmp_path: Path) -> None:
     with Cluster(make_config(path, num_workers=2), log_dir=path) as cluster:
         policy = cluster.spawn_policy(path)
         policy.wait_ready()
-        policy.publish_weights(policy_version=1)
-        buckets = ray.get(policy.copy_weights())
+        shared = policy.publish_weights(policy_version=1)
+        buckets = copy_of(shared)
     sent = {spec.name: tensor.clone() for bucket in buckets for spec, tensor in unpack(bucket)}
     stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert sent.keys() == stored.keys()

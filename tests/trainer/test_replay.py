@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -34,13 +34,11 @@ from trainer.batch.packing import micro_batch, pack, step_samples
 from trainer.batch.train_batch import MiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
-from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.guard import MismatchGuardConfig
 from trainer.config.recording import DumpConfig
 from trainer.config.train import TrainConfig
-from trainer.policy.recorder import DumpReport, StepRecorder
+from trainer.policy.recorder import StepRecorder
 from trainer.policy.training_step import TrainReport
-from trainer.policy.worker import PolicyWorker
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
@@ -51,16 +49,6 @@ STEP = 3
 MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)
 """Rejects tokens of the tiny policy, so that denominators count."""
 NORMALISED = TISConfig(cap=1.1, self_normalize=SelfNormalize.mean_one)
-
-
-@dataclass
-class LoneGroup:
-    """A real rank behind the method of PolicyGroup that a StepDumper uses."""
-
-    worker: PolicyWorker
-
-    def save_dump(self, path: Path) -> list[DumpReport]:
-        return [self.worker.save_dump(path)]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +99,10 @@ def trained(
     )
     assert len(batch.ranks[0][0].micro_batches) > 1, "the order of micro-batches would not matter"
     with lone_worker(config, model_path) as worker:
-        report = worker.train(batch.ranks[0], batch.samples, step)
         dumper = StepDumper(run_dir, say=([] if say is None else say).append)
-        cost = dumper.save(cast(PolicyGroup, LoneGroup(worker)), report, config=config, step=step, policy_version=7)
+        path = dumper.begin(config, step)
+        report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
+        cost = dumper.commit(path, report, config=config, step=step, policy_version=7)
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **report.metrics, **cost}) + "\n")
     return report
@@ -221,9 +210,9 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         dumper = StepDumper(tmp_path, say=lines.append)
 
         def save(step: int) -> dict[str, float | None]:
-            report = worker.train(batch.ranks[0], batch.samples, step)
-            group = cast(PolicyGroup, LoneGroup(worker))
-            return dumper.save(group, report, config=config, step=step, policy_version=step - 1)
+            path = dumper.begin(config, step)
+            report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
+            return dumper.commit(path, report, config=config, step=step, policy_version=step - 1)
 
         for step in (1, 2, 3):
             metrics = save(step)
@@ -241,8 +230,8 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert dumped_steps(tmp_path) == [2]
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
         not_due = replace(config, dump=DumpConfig(every=5))
-        nobody, nothing = cast(PolicyGroup, None), cast(TrainReport, None)
-        assert dumper.save(nobody, nothing, config=not_due, step=4, policy_version=0) == {}
+        assert dumper.begin(not_due, 4) is None
+        assert dumper.commit(None, cast(TrainReport, None), config=not_due, step=4, policy_version=0) == {}
 
 
 # ---------------------------------------------------------------- the command

@@ -14,16 +14,15 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from rollout.engine import BroadcastError
-from rollout.group.actor_calls import GRACE_S, gather, stop_workers
+from rollout.group.actor_calls import GRACE_S, gather
 from rollout.group.residency import Turns
 from rollout.types import SharedWeights
-from rollout.weights.weight_broadcast import BroadcastAddress, Receiver
+from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.token_deltas import merge_ranks
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.config.override import AS_CONFIGURED, StepOverride
 from trainer.limits.ceilings import Ceilings
 from trainer.policy.dry_run import DryRunReport
-from trainer.policy.recorder import DumpReport
 from trainer.policy.shards import ShardReport
 from trainer.policy.training_step import TrainReport
 from trainer.policy.worker import PolicyInfo
@@ -55,10 +54,8 @@ class PolicyGroup:
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._turns = turns or Turns()
-        self._receivers: tuple[Receiver, ...] = ()
-        """Members of the last broadcast group."""
-        self._meeting: BroadcastAddress | None = None
-        """Where they meet rank 0; None if the group has failed, or there is none."""
+        self._failed: tuple[Receiver, ...] = ()
+        """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -67,10 +64,15 @@ class PolicyGroup:
         """Return when every rank has loaded and sharded the model; they began when the group was made."""
         return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
 
-    def train(self, batch: TrainBatch, *, step: int, override: StepOverride = AS_CONFIGURED) -> TrainReport:
-        """One rollout step on all ranks, as configured but for `override`; the report is global."""
+    def train(
+        self, batch: TrainBatch, *, step: int, override: StepOverride = AS_CONFIGURED, dump_dir: Path | None = None
+    ) -> TrainReport:
+        """One rollout step on all ranks, as configured but for `override`; the report is global.
+
+        What every rank trained on is written to `dump_dir`.
+        """
         refs = [
-            worker.train.remote(mini_batches, batch.samples, step, override)
+            worker.train.remote(mini_batches, batch.samples, step, override, dump_dir)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
@@ -81,12 +83,9 @@ class PolicyGroup:
             text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
             logger.warning(text, step, skipped, norm, kept)
         token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
-        return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas)
-
-    def save_dump(self, path: Path) -> list[DumpReport]:
-        """Write what every rank has just trained on to the directory `path`, after a step that `dump.every` names."""
-        refs = [worker.save_dump.remote(path) for worker in self._workers]
-        return self._gather(refs, phase="dump", deadline_s=self._step_timeout_s)
+        memory = tuple(size for report in reports for size in report.private_bytes)
+        dumps = tuple(dump for report in reports for dump in report.dumps)
+        return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas, private_bytes=memory, dumps=dumps)
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""
@@ -107,40 +106,21 @@ class PolicyGroup:
         of_rank, of_engine = found
         return of_rank, of_engine
 
-    def memory(self) -> list[int]:
-        """Private bytes of each rank."""
-        refs = [worker.memory.remote() for worker in self._workers]
-        return self._gather(refs, phase="policy memory", deadline_s=self._step_timeout_s)
-
-    def publish_weights(self, *, policy_version: int) -> SharedWeights:
-        """Gather all weights into memory that engines on `node` can map."""
-        refs = [worker.publish_weights.remote(policy_version) for worker in self._workers]
+    def publish_weights(self, *, policy_version: int, receivers: tuple[Receiver, ...] = ()) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map; `receivers` take them to other nodes."""
+        joining = () if receivers == self._failed else receivers
+        refs = [worker.publish_weights.remote(policy_version, joining) for worker in self._workers]
         answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
         return answers[0]
-
-    def copy_weights(self) -> ray.ObjectRef[Any]:
-        """Reference to the weights published last, a list of WeightBucket in the object store, for other nodes."""
-        ref: ray.ObjectRef[Any] = self._workers[0].copy_weights.remote()
-        return ref
-
-    def broadcast_to(self, receivers: tuple[Receiver, ...]) -> BroadcastAddress | None:
-        """Where `receivers` meet rank 0; None if they have failed together: they get copies until one is replaced."""
-        if self._receivers != receivers:
-            refs = [self._workers[0].open_broadcast.remote(len(receivers))]
-            [self._meeting] = gather(
-                refs, names=self._names[:1], phase="weight broadcast", deadline_s=self._step_timeout_s
-            )
-            self._receivers = receivers
-        return self._meeting
 
     def send_weights(self) -> ray.ObjectRef[Any]:
         """Begin to broadcast what was published last; the receivers must be called too."""
         ref: ray.ObjectRef[Any] = self._workers[0].send_weights.remote()
         return ref
 
-    def has_sent(self, sending: ray.ObjectRef[Any], address: BroadcastAddress) -> bool:
+    def has_sent(self, sending: ray.ObjectRef[Any], *, timeout_s: float) -> bool:
         """Wait for the end of `send_weights`; False if the broadcast failed, which the log explains."""
-        deadline_s = address.timeout_s + GRACE_S
+        deadline_s = timeout_s + GRACE_S
         try:
             gather([sending], names=self._names[:1], phase="weight broadcast", deadline_s=deadline_s)
         except BroadcastError as error:
@@ -148,9 +128,9 @@ class PolicyGroup:
             return False
         return True
 
-    def end_broadcast(self) -> None:
+    def end_broadcast(self, receivers: tuple[Receiver, ...]) -> None:
         """The group of the receivers has failed: it is not used again."""
-        self._meeting = None
+        self._failed = receivers
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the ranks on their GPUs for the block."""
@@ -186,8 +166,9 @@ class PolicyGroup:
         return all(self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s))
 
     def stop(self) -> None:
-        """End every rank; one that does not answer is killed."""
-        stop_workers(self._workers, names=self._names)
+        """End every rank: it is killed, for it holds nothing that would have to be given back."""
+        for worker in self._workers:
+            ray.kill(worker)
 
     def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
         return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)

@@ -11,7 +11,6 @@ the receivers are others, and form their group with the next sync.
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published, Way
 from rollout.types import QuantizationReport, SharedWeights
+from rollout.weights.weight_broadcast import Receiver
 from trainer.cluster.policy_group import PolicyGroup
 
 
@@ -80,14 +80,13 @@ class SyncReport:
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
+    receivers = engines.receivers(policy.node)
     with policy.resident():
-        shared = policy.publish_weights(policy_version=policy_version)
-    received = to_other_nodes(policy, engines, shared)
+        shared = policy.publish_weights(policy_version=policy_version, receivers=receivers)
+    received = to_other_nodes(policy, engines, shared, receivers)
     gathered = time.perf_counter()
-    # Made when one is needed, once per sync. Rank 0 has time then: whoever waits for engines does not train.
-    copies = functools.cache(policy.copy_weights)
     with engines.resident():
-        by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received, copies=copies))
+        by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received))
     for index, report in by_engine.items():
         if report.policy_version != policy_version or report.num_tensors != shared.num_tensors:
             raise WeightSyncError(
@@ -111,18 +110,18 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     )
 
 
-def to_other_nodes(policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights) -> dict[str, SharedWeights]:
-    """Broadcast the weights to all Ray nodes with engines but the policy's; where they lie, by node.
+def to_other_nodes(
+    policy: PolicyGroup, engines: EngineGroup, announced: SharedWeights, receivers: tuple[Receiver, ...]
+) -> dict[str, SharedWeights]:
+    """Broadcast the weights to the Ray nodes of `receivers`; where they lie, by node.
 
     Empty if any machine did not get them, which the log explains.
     """
-    receivers = engines.receivers(policy.node)
-    address = policy.broadcast_to(receivers) if receivers else None
-    if address is None:
+    if announced.broadcast is None:
         return {}
     sending = policy.send_weights()
-    received = engines.receive_weights(announced, address, receivers)
-    if policy.has_sent(sending, address) and len(received) == len(receivers):
+    received = engines.receive_weights(announced, receivers)
+    if policy.has_sent(sending, timeout_s=announced.broadcast.timeout_s) and len(received) == len(receivers):
         return received
-    policy.end_broadcast()
+    policy.end_broadcast(receivers)
     return {}

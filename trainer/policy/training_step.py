@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from algorithms.config import CorrectionConfig
 from algorithms.histograms import HistogramArrays
-from rollout.processes.process_memory import FreedMemory
+from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.buckets import DTYPES
 from trainer.batch.token_deltas import TokenDeltas
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
@@ -53,6 +53,15 @@ class TrainReport:
     """What the step was corrected with: that of the config, or the one that the guard chose."""
     token_deltas: dict[tuple[int, int], TokenDeltas] = field(default_factory=dict)
     """The tokens of a few samples, the worst and some others; of this rank, like `sample_k3`."""
+    private_bytes: tuple[int, ...] = ()
+    """Host memory of each rank after the step that no other process shares."""
+    dumps: tuple[DumpReport, ...] = ()
+    """The dump of this rank, if the step was to be written down."""
+
+    @property
+    def dump_s(self) -> float:
+        """Seconds of the slowest rank's dump."""
+        return max((dump.write_s for dump in self.dumps), default=0.0)
 
 
 class TrainingStep:
@@ -73,15 +82,20 @@ class TrainingStep:
         self._critic = critic
         self._device = device
         self._freed = FreedMemory()
-        self._recorder: StepRecorder | None = None
-        """What is to be written down of the step that was trained last, if it is due."""
 
     def run(
-        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, *, override: StepOverride = AS_CONFIGURED
+        self,
+        mini_batches: list[MiniBatch],
+        samples: StepSamples,
+        step: int,
+        *,
+        override: StepOverride = AS_CONFIGURED,
+        dump_dir: Path | None = None,
     ) -> TrainReport:
         """Rollout step `step`: every mini-batch is one optimizer step. All ranks must call it together.
 
-        `samples` are those of the whole step, all ranks; `override` holds for this step alone.
+        `samples` are those of the whole step, all ranks; `override` holds for this step alone. The rank writes what it
+        trained on to `dump_dir`, for `parity replay`.
         """
         self._config = override.applied(self._given)
         started = time.perf_counter()
@@ -102,12 +116,11 @@ class TrainingStep:
             critic_metrics = self._critic.train(minis, samples, step=step, config=self._config)
         elif self._config.needs_prepass:
             rebase_advantages(self._config, minis, samples)
-        due = self._config.dump.is_due(step)
-        self._recorder = StepRecorder(minis, samples, rank=dist.get_rank()) if due else None
+        recorder = None if dump_dir is None else StepRecorder(minis, samples, rank=dist.get_rank())
         totals = StepTotals(self._device)
         learns = override.learns and self._config.policy_learns(step)
         taken = sum(
-            self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns)
+            self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns, recorder=recorder)
             for index, mini in enumerate(minis)
         )
         metrics = totals.metrics() | critic_metrics
@@ -128,14 +141,9 @@ class TrainingStep:
             histograms=totals.histograms(),
             token_deltas=totals.token_deltas(sample_k3, count=self._config.tracking.token_samples_per_step),
             correction=self._config.correction,
+            private_bytes=(private_bytes(),),
+            dumps=() if recorder is None or dump_dir is None else (recorder.write(dump_dir),),
         )
-
-    def write_down(self, directory: Path) -> DumpReport:
-        """Write what this rank has just trained on to `directory`, for `parity replay`; the step must be due."""
-        if self._recorder is None:
-            raise RuntimeError("the step that was trained last is not one that is written down")
-        recorder, self._recorder = self._recorder, None
-        return recorder.write(directory)
 
     def score(
         self, micro: MicroBatch, *, measure_floor: bool = False, gradient_of: TokenGradient | None = None
@@ -165,7 +173,14 @@ class TrainingStep:
                     micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
 
     def _optimizer_step(
-        self, mini: MiniBatch, *, index: int, samples: StepSamples, totals: StepTotals, learns: bool
+        self,
+        mini: MiniBatch,
+        *,
+        index: int,
+        samples: StepSamples,
+        totals: StepTotals,
+        learns: bool,
+        recorder: StepRecorder | None,
     ) -> bool:
         """Forward, backward and update of one mini-batch; False if nothing could be learnt from it.
 
@@ -178,8 +193,8 @@ class TrainingStep:
             gradient_of = token_gradient(self._config, micro, mini=mini, factor=self._policy.loss_factor, known=known)
             with torch.set_grad_enabled(learns):
                 scores = self.score(micro, measure_floor=index == 0 and position == 0, gradient_of=gradient_of)
-            if self._recorder is not None:
-                self._recorder.add(micro, scores, index=index, position=position)
+            if recorder is not None:
+                recorder.add(micro, scores, index=index, position=position)
             part = totals.add(self._config, micro, scores, mini=mini, index=index, samples=samples, known=known)
             if learns:
                 self._policy.backward(part.loss, last=position == len(mini.micro_batches) - 1)

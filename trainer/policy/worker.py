@@ -1,16 +1,15 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/cluster/policy_group.py`.
 
-Verbs: setup, dry_run, train, save_dump, logprobs, publish_weights, copy_weights, open_broadcast, send_weights,
-save_checkpoint, saved_checkpoint, load_checkpoint, sleep, wake, ceilings, memory, stop. All ranks must be called
-together where a verb contains their collectives: all but save_dump, copy_weights, open_broadcast, send_weights,
-ceilings, memory and stop. What `train` does stands in `trainer/policy/training_step.py`.
+Verbs: setup, dry_run, ceilings, train, logprobs, publish_weights, send_weights, save_checkpoint, saved_checkpoint,
+load_checkpoint, sleep, wake. All ranks must be called together where a verb contains their collectives: all but
+ceilings and send_weights. What `train` does stands in `trainer/policy/training_step.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rollout.processes.process_memory import private_bytes
-from rollout.types import SharedWeights, WeightBucket
+from rollout.types import SharedWeights
 from rollout.weights.quantization import weight_publisher
-from rollout.weights.weight_broadcast import BroadcastAddress, WeightSender
+from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config.components import Offload
 from trainer.config.override import AS_CONFIGURED, StepOverride
@@ -35,7 +33,6 @@ from trainer.policy.host_copy import HostCopy
 from trainer.policy.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.policy.model_load import empty_causal_lm, load_rows
 from trainer.policy.optimizer_state import Trainable
-from trainer.policy.recorder import DumpReport
 from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.training_step import TrainingStep, TrainReport
 
@@ -113,6 +110,7 @@ class PolicyWorker:
         self._publisher = weight_publisher(
             tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
         )
+        self._receivers: tuple[Receiver, ...] = ()
         self._sender: WeightSender | None = None
         return PolicyInfo(
             rank=setup.rank,
@@ -143,17 +141,18 @@ class PolicyWorker:
         return model, num_parameters
 
     def train(
-        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, override: StepOverride = AS_CONFIGURED
+        self,
+        mini_batches: list[MiniBatch],
+        samples: StepSamples,
+        step: int,
+        override: StepOverride = AS_CONFIGURED,
+        dump_dir: Path | None = None,
     ) -> TrainReport:
         """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
 
-        `samples` are those of the whole step, all ranks.
+        `samples` are those of the whole step, all ranks. What this rank trained on is written to `dump_dir`.
         """
-        return self._training.run(mini_batches, samples, step, override=override)
-
-    def save_dump(self, path: Path) -> DumpReport:
-        """Write what this rank has just trained on to the directory `path`, after a `train` that `dump.every` names."""
-        return self._training.write_down(path)
+        return self._training.run(mini_batches, samples, step, override=override, dump_dir=dump_dir)
 
     def dry_run(self, lengths: list[int]) -> DryRunReport:
         """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.
@@ -172,29 +171,28 @@ class PolicyWorker:
             micros = (micro.to(self._device) for micro in micro_batches)
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
-    def publish_weights(self, policy_version: int) -> SharedWeights | None:
-        """Publish all weights as the engines hold them, in memory of this machine; rank 0 says where, others None."""
+    def publish_weights(self, policy_version: int, receivers: tuple[Receiver, ...] = ()) -> SharedWeights | None:
+        """Publish all weights as the engines hold them, in memory of this machine; rank 0 says where, others None.
+
+        `receivers` take them to other machines: rank 0 also says where they meet it for `send_weights`.
+        """
         tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
             return None
-        return self._publisher.publish(tensors, policy_version=policy_version)
-
-    def copy_weights(self) -> list[WeightBucket]:
-        """Copy the weights that rank 0 published last, for engines on other machines. For rank 0 alone."""
-        return self._publisher.copies()
-
-    def open_broadcast(self, num_receivers: int) -> BroadcastAddress:
-        """Where one worker of each of `num_receivers` other machines meets rank 0. For rank 0 alone."""
-        timeout_s = self._config.rollout.sync_timeout_s
-        self._sender = WeightSender(self._setup.host, num_receivers=num_receivers, timeout_s=timeout_s)
-        return self._sender.address
+        shared = self._publisher.publish(tensors, policy_version=policy_version)
+        if receivers != self._receivers:
+            timeout_s = self._config.rollout.sync_timeout_s
+            self._receivers, self._sender = receivers, None
+            if receivers:
+                self._sender = WeightSender(self._setup.host, num_receivers=len(receivers), timeout_s=timeout_s)
+        return replace(shared, broadcast=None if self._sender is None else self._sender.address)
 
     def send_weights(self) -> None:
-        """Broadcast the weights that were published last, after `open_broadcast`. For rank 0 and all receivers."""
+        """Broadcast the weights that were published last; a collective of rank 0 and their receivers."""
         if self._sender is None:
-            raise RuntimeError("weights are sent after `open_broadcast`")
+            raise RuntimeError("the weights were published without receivers")
         self._sender.send(self._publisher.published())
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
@@ -240,10 +238,6 @@ class PolicyWorker:
             return of_rank, of_rank if setup.device == "cuda" else None
         return of_rank, find_ceilings("cpu", num_threads=setup.engine_threads)
 
-    def memory(self) -> int:
-        """Private bytes of this rank in the host's memory."""
-        return private_bytes()
-
     def sleep(self) -> None:
         """Move everything to the host; safe to call twice. Not yet run on a GPU."""
         self._policy.sleep()
@@ -260,8 +254,3 @@ class PolicyWorker:
         if self._critic is not None:
             self._critic.wake()
         self._reference_on_host.give_back(device=self._device)
-
-    def stop(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()

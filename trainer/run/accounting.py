@@ -161,10 +161,10 @@ class StepAccounting:
             )
         return found
 
-    def memory(self, policy: PolicyGroup, engines: EngineGroup) -> dict[str, float | None]:
-        """Private memory of every actor and the driver, in GiB."""
+    def memory(self, report: TrainReport, engines: EngineGroup) -> dict[str, float | None]:
+        """Private memory in GiB of the driver, of each rank after its training step, of each engine after its sync."""
         held = {"driver": private_bytes()}
-        held |= {f"policy_{rank}": size for rank, size in enumerate(policy.memory())}
+        held |= {f"policy_{rank}": size for rank, size in enumerate(report.private_bytes)}
         held |= {f"engine_{index}": size for index, size in engines.memory().items()}
         return {f"perf/memory_gib/{name}": size / 2**30 for name, size in held.items()}
 

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.guard import NoGuardConfig
 from trainer.config.train import TrainConfig
-from trainer.policy.recorder import DumpReport
 from trainer.policy.training_step import TrainReport
 from trainer.rundir.dump import DumpError, Manifest, begin_dump, commit_dump
 from trainer.rundir.provenance import config_document
@@ -33,46 +31,50 @@ class StepDumper:
         self._say = say
         self._failures = 0
 
-    def save(
-        self, policy: PolicyGroup, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
+    def begin(self, config: TrainConfig, step: int) -> Path | None:
+        """Make the directory to which the ranks write `step`; None if it is not due or the disk does not take it."""
+        if not config.dump.is_due(step):
+            return None
+        try:
+            return begin_dump(self._run_dir, step).resolve()
+        except OSError as error:
+            self._fail(step, error)
+            return None
+
+    def commit(
+        self, path: Path | None, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
     ) -> Metrics:
-        """Write down `step`, which `policy` has just trained on, if it is due; returns what it cost, as metrics.
+        """Make the dump of `step` count, if it is due; returns what it cost, as metrics.
 
         Args:
+            path: the directory that `begin` made.
             report: what the training of the step returned.
             config: of the run; the correction is that of `report`, which the guard may have tightened.
             policy_version: of the weights that the step started with.
         """
         if not config.dump.is_due(step):
             return {}
-        path: Path | None = None
-        try:
-            path = begin_dump(self._run_dir, step)
-            reports = policy.save_dump(path.resolve())
-            return self._committed(path, reports, report, config=config, step=step, policy_version=policy_version)
-        except (OSError, DumpError) as error:
-            if path is not None:
+        if path is not None:
+            try:
+                return self._committed(path, report, config=config, step=step, policy_version=policy_version)
+            except (OSError, DumpError) as error:
                 shutil.rmtree(path, ignore_errors=True)
-            self._failures += 1
-            problem = f"the dump of step {step} was not written: {error}"
-            logger.warning("%s. The run goes on without it; free space, or lower dump.keep.", problem)
-            self._say(problem)
-            return {"perf/dump_failures": float(self._failures)}
+                self._fail(step, error)
+        return {"perf/dump_failures": float(self._failures)}
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._failures += 1
+        problem = f"the dump of step {step} was not written: {error}"
+        logger.warning("%s. The run goes on without it; free space, or lower dump.keep.", problem)
+        self._say(problem)
 
     def _committed(
-        self,
-        path: Path,
-        reports: list[DumpReport],
-        report: TrainReport,
-        *,
-        config: TrainConfig,
-        step: int,
-        policy_version: int,
+        self, path: Path, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
     ) -> Metrics:
         started = time.perf_counter()
-        if errors := [each.error for each in reports if each.error is not None]:
+        if errors := [each.error for each in report.dumps if each.error is not None]:
             raise DumpError(errors[0])
-        files = tuple(each.rank_file for each in reports if each.rank_file is not None)
+        files = tuple(each.rank_file for each in report.dumps if each.rank_file is not None)
         manifest = Manifest(
             step=step,
             policy_version=policy_version,
@@ -86,5 +88,5 @@ class StepDumper:
         commit_dump(path, manifest, config_text=text, keep=config.dump.keep)
         return {
             "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
-            "perf/dump_write_s": max(each.write_s for each in reports) + time.perf_counter() - started,
+            "perf/dump_write_s": report.dump_s + time.perf_counter() - started,
         }

@@ -169,10 +169,12 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
         with timer.phase("pack"):
             batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
+        dump_dir = run.dumper.begin(config, step)
         with timer.phase("train"), policy.resident():
-            report = policy.train(batch, step=step, override=run.guard.override)
+            report = policy.train(batch, step=step, override=run.guard.override, dump_dir=dump_dir)
+        timer.move(report.dump_s, source="train", target="dump")
         with timer.phase("dump"):
-            dumped = run.dumper.save(policy, report, config=config, step=step, policy_version=policy_version)
+            dumped = run.dumper.commit(dump_dir, report, config=config, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
             schedule.before_update(step, policy_version)
         policy_version += report.num_optimizer_steps
@@ -187,7 +189,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         metrics |= episode_metrics(run.sampler) | evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
-            metrics |= accounting.memory(policy, engines)
+            metrics |= accounting.memory(report, engines)
             judged, events = run.guard.observe(step, metrics, report.correction)
             tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
             tracker.log(step, metrics | judged, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
