@@ -27,7 +27,7 @@ from rollout.engine import (
 )
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
 from rollout.group.balance import load_of, split_by_load
-from rollout.group.group_member import Health, Member, Published, Way, check_any_left, receivers_of
+from rollout.group.group_member import Health, Member, Published, Way
 from rollout.group.residency import Turns
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
@@ -102,7 +102,11 @@ class EngineGroup:
             self._dispatch()
         except WorkerError:
             self.abort(tickets)
-            self._forget(tickets)
+            # Nobody waits for these any more: what comes for them is ignored.
+            gone = set(tickets)
+            for member in self._members:
+                member.forget(gone)
+            self._early = [completion for completion in self._early if completion.ticket not in gone]
             raise
         return tickets
 
@@ -161,7 +165,8 @@ class EngineGroup:
 
     def receivers(self, node: str) -> tuple[Receiver, ...]:
         """For each other Ray node than `node`, a serving engine whose worker can receive for all there."""
-        return receivers_of(self._serving(), node=node)
+        first = {member.node: Receiver(member.index, member.restarts) for member in reversed(self._serving())}
+        return tuple(sorted(receiver for place, receiver in first.items() if place != node))
 
     def receive_weights(self, announced: SharedWeights, receivers: Sequence[Receiver]) -> dict[str, SharedWeights]:
         """Have `receivers` take what rank 0 sends meanwhile; where it lies, by Ray node of those that have got it."""
@@ -256,37 +261,28 @@ class EngineGroup:
             # An engine that is lost meanwhile leaves its part in the backlog.
             self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
 
-    def _forget(self, tickets: Sequence[int]) -> None:
-        """Nobody waits for these any more: what comes for them is ignored."""
-        gone = set(tickets)
-        for member in self._members:
-            member.forget(gone)
-        self._early = [completion for completion in self._early if completion.ticket not in gone]
-
     def _wait(self, timeout_s: float) -> list[Completion]:
         """Take the answers that are there, or else the first; lose the engines whose answers are overdue."""
-        waited = [member for member in self._members if member.call is not None]
+        waited = [(member, member.call) for member in self._members if member.call is not None]
         if not waited:
             return []
-        until_due_s = min(member.due for member in waited) - time.monotonic()
-        calls = [member.call for member in waited]
+        until_due_s = min(member.due for member, _ in waited) - time.monotonic()
+        calls = [call for _, call in waited]
         ray.wait(calls, num_returns=1, timeout=max(0.0, min(timeout_s, until_due_s)))
         # All that are ready, so that no engine waits behind another.
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         completions: list[Completion] = []
-        for member in waited:
-            if member.call in ready:
-                completions += self._answered(member)
+        for member, call in waited:
+            if call in ready:
+                completions += self._take_answer(member, call)
             elif time.monotonic() >= member.due:
                 doing = "poll" if member.health is Health.serving else member.health.value
                 self._lose(member, f"phase {doing}: no answer from {member.name} in time")
         return completions
 
-    def _answered(self, member: Member) -> list[Completion]:
-        """What follows from the answer to `member.call`."""
-        call, member.call = member.call, None
-        if call is None:
-            return []
+    def _take_answer(self, member: Member, call: ray.ObjectRef[Any]) -> list[Completion]:
+        """Take the answer to the `call` of an engine. One that starts goes on from state to state of `Health`."""
+        member.call = None
         phase = "generate" if member.health is Health.serving else f"restart, {member.health.value}"
         try:
             [answer] = gather([call], names=[member.name], phase=phase, deadline_s=GRACE_S)
@@ -296,13 +292,19 @@ class EngineGroup:
             else:
                 self._lose(member, str(error))
             return []
+        if member.health is Health.serving:
+            return member.take(answer)
         if member.health is Health.starting:
             _, member.processes = answer
             self._load(member)
-        elif member.health is Health.stale:
-            self._loaded(member, answer)
+        elif self._is_behind(member):
+            self._load(member)
+        elif answer.policy_version != member.asked:
+            cause = f"it was sent policy version {member.asked} and reports {answer.policy_version}"
+            self._lose(member, f"phase {phase}: {member.name}: {cause}")
         else:
-            return member.take(answer)
+            member.report, member.health = answer, Health.serving
+            logger.warning("%s serves again, after restart %d", member.name, member.restarts)
         return []
 
     def _is_behind(self, member: Member) -> bool:
@@ -315,17 +317,6 @@ class EngineGroup:
         if self._weights is not None:
             member.call = self._load_call(member)
             member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
-
-    def _loaded(self, member: Member, report: WeightReport) -> None:
-        """Let a new engine serve, if it holds what was published last."""
-        if self._is_behind(member):
-            self._load(member)
-        elif report.policy_version != member.asked:
-            cause = f"it was sent policy version {member.asked} and reports {report.policy_version}"
-            self._lose(member, f"phase restart, stale: {member.name}: {cause}")
-        else:
-            member.report, member.health = report, Health.serving
-            logger.warning("%s serves again, after restart %d", member.name, member.restarts)
 
     def _wait_while(self, is_waited_for: Callable[[Member], bool]) -> None:
         """Until no engine is in a state that is waited for; each state has a deadline of its own."""
@@ -372,8 +363,16 @@ class EngineGroup:
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
-            self._members[member.index] = self._started(member.index, member.node).instead_of(member, cause)
+            fresh = self._started(member.index, member.node)
+            fresh.restarts, fresh.lost_by = member.restarts + 1, cause
+            fresh.sampled_before_s = member.sampled_before_s + member.sampled_s
+            self._members[member.index] = fresh
             return
         member.held, member.call = {}, None
         member.health, member.lost_by = Health.retired, cause
-        check_any_left(self._members, max_restarts=self._config.max_restarts)
+        if all(each.health is Health.retired for each in self._members):
+            causes = "\n".join(f"{each.name}: {each.lost_by}" for each in self._members)
+            raise EngineError(
+                f"0 of {len(self._members)} engines are left, each restarted "
+                f"rollout.max_restarts={self._config.max_restarts} times:\n{causes}"
+            )

@@ -11,11 +11,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from rollout.engine import EngineError, WeightReport
+from rollout.engine import WeightReport
 from rollout.group.actor_calls import copy_weights
 from rollout.processes.process_marks import ProcessMark
 from rollout.types import Completion, GenerateRequest, SharedWeights
-from rollout.weights.weight_broadcast import Receiver
 
 
 class Health(Enum):
@@ -76,13 +75,6 @@ class Member:
     def name(self) -> str:
         return f"engine {self.index}"
 
-    def instead_of(self, lost: Member, cause: str) -> Member:
-        """This engine, in the place of one that was `lost` by `cause`."""
-        self.restarts = lost.restarts + 1
-        self.sampled_before_s = lost.sampled_before_s + lost.sampled_s
-        self.lost_by = cause
-        return self
-
     def take(self, answer: Sequence[Completion]) -> list[Completion]:
         """What of an answer to `poll` is still waited for: another engine may have been faster."""
         taken = [completion for completion in answer if completion.ticket in self.held]
@@ -119,18 +111,3 @@ class Published:
         if there is None or member.health is not Health.serving:
             return Way.copied, self.copies
         return Way.broadcast, there
-
-
-def receivers_of(members: Sequence[Member], *, node: str) -> tuple[Receiver, ...]:
-    """The first of `members` on each Ray node but `node`."""
-    first = {member.node: Receiver(member.index, member.restarts) for member in reversed(members)}
-    return tuple(sorted(receiver for place, receiver in first.items() if place != node))
-
-
-def check_any_left(members: Sequence[Member], *, max_restarts: int) -> None:
-    """Raise EngineError if all engines are retired, with the cause of each."""
-    if all(member.health is Health.retired for member in members):
-        causes = "\n".join(f"{member.name}: {member.lost_by}" for member in members)
-        raise EngineError(
-            f"0 of {len(members)} engines are left, each restarted rollout.max_restarts={max_restarts} times:\n{causes}"
-        )
