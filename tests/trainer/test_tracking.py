@@ -1,7 +1,8 @@
-"""trainer/tracking/tracker.py with its W&B side: real files, a real W&B process (offline), real failures."""
+"""trainer/tracking/tracker.py with its W&B side: real files, the real W&B client (offline), real failures."""
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import logging
@@ -11,7 +12,10 @@ import socket
 import struct
 import subprocess
 import sys
+import textwrap
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from trainer.rundir.checkpoint import RunState
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
+from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
 SECRET = "pl4nted-s3cret-value"
@@ -282,7 +287,7 @@ def test_sample_rows_and_selection() -> None:
     assert select_rows(with_k3, 0) == []
 
 
-def test_wandb_offline_has_every_row(tmp_path: Path) -> None:
+def test_wandb_offline_has_every_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tracker, stream = make_tracker(make_config(WandbMode.auto), tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.25, "mismatch/k3": float("nan")})
@@ -296,7 +301,7 @@ def test_wandb_offline_has_every_row(tmp_path: Path) -> None:
     assert started.run_id == (tmp_path / "run" / "wandb_run_id").read_text().strip()
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
     assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
-    assert "wandb: " not in (tmp_path / "run" / "wandb.log").read_text()
+    assert "wandb" not in "".join(capfd.readouterr()), "the client says nothing of its own"
     offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert f"W&B: offline; upload later with: wandb sync {offline}" in stream.getvalue()
 
@@ -362,12 +367,12 @@ def test_samples_stay_here_if_asked_to(tmp_path: Path, monkeypatch: pytest.Monke
     config = make_config(WandbMode.offline)
     config.tracking.wandb_samples = False
     sent: list[object] = []
-    monkeypatch.setattr(WandbSink, "_launch", lambda *_: None)
-    monkeypatch.setattr(WandbSink, "_queue", lambda self, message: sent.append(message))
+    monkeypatch.setattr(WandbSink, "start", lambda self: None)
+    monkeypatch.setattr(WandbSink, "put", lambda self, action, *content: sent.append((action, *content)))
     tracker, _ = make_tracker(config, tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.5}, [row(1, 0)])
-    assert sent == [{"step": 1, "numbers": {"reward/mean": 0.5}}]
+    assert sent == [(Panels.log, 1, {"reward/mean": 0.5})]
     assert len(read_lines(tmp_path / "run" / "samples.jsonl")) == 1
 
 
@@ -423,10 +428,32 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))
 
 
-def test_an_unreachable_server_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never answers
+class Unauthorized(http.server.BaseHTTPRequestHandler):
+    """Answers every request with 401."""
+
+    def do_POST(self) -> None:
+        self.send_error(401)
+
+    do_GET = do_POST
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("answer", ["silence", "no connection", "unauthorized"])
+def test_a_server_that_does_not_let_the_run_in_means_offline(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,  # accepts, and never answers
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as refusing,
+    ):
+        threading.Thread(target=refusing.serve_forever, daemon=True).start()
+        port = (refusing.socket if answer == "unauthorized" else silent).getsockname()[1]
+        if answer == "no connection":
+            silent.close()
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         config = make_config(WandbMode.auto)
         config.tracking.wandb_timeout_s = 1.0
         tracker, stream = make_tracker(config, tmp_path / "run")
@@ -435,8 +462,9 @@ def test_an_unreachable_server_means_offline(tmp_path: Path, monkeypatch: pytest
             assert time.monotonic() - before < 1.0, "the run must not wait for W&B"
             tracker.log(1, {"reward/mean": 0.25})
         assert time.monotonic() - before < 30
+        refusing.shutdown()
     assert wandb_file.history(tmp_path / "run") == [{"global_step": 1, "reward/mean": 0.25}]
-    assert "W&B: offline (online: CommError" in stream.getvalue()
+    assert "W&B: offline (online: " in stream.getvalue()
     assert "upload later with: wandb sync" in stream.getvalue()
     assert tracker.errors == 1
 
@@ -445,13 +473,15 @@ def test_online_without_a_key_means_offline(tmp_path: Path) -> None:
     tracker, stream = make_tracker(make_config(WandbMode.online), tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.25})
-    assert "W&B: offline (online: UsageError" in stream.getvalue()
+    assert "W&B: offline (online: no key was found" in stream.getvalue()
     assert len(wandb_file.history(tmp_path / "run")) == 1
 
 
 def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wandb.py").write_text("raise ImportError('no such package here')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
     tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.25})
@@ -459,54 +489,152 @@ def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
-def test_a_hanging_wandb_cannot_hold_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(wandb_sink, "_GRACE_S", 1.0)
-    lines: list[str] = []
-    sink = WandbSink(
-        TrackingConfig(wandb=WandbMode.offline, wandb_timeout_s=1.0),
-        run_dir=tmp_path, name="run", record={}, report=lines.append,
+def offline_sink(run_dir: Path, lines: list[str]) -> WandbSink:
+    return WandbSink(
+        TrackingConfig(wandb=WandbMode.offline, wandb_timeout_s=5.0),
+        run_dir=run_dir, name="run", record={}, report=lines.append,
     )  # fmt: skip
+
+
+def wait_until(happened: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_disk_that_takes_no_wandb_files_costs_only_wandb(tmp_path: Path) -> None:
+    (tmp_path / "wandb").write_text("in the way")
+    lines: list[str] = []
+    sink = offline_sink(tmp_path, lines)
     sink.start()
-    assert sink.wait_started(60) and sink.mode is WandbMode.offline
-    own = [p for p in psutil.Process().children(recursive=True) if "wandb" in " ".join(p.cmdline())]
-    assert len(own) >= 2, "the process and its service"
-    for process in own:
-        process.send_signal(signal.SIGSTOP)
+    sink.put(Panels.log, 1, {"reward/mean": 0.5})
+    sink.finish(exit_code=0)
+    assert len(lines) == 1 and lines[0].startswith("W&B: off (offline: ")
+    assert sink.errors == 1 and not wandb_cores()
+
+
+def wandb_cores(process: int | None = None) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process).children(recursive=True) if child.name() == "wandb-core"]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_wedged_or_dead_wandb_cannot_hold_the_run(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 2.0)
+    sink = offline_sink(tmp_path, [])
+    sink.start()
+    sink.put(Panels.log, 1, {"reward/mean": 0.5})
+    wait_until(lambda: sink.mode is WandbMode.offline)
+    [core] = wandb_cores()
+    core.send_signal(sent)
     before = time.monotonic()
-    for step in range(20_000):  # more than the queue and the pipe can take
-        sink.log(step, {"reward/mean": 0.5})
-    assert time.monotonic() - before < 5, "log must never wait"
+    for step in range(2, 20_000):  # more than the queue and the socket can take
+        sink.put(Panels.log, step, {"reward/mean": 0.5})
+    assert time.monotonic() - before < 5, "put must never wait"
     with caplog.at_level(logging.WARNING):
         sink.finish(exit_code=0)
-    assert time.monotonic() - before < 15
-    assert not [p for p in own if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert sink.errors > 1 and len(caplog.records) == 1
-    assert "rows are dropped" in caplog.text
+    assert time.monotonic() - before < 20
+    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+    assert sink.errors > 1
+    assert len([record for record in caplog.records if record.name == wandb_sink.__name__]) == 1
 
 
-def test_a_killed_run_is_ended_in_wandb(tmp_path: Path) -> None:
-    script = f"""
-import io, os, sys, time
+CHILD = """
+import os, signal, sys, time
 from pathlib import Path
+import psutil
 from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink
-sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path({str(tmp_path)!r}), name="run", record={{}},
+hooks = sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path(sys.argv[1]), name="run", record={},
                  report=lambda line: None)
 sink.start()
-assert sink.wait_started(60)
-sink.log(1, {{"reward/mean": 0.5}})
-time.sleep(0.5)
-os._exit(9)
+while sink.mode is WandbMode.disabled:
+    time.sleep(0.05)
+def now():
+    return sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+assert now() == hooks
+sink.put(Panels.log, 1, {"reward/mean": 0.5})
+sink.put(Panels.log_samples, 1, [{"prompt": "PL4NTED PROMPT", "response": "PL4NTED RESPONSE"}])
+time.sleep(3)
+[core] = psutil.Process().children()
 """
-    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 9
-    deadline = time.monotonic() + 30
-    while wandb_file.exit_code(tmp_path) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert wandb_file.exit_code(tmp_path) == 1
-    assert wandb_file.history(tmp_path) == [{"global_step": 1, "reward/mean": 0.5}]
+
+
+def run_child(tmp_path: Path, ending: str) -> subprocess.CompletedProcess[str]:
+    """A process that logs a row and a sample, and ends as `ending` says; its temporary directory is tmp_path/tmp."""
+    for name in ("run", "tmp"):
+        (tmp_path / name).mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", CHILD + textwrap.dedent(ending), str(tmp_path / "run")],
+        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, start_new_session=True, timeout=120, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+
+
+def holders_of_samples(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and b"PL4NTED" in path.read_bytes()]
+
+
+def test_an_orderly_run_leaves_nothing_in_the_temporary_directory(tmp_path: Path) -> None:
+    ended = run_child(tmp_path, "sink.finish(exit_code=0)")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert wandb_file.table_rows(tmp_path / "run") == [["PL4NTED PROMPT", "PL4NTED RESPONSE"]]
+
+
+def test_a_killed_run_leaves_its_rows_and_no_sample_outside_and_no_process(tmp_path: Path) -> None:
+    ended = run_child(tmp_path, "print(core.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    wait_until(lambda: not psutil.pid_exists(int(ended.stdout)), 20)
+    assert wandb_file.history(tmp_path / "run")[0] == {"global_step": 1, "reward/mean": 0.5}
+    assert wandb_file.exit_code(tmp_path / "run") is None, "W&B shows a run without heartbeats as crashed"
+    assert holders_of_samples(tmp_path / "run") and not holders_of_samples(tmp_path / "tmp")
+
+
+def test_a_signal_to_the_group_is_for_the_run_and_not_for_wandb(tmp_path: Path) -> None:
+    ending = """
+    heard = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: heard.append(number))
+        os.killpg(0, number)
+    time.sleep(0.5)
+    assert len(heard) == 2 and core.is_running()
+    sink.put(Panels.log, 2, {"reward/mean": 0.75})
+    sink.finish(exit_code=1)
+    assert now()[:2] == hooks[:2] and not core.is_running()
+    """
+    ended = run_child(tmp_path, ending)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    rows = [line for line in wandb_file.history(tmp_path / "run") if "reward/mean" in line]
+    assert [line["global_step"] for line in rows] == [1, 2]
+    assert wandb_file.exit_code(tmp_path / "run") == 1
+
+
+@pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
+def test_a_second_signal_ends_the_wait_and_a_wedged_wandb_cannot_hold_the_exit(sent: str, tmp_path: Path) -> None:
+    ending = f"""
+    import threading
+    core.send_signal(signal.{sent})
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        sink.finish(exit_code=1)
+        time.sleep(5)
+    except KeyboardInterrupt:
+        pass
+    assert not core.is_running()
+    print(time.monotonic() - began)
+    """
+    before = time.monotonic()
+    ended = run_child(tmp_path, ending)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+    assert float(ended.stdout) < 7
+    assert time.monotonic() - before < 30
+    assert not holders_of_samples(tmp_path / "tmp")
 
 
 def test_keys_are_found_where_wandb_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

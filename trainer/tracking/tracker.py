@@ -10,7 +10,7 @@ an error there is one warning and a count. The directory of a run:
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
     events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
-    wandb_run_id       and wandb/, wandb.log: the W&B side (wandb_sink.py)
+    wandb_run_id       and wandb/: the W&B side (wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
     status.json        how the run ended
 """
@@ -53,7 +53,8 @@ from trainer.rundir.wording import counted
 from trainer.tracking.console import Console
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.tensorboard_sink import TensorBoardSink
-from trainer.tracking.wandb_sink import WandbSink, keep_run_id, mismatch_by_bin, saved_run_id
+from trainer.tracking.wandb_panels import Panels, mismatch_by_bin
+from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class Tracker:
         row = {"step": step, **axes, "joint_edges": histograms.joint_edges, "joint": joint}
         self._guard("histograms.jsonl", lambda: self._write_histograms(row))
         if self._wandb is not None:
-            self._wandb.log_histograms(step, mismatch_by_bin(histograms))
+            self._wandb.put(Panels.log_histograms, step, mismatch_by_bin(histograms))
 
     def log_events(self, events: Sequence[Event], *, shown: bool = True) -> None:
         """Write down events, show them on the console unless it has them already, and send them to W&B as alerts.
@@ -297,14 +298,16 @@ class Tracker:
         if self._lock is None:
             return
         wandb = self._wandb
-        if wandb is not None:
-            self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == Status.completed else 1))
-            self.errors += wandb.errors
-        if self._tensorboard is not None:
-            self._guard("TensorBoard", self._tensorboard.close)
-        self._guard(STATUS_FILE, lambda: self._write_status(status))
-        self._guard("console", lambda: self.console.close(failed=status != Status.completed))
-        self._release()
+        try:
+            if wandb is not None:
+                self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == Status.completed else 1))
+                self.errors += wandb.errors
+        finally:  # also when a second signal ends the wait for W&B
+            if self._tensorboard is not None:
+                self._guard("TensorBoard", self._tensorboard.close)
+            self._guard(STATUS_FILE, lambda: self._write_status(status))
+            self._guard("console", lambda: self.console.close(failed=status != Status.completed))
+            self._release()
 
     def _open_tensorboard(self) -> None:
         last_step = None if self._resumed is None else self._resumed.step
@@ -312,7 +315,7 @@ class Tracker:
 
     def _wandb_log(self, step: int, numbers: Mapping[str, float]) -> None:
         assert self._wandb is not None
-        self._wandb.log(step, numbers)
+        self._wandb.put(Panels.log, step, numbers)
 
     def _write_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         assert self._samples is not None and self._wandb is not None
@@ -326,7 +329,7 @@ class Tracker:
             written.append({key: value for key, value in finite.items() if key != "tokens"})
         self._samples.flush()
         if written and self._config.tracking.wandb_samples:
-            self._wandb.log_samples(step, written)
+            self._wandb.put(Panels.log_samples, step, written)
 
     def _write_histograms(self, row: Mapping[str, object]) -> None:
         if self._histograms is None:
@@ -340,7 +343,7 @@ class Tracker:
         self._events.write(json.dumps(event.record(), ensure_ascii=False) + "\n")
         self._events.flush()
         if event.severity is not Severity.info and self._wandb is not None:
-            self._wandb.alert(event)
+            self._wandb.put(Panels.alert, event)
         if self._tensorboard is not None:
             self._tensorboard.log_event(event)
 

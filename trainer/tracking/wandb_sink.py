@@ -1,51 +1,48 @@
-"""Rows of numbers -> W&B, without ever stopping or delaying a run. Used only by tracker.py.
+"""Rows of numbers -> W&B through wandb's own client, without ever ending or delaying a run. Used only by tracker.py.
 
-wandb lives in a process of its own (wandb_process.py). It starts while the run starts; rows are queued and
-never waited for; only `finish` waits, with a deadline, and then ends the process. metrics.jsonl is the source of
-truth: whatever goes wrong here is one warning and a count.
+One daemon thread makes every call into wandb. The run puts calls into a bounded queue and never waits; only `finish`
+waits, with a deadline, and then kills wandb-core, the process that the client writes and uploads with. metrics.jsonl is
+the source of truth: a call that fails is a count and one warning.
+
+wandb-core has a session of its own, so that no signal to the run reaches it, and ends by itself when the run is gone.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import netrc
 import os
 import queue
+import shlex
+import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
-import psutil
-
-from algorithms.histograms import HistogramArrays
-from rollout.processes.child_process import python_module
 from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.rundir.events import Event
+from trainer.tracking.wandb_panels import Panels
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 
-_FINISH_TIMEOUT_S = 60.0
-"""Deadline for uploading what is left when the run ends."""
-_GRACE_S = 30.0
-"""What the process gets beyond its own deadlines: importing wandb, starting its service, falling back to offline."""
-_MAX_QUEUED_ROWS = 10_000
+_FINISH_TIMEOUT_S = 20.0
+"""Deadline for writing and uploading what is left when the run ends; orchestrators kill 30 s after SIGTERM."""
+_KILL_TIMEOUT_S = 2.0
+"""What wandb-core gets to end after SIGTERM, and what the thread gets once wandb-core is gone."""
+_FLUSH_S = 1.0
+"""A run that is killed loses at most the rows of this many seconds in W&B."""
+_MAX_WAITING = 1000
+"""Calls that wait for the thread: some hundred steps."""
 RUN_ID_FILE = "wandb_run_id"
 
 
-class Histogram(NamedTuple):
-    """Mass by bin."""
-
-    mass: list[float]
-    edges: list[float]
-    """One more than bins, rising, finite."""
-
-
 class WandbSink:
-    """The W&B side of one run. `start`, then `log` and its siblings once per step, then `finish`; none of them raises.
+    """The W&B side of one run. `start`, then `put` for every call, then `finish`.
 
     Args:
         config: mode, project, entity and deadline.
@@ -69,70 +66,60 @@ class WandbSink:
         self._name = name
         self._record = record
         self._report = report
-        self._messages: queue.Queue[dict[str, object] | None] = queue.Queue(maxsize=_MAX_QUEUED_ROWS)
-        self._process: subprocess.Popen[str] | None = None
-        self._started = threading.Event()
-        self._ended = threading.Event()
+        self._calls: queue.Queue[Callable[[Panels], None] | None] = queue.Queue(maxsize=_MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        self._core: subprocess.Popen[bytes] | None = None
+        self._closing = False
         self._finished = False
+        self._exit_code = 1
         self._warned = False
-        self._sync_command: str | None = None
+        self._sync_command = ""
         self.mode = WandbMode.disabled
         """What W&B does in this run, once it has started: online, offline or disabled."""
         self.errors = 0
         """Calls that failed and rows that were dropped."""
 
     def start(self) -> None:
-        """Start W&B in the background; the user is told in one line what came of it."""
-        modes = self._wanted_modes()
-        if modes == [WandbMode.disabled]:
+        """Start W&B in the background; the user is told in one line what came of it.
+
+        Raises OSError if the id of the run cannot be kept.
+        """
+        modes, reasons = self._wanted_modes()
+        if modes != [WandbMode.disabled]:
+            run_id(self._run_dir)  # made now: the first checkpoint holds it
+            self._thread = threading.Thread(target=self._work, args=(modes, reasons), name="wandb-calls", daemon=True)
+            self._thread.start()
+
+    def put(self, action: Callable[Concatenate[Panels, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue `action`, a method of Panels, with its arguments, which must not change; returns at once."""
+        if self._thread is None or not self._thread.is_alive():
             return
         try:
-            self._launch(modes)
-        except OSError as error:
-            self._failed(f"its process could not be started ({error})")
-
-    def wait_started(self, timeout_s: float) -> bool:
-        """Wait until the mode is decided; False if it is not after `timeout_s`."""
-        return self._started.wait(timeout_s)
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue one row; returns at once."""
-        self._queue({"step": step, "numbers": dict(numbers)})
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Queue rows of the table of samples, JSON values under the same keys every time; returns at once."""
-        self._queue({"step": step, "samples": [dict(row) for row in rows]})
-
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Queue histograms by name; returns at once."""
-        self._queue({"step": step, "histograms": {name: list(each) for name, each in histograms.items()}})
-
-    def alert(self, event: Event) -> None:
-        """Queue an alert; returns at once."""
-        self._queue({"alert": {"title": f"Parity: {event.kind}", "text": event.text, "level": event.severity.value}})
-
-    def _queue(self, message: dict[str, object]) -> None:
-        if self._process is None or self._ended.is_set():
-            return
-        try:
-            self._messages.put_nowait(message)
+            self._calls.put_nowait(lambda panels: action(panels, *args, **kwargs))
         except queue.Full:
-            self._failed(f"more than {_MAX_QUEUED_ROWS} rows are waiting; rows are dropped")
+            self._failed(f"more than {_MAX_WAITING} calls are waiting; rows are dropped")
 
     def finish(self, *, exit_code: int) -> None:
-        """Write everything out and end the W&B run; after a deadline, end its process and say how to upload."""
-        process = self._process
-        if process is None:
+        """Write everything out and end the W&B run; after a deadline, kill wandb-core and say how to upload."""
+        thread, deadline = self._thread, _FINISH_TIMEOUT_S
+        if thread is None:
             return
-        self._process = None
-        deadline = self._config.wandb_timeout_s + _FINISH_TIMEOUT_S + _GRACE_S
+        if self.mode is WandbMode.disabled:
+            deadline += self._config.wandb_timeout_s  # it has not started yet
+        self._exit_code = exit_code
         try:
-            self._messages.put_nowait({"exit_code": exit_code})
-            self._messages.put_nowait(None)
+            self._calls.put_nowait(None)
+            thread.join(deadline)
         except queue.Full:
-            deadline = 0.0
-        in_time = self._ended.wait(deadline)
-        _end(process)
+            deadline = 0.0  # wandb has not answered for hundreds of steps
+        finally:  # also when a second signal ends the wait
+            in_time = not thread.is_alive()
+            self._thread, self._closing = None, True
+            if self._core is not None:
+                _end(self._core)
+            with suppress(queue.Full):  # the thread looks at `_closing` after the call that it is in
+                self._calls.put_nowait(None)
+        thread.join(_KILL_TIMEOUT_S)
         if self.mode is WandbMode.disabled:
             if not in_time:
                 self._failed(f"did not start within {deadline:.0f} s")
@@ -142,90 +129,117 @@ class WandbSink:
         elif self.mode is WandbMode.offline:
             self._report(f"W&B: upload this run with: {self._sync_command}")
 
-    def _wanted_modes(self) -> list[WandbMode]:
-        """Modes in the order in which they are tried. WANDB_MODE decides if tracking.wandb is auto."""
+    def _wanted_modes(self) -> tuple[list[WandbMode], list[str]]:
+        """Modes in the order in which they are tried, and why online is not among them although it is asked for.
+
+        WANDB_MODE decides if tracking.wandb is auto.
+        """
         wanted = self._config.wandb
         if wanted is WandbMode.auto and os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
             wanted = WandbMode[os.environ["WANDB_MODE"]]
-        if wanted is WandbMode.auto:
-            wanted = WandbMode.online if has_wandb_key() else WandbMode.offline
-        return [WandbMode.online, WandbMode.offline] if wanted is WandbMode.online else [wanted]
+        if wanted in (WandbMode.offline, WandbMode.disabled):
+            return [wanted], []
+        if has_wandb_key():
+            return [WandbMode.online, WandbMode.offline], []
+        # Without a key wandb would ask for one at the terminal.
+        return [WandbMode.offline], [] if wanted is WandbMode.auto else ["online: no key was found"]
 
-    def _launch(self, modes: list[WandbMode]) -> None:
-        self._messages.put_nowait(
-            {
-                "modes": [mode.name for mode in modes],
-                "project": self._config.project,
-                "entity": self._config.entity,
-                "name": self._name,
-                "id": run_id(self._run_dir),
-                "dir": str(self._run_dir),
-                "config": self._record,
-                "init_timeout_s": self._config.wandb_timeout_s,
-                "finish_timeout_s": _FINISH_TIMEOUT_S,
-                "pid": os.getpid(),
-            }
-        )
-        with (self._run_dir / "wandb.log").open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(  # noqa: S603 (our own module, no arguments)
-                python_module("trainer.tracking.wandb_process"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-                # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
-                env={"WANDB_DATA_DIR": str(self._run_dir / "wandb"), **os.environ, "WANDB_SILENT": "true"},
-                # Ctrl-C is for the run, which then ends W&B in order.
-                start_new_session=True,
-            )
-        for work, name in ((self._write, "wandb-writer"), (self._read, "wandb-reader")):
-            threading.Thread(target=work, args=(self._process,), name=name, daemon=True).start()
-
-    def _write(self, process: subprocess.Popen[str]) -> None:
-        """The thread that feeds the process; the pipe may block, the run does not."""
-        assert process.stdin is not None
+    def _work(self, modes: list[WandbMode], reasons: list[str]) -> None:
+        """The thread that calls wandb."""
         try:
-            with process.stdin as pipe:
-                while (message := self._messages.get()) is not None:
-                    pipe.write(json.dumps(message) + "\n")
-                    pipe.flush()
-        except (OSError, TypeError, ValueError) as error:
-            if not self._ended.is_set() and self._process is not None:
-                self._failed(f"rows cannot be sent to its process ({error}); see {self._run_dir / 'wandb.log'}")
+            with _environment(self._run_dir):
+                self._serve(modes, reasons)
+        except Exception as error:
+            if not self._closing:
+                self._failed(_one_line(error))
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        """The thread that hears the process, until it ends."""
-        assert process.stdout is not None
+    def _serve(self, modes: list[WandbMode], reasons: list[str]) -> None:
         try:
-            for line in process.stdout:
-                self._hear(json.loads(line))
-        finally:
-            self._ended.set()
-            self._started.set()
-
-    def _hear(self, reply: Mapping[str, object]) -> None:
-        if reply["event"] == "ready":
-            self._ready(reply)
-        elif reply["event"] == "off":
+            import wandb
+        except Exception as error:  # broken installations raise more than ImportError
             self.errors += 1
-            self._report(f"W&B: off ({reply['reason']})")
-        elif reply["event"] == "error":
-            self._failed(str(reply["reason"]))
-        self._finished = reply["event"] == "finished"
-        self._started.set()
+            self._report(f"W&B: off (the package wandb cannot be imported: {_one_line(error)})")
+            return
+        try:
+            run = self._begin(modes, reasons)
+            if run is None:
+                return
+            panels = Panels(run)
+            while (call := self._calls.get()) is not None and not self._closing:
+                try:
+                    call(panels)
+                except Exception as error:
+                    self._failed(_one_line(error))
+            if self._closing:
+                return
+            panels.send_samples()
+            run.finish(exit_code=self._exit_code)
+            wandb.teardown()  # only then is everything on the disk
+            self._finished = True
+        finally:
+            _teardown()
 
-    def _ready(self, reply: Mapping[str, object]) -> None:
-        self._sync_command = str(reply["sync"])
-        self.mode = WandbMode[str(reply["mode"])]
-        reasons = reply["reasons"]
-        if self.mode is WandbMode.online:
-            self._report(f"W&B: online at {reply['url']}")
-        elif isinstance(reasons, list) and reasons:
-            self.errors += len(reasons)
-            self._report(f"W&B: offline ({'; '.join(reasons)}); upload later with: {self._sync_command}")
-        else:
-            self._report(f"W&B: offline; upload later with: {self._sync_command}")
+    def _begin(self, modes: list[WandbMode], reasons: list[str]) -> Any:
+        """The run in the first of `modes` that works, or None."""
+        for mode in modes:
+            try:
+                run = self._init(mode)
+            except Exception as error:
+                self.errors += 1
+                reasons.append(f"{mode.name}: {_one_line(error)}")
+                # The next attempt would take up what the failed one has left in the client.
+                _teardown()
+                if self._closing:
+                    return None
+                continue
+            self._sync_command = f"wandb sync {shlex.quote(str(Path(run.dir).resolve().parent))}"
+            self.mode = mode
+            why = f" ({'; '.join(reasons)})" if reasons else ""
+            where = f" at {run.url}" if mode is WandbMode.online else f"; upload later with: {self._sync_command}"
+            self._report(f"W&B: {mode.name}{why}{where}")
+            return run
+        self._report(f"W&B: off ({'; '.join(reasons)})")
+        return None
+
+    def _init(self, mode: WandbMode) -> Any:
+        import wandb
+
+        settings = wandb.Settings(
+            init_timeout=self._config.wandb_timeout_s,
+            finish_timeout=0.75 * _FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+            silent=True,
+            console="off",
+            # wandb would record host and user, the git remote (it may hold a login) and a diff of the sources.
+            # What a reader needs is in the config, without secrets.
+            x_disable_meta=True,
+            x_save_requirements=False,
+            disable_git=True,
+            disable_code=True,
+            x_transaction_log_flush_interval=_FLUSH_S,
+            # The default answer to "stop run" on the web page is a Ctrl-C.
+            stop_fn=lambda: self._report("W&B: asks this run to stop, which only a signal can do"),
+        )
+        hooks = sys.exit, sys.excepthook
+        service = wandb.setup(settings).ensure_service()
+        # The hooks of the client would judge how the run ends, and wait for the network when the process exits.
+        sys.exit, sys.excepthook = hooks
+        assert service._cleanup is not None and service._proc is not None
+        service._cleanup()
+        self._core = service._proc._process
+        if self._closing:
+            raise TimeoutError("the run has ended before wandb-core was there")
+        return wandb.init(
+            project=self._config.project,
+            entity=self._config.entity,
+            name=self._name,
+            id=run_id(self._run_dir),
+            resume="allow",
+            dir=str(self._run_dir),
+            mode=mode.name,  # type: ignore[arg-type]
+            config=dict(self._record),
+            settings=settings,
+        )
 
     def _failed(self, reason: str) -> None:
         self.errors += 1
@@ -234,16 +248,49 @@ class WandbSink:
             logger.warning("W&B: %s. The run goes on; metrics.jsonl has everything.", reason)
 
 
-def mismatch_by_bin(histograms: HistogramArrays) -> dict[str, Histogram]:
-    """Where the mismatch is: sum of |Delta| by octave of mu, and of the position in the response."""
-    found = {}
-    for name, axis in (("log2_probability", histograms.by_probability), ("log2_position", histograms.by_position)):
-        mass = [count * (mean or 0.0) for count, mean in zip(axis.counts, axis.abs_logdiff, strict=True)]
-        octaves = [float(number) for number in range(len(axis.edges))]
-        if axis.edges[0] > axis.edges[1]:
-            mass, octaves = mass[::-1], [-number for number in octaves[::-1]]
-        found[f"mismatch/{name}"] = Histogram(mass, octaves)
-    return found
+@contextmanager
+def _environment(run_dir: Path) -> Iterator[None]:
+    """What wandb reads from the environment only; what the user has set stays."""
+    wanted = {
+        # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
+        "WANDB_DATA_DIR": str(run_dir / "wandb"),
+        # Telemetry of the client waits for the network when the process exits.
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_SILENT": "true",
+    }
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _teardown() -> None:
+    """End the client and wandb-core after a failure, if they are there."""
+    import wandb
+
+    try:
+        wandb.teardown()
+    except (Exception, SystemExit) as error:  # it exits the thread if wandb-core was killed
+        logger.info("W&B: the client did not end in order: %s", _one_line(error))
+
+
+def _end(core: subprocess.Popen[bytes]) -> None:
+    """End wandb-core and what it started; the data of a run that was finished is written by then."""
+    core.terminate()
+    try:
+        core.wait(_KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(core.pid, signal.SIGKILL)  # it leads a session of its own
+        core.wait(_KILL_TIMEOUT_S)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def run_id(run_dir: Path) -> str:
@@ -283,19 +330,3 @@ def has_wandb_key() -> bool:
         except (OSError, netrc.NetrcParseError) as error:
             logger.warning("W&B: %s cannot be read (%s)", path, error)
     return False
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the process and the services that it started; by then they had their deadline."""
-    try:
-        process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        # Children first: they cannot be found once their parent is gone.
-        services = psutil.Process(process.pid).children(recursive=True)
-        for child in [*services, psutil.Process(process.pid)]:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        process.wait(10.0)
-        psutil.wait_procs(services, timeout=10.0)
