@@ -12,7 +12,6 @@ from policy_cases import make_config
 from test_floors import TINY
 from test_packing import make_sample
 
-from algorithms.config import TISConfig
 from algorithms.histograms import HistogramArrays
 from rollout.collect.collect_stats import CollectStats, Served
 from rollout.collect.collector import Collected
@@ -58,7 +57,7 @@ def step(config: TrainConfig, hardware: Hardware, times: dict[str, float | None]
     samples = [sample for group in groups for sample in group.samples]
     batch = pack([samples], num_ranks=2, max_tokens=100, policy_version=0)
     histograms = HistogramArrays.__new__(HistogramArrays)
-    report = TrainReport(metrics={}, num_optimizer_steps=1, sample_k3={}, histograms=histograms, correction=TISConfig())
+    report = TrainReport(metrics={}, num_optimizer_steps=1, sample_k3={}, histograms=histograms)
     accounting = StepAccounting(config, hardware)
     return accounting.metrics(times, collected=Collected(groups, stats), batch=batch, report=report)
 

@@ -34,7 +34,6 @@ from trainer.batch.packing import micro_batch, pack, step_samples
 from trainer.batch.train_batch import MiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
-from trainer.config.guard import MismatchGuardConfig
 from trainer.config.recording import DumpConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
@@ -204,7 +203,7 @@ def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, 
 
 
 def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: Path, tmp_path: Path) -> None:
-    config, lines = replace(config_of(model_path, keep=2), guard=MismatchGuardConfig()), list[str]()
+    config, lines = config_of(model_path, keep=2), list[str]()
     batch = pack([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
         dumper = StepDumper(tmp_path, say=lines.append)
@@ -225,7 +224,6 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert "the dump of step 4 was not written: rank 0" in lines[0]
         # A run that goes on from step 1 does step 2 again: what came after belongs to the run that was.
         assert open_dump(tmp_path, 2).manifest.policy_version == 1
-        assert "override /guard: none" in (open_dump(tmp_path, 2).path / "config.yaml").read_text("utf-8")
         save(2)
         assert dumped_steps(tmp_path) == [2]
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]

@@ -12,14 +12,13 @@ from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
-from trainer.config.guard import MismatchGuardConfig, tightened_corrections
+from trainer.config.guard import MismatchGuardConfig
 from trainer.config.recording import DUMP_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.run.guard import described
 from trainer.rundir.run_dir import needs_no_step, newest_saved_step
 from trainer.rundir.wording import counted, size
 
@@ -71,8 +70,6 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
         yield "placement", line
     if isinstance(config.guard, MismatchGuardConfig):
         yield "guard", f"watches K3, ESS and k-hat; goes as far as {config.guard.highest.name}"
-        for correction in tightened_corrections(config):
-            yield "guard", f"may tighten to {described(correction)}"
     yield "evaluation", _evaluation(config)
     yield "checkpoints", _checkpoints(config)
     if config.dump.every:

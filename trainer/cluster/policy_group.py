@@ -20,7 +20,6 @@ from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.token_deltas import merge_ranks
 from trainer.batch.train_batch import MicroBatch, TrainBatch
-from trainer.config.override import AS_CONFIGURED, StepOverride
 from trainer.limits.ceilings import Ceilings
 from trainer.policy.dry_run import DryRunReport
 from trainer.policy.shards import ShardReport
@@ -64,15 +63,10 @@ class PolicyGroup:
         """Return when every rank has loaded and sharded the model; they began when the group was made."""
         return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
 
-    def train(
-        self, batch: TrainBatch, *, step: int, override: StepOverride = AS_CONFIGURED, dump_dir: Path | None = None
-    ) -> TrainReport:
-        """One rollout step on all ranks, as configured but for `override`; the report is global.
-
-        What every rank trained on is written to `dump_dir`.
-        """
+    def train(self, batch: TrainBatch, *, step: int, dump_dir: Path | None = None) -> TrainReport:
+        """One rollout step on all ranks; the report is global. Every rank writes what it trained on to `dump_dir`."""
         refs = [
-            worker.train.remote(mini_batches, batch.samples, step, override, dump_dir)
+            worker.train.remote(mini_batches, batch.samples, step, dump_dir)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
         reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)

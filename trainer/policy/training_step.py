@@ -16,13 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from algorithms.config import CorrectionConfig
 from algorithms.histograms import HistogramArrays
 from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.buckets import DTYPES
 from trainer.batch.token_deltas import TokenDeltas
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
-from trainer.config.override import AS_CONFIGURED, StepOverride
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.critic import Critic
@@ -49,8 +47,6 @@ class TrainReport:
     """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
     histograms: HistogramArrays
     """Where in probability and position the engines differ; global."""
-    correction: CorrectionConfig
-    """What the step was corrected with: that of the config, or the one that the guard chose."""
     token_deltas: dict[tuple[int, int], TokenDeltas] = field(default_factory=dict)
     """The tokens of a few samples, the worst and some others; of this rank, like `sample_k3`."""
     private_bytes: tuple[int, ...] = ()
@@ -76,7 +72,7 @@ class TrainingStep:
         critic: Critic | None,
         device: torch.device,
     ) -> None:
-        self._given = self._config = config
+        self._config = config
         self._policy = policy
         self._reference = reference
         self._critic = critic
@@ -84,20 +80,13 @@ class TrainingStep:
         self._freed = FreedMemory()
 
     def run(
-        self,
-        mini_batches: list[MiniBatch],
-        samples: StepSamples,
-        step: int,
-        *,
-        override: StepOverride = AS_CONFIGURED,
-        dump_dir: Path | None = None,
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
     ) -> TrainReport:
         """Rollout step `step`: every mini-batch is one optimizer step. All ranks must call it together.
 
-        `samples` are those of the whole step, all ranks; `override` holds for this step alone. The rank writes what it
-        trained on to `dump_dir`, for `parity replay`.
+        `samples` are those of the whole step, all ranks. The rank writes what it trained on to `dump_dir`, for
+        `parity replay`.
         """
-        self._config = override.applied(self._given)
         started = time.perf_counter()
         start_peak(self._device)
         minis = [
@@ -118,7 +107,7 @@ class TrainingStep:
             rebase_advantages(self._config, minis, samples)
         recorder = None if dump_dir is None else StepRecorder(minis, samples, rank=dist.get_rank())
         totals = StepTotals(self._device)
-        learns = override.learns and self._config.policy_learns(step)
+        learns = self._config.policy_learns(step)
         taken = sum(
             self._optimizer_step(mini, index=index, samples=samples, totals=totals, learns=learns, recorder=recorder)
             for index, mini in enumerate(minis)
@@ -140,7 +129,6 @@ class TrainingStep:
             sample_k3=sample_k3,
             histograms=totals.histograms(),
             token_deltas=totals.token_deltas(sample_k3, count=self._config.tracking.token_samples_per_step),
-            correction=self._config.correction,
             private_bytes=(private_bytes(),),
             dumps=() if recorder is None or dump_dir is None else (recorder.write(dump_dir),),
         )

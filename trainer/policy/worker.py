@@ -23,7 +23,6 @@ from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
 from trainer.config.components import Offload
-from trainer.config.override import AS_CONFIGURED, StepOverride
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.policy.critic import Critic, load_value_model
@@ -141,18 +140,13 @@ class PolicyWorker:
         return model, num_parameters
 
     def train(
-        self,
-        mini_batches: list[MiniBatch],
-        samples: StepSamples,
-        step: int,
-        override: StepOverride = AS_CONFIGURED,
-        dump_dir: Path | None = None,
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, dump_dir: Path | None = None
     ) -> TrainReport:
         """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
 
         `samples` are those of the whole step, all ranks. What this rank trained on is written to `dump_dir`.
         """
-        return self._training.run(mini_batches, samples, step, override=override, dump_dir=dump_dir)
+        return self._training.run(mini_batches, samples, step, dump_dir=dump_dir)
 
     def dry_run(self, lengths: list[int]) -> DryRunReport:
         """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.

@@ -8,10 +8,8 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.guard import NoGuardConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.training_step import TrainReport
 from trainer.rundir.dump import DumpError, Manifest, begin_dump, commit_dump
@@ -49,7 +47,7 @@ class StepDumper:
         Args:
             path: the directory that `begin` made.
             report: what the training of the step returned.
-            config: of the run; the correction is that of `report`, which the guard may have tightened.
+            config: of the run.
             policy_version: of the weights that the step started with.
         """
         if not config.dump.is_due(step):
@@ -78,14 +76,12 @@ class StepDumper:
         manifest = Manifest(
             step=step,
             policy_version=policy_version,
-            correction=report.correction.mode,
+            correction=config.correction.mode,
             ranks=files,
             metrics={key: value for key, value in report.metrics.items() if value is None or math.isfinite(value)},
             versions={name: importlib.metadata.version(name) for name in ("parity-rl", "torch")},
         )
-        # What the guard may do about later steps says nothing about this one, and would forbid some corrections.
-        text = config_document(replace(config, correction=report.correction, guard=NoGuardConfig()))
-        commit_dump(path, manifest, config_text=text, keep=config.dump.keep)
+        commit_dump(path, manifest, config_text=config_document(config), keep=config.dump.keep)
         return {
             "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
             "perf/dump_write_s": report.dump_s + time.perf_counter() - started,

@@ -171,7 +171,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
         dump_dir = run.dumper.begin(config, step)
         with timer.phase("train"), policy.resident():
-            report = policy.train(batch, step=step, override=run.guard.override, dump_dir=dump_dir)
+            report = policy.train(batch, step=step, dump_dir=dump_dir)
         timer.move(report.dump_s, source="train", target="dump")
         with timer.phase("dump"):
             dumped = run.dumper.commit(dump_dir, report, config=config, step=step, policy_version=policy_version)
@@ -190,14 +190,14 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         with timer.phase("log"):
             metrics |= accounting.metrics(metrics, collected=collected, batch=batch, report=report)
             metrics |= accounting.memory(report, engines)
-            judged, events = run.guard.observe(step, metrics, report.correction)
+            judged, events = run.guard.observe(step, metrics)
             tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
             tracker.log(step, metrics | judged, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
             tracker.log_histograms(step, report.histograms)
             tracker.log_events(events)
         request = termination.request  # read once: what ends the run must have been saved
         last = request is not None or run.guard.stops or step == config.run.num_steps
-        if is_saved(config, step, last=last):
+        if is_saved(config, step, last=last) or run.guard.saves:
             with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
                 run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
         if request is not None and step < config.run.num_steps:
