@@ -72,7 +72,7 @@ def make_completions(args: argparse.Namespace) -> list[Completion]:
 
 def grouped(samples: list[Sample], group_size: int) -> list[SampleGroup]:
     for sample in samples:
-        sample.reward = sample.advantage = float(sample.sample_index % 2)
+        sample.reward = float(sample.sample_index % 2)
         sample.correct = sample.reward > 0
     return [
         SampleGroup(

@@ -60,7 +60,6 @@ def make_batch(arguments: argparse.Namespace) -> TrainBatch:
                 token_versions=np.zeros(length, dtype=np.int64),
                 finish_reason=FinishReason.stop,
                 reward=float(number % 2),
-                advantage=float(number % 2) - 0.5,
             )
         )
     return pack([samples], num_ranks=1, max_tokens=arguments.micro_tokens, policy_version=0)

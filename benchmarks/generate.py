@@ -202,8 +202,6 @@ def agreement(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=PACKED_ATTENTION).eval()
     scoring = ScoringModel(model, chunk_tokens=512)
     samples = [make_sample(request, generation) for request, generation in zip(requests, generations, strict=True)]
-    for sample in samples:
-        sample.advantage = 0.0  # a micro-batch has one
     batches = [micro_batch(samples[first : first + slots]) for first in range(0, len(samples), slots)]
     gaps = [(scoring(each, temperature=1.0).logprobs - each.rollout_logprobs)[each.response_mask] for each in batches]
     return torch.cat(gaps).abs()

@@ -80,22 +80,6 @@ def ours(args: argparse.Namespace) -> Score:
     return lambda hidden, targets, weight: token_logprobs(hidden, targets, weight, None, options)
 
 
-def ahead(args: argparse.Namespace) -> Score:
-    from trainer.policy.logprob_head import HeadOptions, token_logprobs
-
-    options = HeadOptions(temperature=args.temperature, chunk_tokens=args.chunk, entropy_grad=args.entropy_grad)
-
-    def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        signs = signs_of(targets)
-
-        def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-            return signs[chunk], torch.ones_like(entropy) if args.entropy_grad else None
-
-        return token_logprobs(hidden, targets, weight, None, options, gradient_of)
-
-    return score
-
-
 def verl(args: argparse.Namespace) -> Score:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
@@ -125,7 +109,6 @@ VARIANTS: dict[str, Callable[[argparse.Namespace], Score]] = {
     "naive": naive,
     "checkpoint": checkpointed,
     "ours": ours,
-    "ahead": ahead,
     "verl": verl,
     "trl": trl,
 }

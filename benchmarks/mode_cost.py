@@ -48,7 +48,7 @@ from trainer.config.components import (
     PolicyConfig,
 )
 from trainer.config.train import TrainConfig
-from trainer.policy.training_step import TrainingStep
+from trainer.policy.step import TrainingStep
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
@@ -101,7 +101,6 @@ def make_samples(arguments: argparse.Namespace) -> list[Sample]:
                     token_versions=np.zeros(PROMPT_TOKENS + count, dtype=np.int64),
                     finish_reason=FinishReason.stop,
                     reward=draw.random(),
-                    advantage=draw.gauss(0, 1),
                 )
             )
     return samples

@@ -64,7 +64,6 @@ def make_samples(args: argparse.Namespace) -> list[Sample]:
                 token_versions=np.zeros(PROMPT + response, dtype=np.int64),
                 finish_reason=FinishReason.stop,
                 reward=0.0,
-                advantage=1.0,
             )
         )
     return samples

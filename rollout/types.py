@@ -150,7 +150,6 @@ class Sample:
     """What the advantage is computed from (shaped: task reward plus penalties)."""
     correct: bool | None = None
     """Whether the task's own check passed (unshaped); dynamic sampling and accuracy look at this."""
-    advantage: float | None = None
 
     def __post_init__(self) -> None:
         """Takes sequences of numbers too. Raises ValueError for what cannot be trained on."""

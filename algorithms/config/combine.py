@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from algorithms.config.checked import Problem
 from algorithms.config.correction import CorrectionConfig
 from algorithms.config.loss import Aggregation, LossConfig, PPOClipConfig, ReinforceConfig
-from algorithms.config.rejection import TOKEN_CRITERIA
 from algorithms.config.spec import Anchor, Level, RejectedDenominator, SelfNormalize
 
 
@@ -18,18 +17,6 @@ def resolved_loss(correction: CorrectionConfig, loss: LossConfig) -> LossConfig:
     return ReinforceConfig(
         aggregation=loss.aggregation, fixed_length_tokens=loss.fixed_length_tokens, entropy_coef=loss.entropy_coef
     )
-
-
-def is_token_local(correction: CorrectionConfig, loss: LossConfig, *, is_corrected: bool) -> bool:
-    """Whether the loss of a token depends on the running forward through its own log-prob only.
-
-    `is_corrected`: weights and rejection are known before the forward, from a pi_old of its own.
-    """
-    spec = correction.spec()
-    weighs_tokens = spec.weight is None or spec.weight.level is Level.token
-    judges_tokens = set(spec.reject.active()) <= set(TOKEN_CRITERIA)
-    counts_all = spec.rejected_denominator is RejectedDenominator.keep
-    return loss.is_token_local and (is_corrected or (weighs_tokens and judges_tokens and counts_all))
 
 
 def combination_problems(correction: CorrectionConfig, loss: LossConfig) -> Iterator[Problem]:

@@ -48,8 +48,6 @@ class LossConfig(Checked):
 
     surrogate: ClassVar[str] = ""
     """Name in `algorithms.surrogate.SURROGATES`; this base has none."""
-    is_token_local: ClassVar[bool] = True
-    """Whether the surrogate of a token reads no log-prob but its own."""
     aggregation: Aggregation = Aggregation.token_mean
     """How per-token losses are averaged. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
     fixed_length_tokens: int | None = None
@@ -108,7 +106,6 @@ class GSPOConfig(LossConfig):
     """
 
     surrogate: ClassVar[str] = "gspo"
-    is_token_local: ClassVar[bool] = False
     clip_low: float = 3e-4
     """Clip below, of the response's ratio: 1 - clip_low. Vetted: 3e-4."""
     clip_high: float = 4e-4

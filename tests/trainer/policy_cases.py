@@ -15,7 +15,15 @@ from test_packing import make_sample
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from algorithms.config import AdvantageConfig, Aggregation, CorrectionConfig, LossConfig, PPOClipConfig, TISConfig
+from algorithms.config import (
+    AdvantageConfig,
+    Aggregation,
+    CorrectionConfig,
+    Estimator,
+    LossConfig,
+    PPOClipConfig,
+    TISConfig,
+)
 from rollout.config import DType, TorchEngineConfig
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
@@ -86,7 +94,8 @@ def make_config(
         data=ArithmeticDataConfig(),
         rollout=TorchEngineConfig(dtype=DType.float32, num_engines=num_engines, cpus_per_engine=0.25),
         batch=BatchConfig(prompts_per_step=4, group_size=4, mini_batch_prompts=mini_batch_prompts),
-        advantage=advantage or AdvantageConfig(),
+        # The reward of a sample is its advantage.
+        advantage=advantage or AdvantageConfig(estimator=Estimator.reinforce),
         correction=correction or TISConfig(),
         loss=loss or PPOClipConfig(),
         optim=OptimConfig(lr=1e-2),

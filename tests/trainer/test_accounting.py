@@ -22,7 +22,7 @@ from trainer.batch.planner import DEFAULT_COST
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.run.accounting import Hardware, StepAccounting
 
 RANK = Ceilings(device="a rank", copy_bytes_per_s=1e6, float32_flops=1e6, bfloat16_flops=4e6, float16_flops=1e3)

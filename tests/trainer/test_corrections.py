@@ -51,7 +51,7 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.policy.worker import PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {

@@ -38,13 +38,14 @@ from algorithms.config import (
 from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack
-from trainer.batch.train_batch import MiniBatch
+from trainer.batch.train_batch import MiniBatch, StepSamples
 from trainer.config.components import CriticConfig, CriticOptimConfig
 from trainer.config.train import TrainConfig
+from trainer.policy.advantages import set_token_advantages
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.critic import Critic, ValueModel
 from trainer.policy.model import full_tensors
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.policy.worker import PolicyWorker
 from trainer.run.task import resolve_critic
 
@@ -86,7 +87,7 @@ def rewarded() -> list[Sample]:
     """`make_samples` near the policy, with rewards of 0, 1 and 2; their advantages are the critic's to set."""
     samples = make_samples()
     for number, sample in enumerate(samples):
-        sample.reward, sample.advantage = float((number * 5) % 3), math.nan
+        sample.reward = float((number * 5) % 3)
         sample.rollout_logprobs = np.where(sample.response_mask, -4.2, 0.0)  # 1/64 is -4.16
     return samples
 
@@ -192,6 +193,15 @@ def test_a_critic_of_its_own_needs_the_vocabulary_of_the_policy(model_path: Path
         resolve_critic(config, policy, tokenizers[0])
 
 
+def trained(
+    critic: Critic, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int = 1
+) -> dict[str, float | None]:
+    """Values, advantages and the critic's optimizer steps, as `TrainingStep` has them in a rollout step."""
+    critic.fill_old_values(minis)
+    spread = set_token_advantages(critic._config, minis, samples)
+    return critic.train(minis, spread=spread, step=step)
+
+
 def test_gae_by_hand(model_path: Path) -> None:
     # V = 0.25 everywhere: delta is (gamma - 1) V inside a response and r - V at its end.
     gamma, lam, v = 0.9, 0.5, 0.25
@@ -199,7 +209,7 @@ def test_gae_by_hand(model_path: Path) -> None:
     samples = rewarded()
     minis, step_samples = minis_of(samples, max_tokens=30)
     with lone_worker(config, model_path) as worker:
-        metrics = critic_of(worker, bias=v).train(minis, step_samples, step=1)
+        metrics = trained(critic_of(worker, bias=v), minis, step_samples)
     expected: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
         assert sample.reward is not None
@@ -231,7 +241,7 @@ def test_a_kl_in_the_reward_is_a_cost_of_each_token(model_path: Path) -> None:
         assert worker._reference is not None
         worker._training.fill_old_logprobs(minis)
         worker._training.fill_ref_logprobs(minis, worker._reference)
-        critic_of(worker, bias=0.0).train(minis, step_samples, step=2)
+        trained(critic_of(worker, bias=0.0), minis, step_samples, step=2)
     old, ref, returns = (by_sample(minis, name) for name in ("old_logprobs", "ref_logprobs", "returns"))
     for sample in samples:
         key = sample.prompt_id, sample.sample_index
@@ -246,13 +256,6 @@ def test_a_critic_that_knows_nothing_gives_the_policy_the_gradient_of_reinforce_
     for estimator in (Estimator.gae, Estimator.reinforce_pp):
         config = replace(ppo_config(model_path), critic=CriticConfig(), advantage=AdvantageConfig(estimator=estimator))
         samples = rewarded()
-        if estimator is Estimator.reinforce_pp:
-            lengths = torch.tensor([float(sample.num_response_tokens) for sample in samples], dtype=torch.float64)
-            rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-            mean = (lengths * rewards).sum() / lengths.sum()
-            std = ((lengths * (rewards - mean).square()).sum() / lengths.sum()).sqrt()
-            for sample, advantage in zip(samples, ((rewards - mean) / (std + 1e-6)).tolist(), strict=True):
-                sample.advantage = advantage
         with lone_worker(config, model_path) as worker:
             step_of(worker, [samples], 1)
             gradients.append(full_gradient(worker._policy.model))
@@ -341,7 +344,7 @@ def test_values_before_the_step_are_those_before_its_first_update_and_bound_the_
         config = ppo_config(model_path, critic=critic)
         with lone_worker(config, model_path) as worker:
             batch = pack([samples[:8], samples[8:]], num_ranks=1, max_tokens=30, policy_version=0)
-            metrics = critic_of(worker, bias=0.5).train(batch.ranks[0], batch.samples, step=1)
+            metrics = trained(critic_of(worker, bias=0.5), batch.ranks[0], batch.samples)
             later = by_sample(batch.ranks[0][1:], "old_values")
         assert {value for values in later.values() for value in values} == {0.5}
         clipped[clip] = metrics["critic/clip_frac"]
@@ -357,7 +360,8 @@ def test_the_critic_learns_what_the_prompt_tells_about_the_reward(model_path: Pa
         sample.reward = float(sample.token_ids[0]) / 10
     with lone_worker(config, model_path) as worker:
         reports = [
-            critic_of(worker).train(*minis_of(samples), step=step)["critic/explained_variance"] for step in range(1, 31)
+            trained(critic_of(worker), *minis_of(samples), step=step)["critic/explained_variance"]
+            for step in range(1, 31)
         ]
     assert reports[0] == pytest.approx(0.0, abs=1e-6)
     assert reports[-1] is not None and reports[-1] > 0.9
@@ -406,8 +410,8 @@ def test_a_rank_takes_back_policy_and_critic_bit_for_bit(model_path: Path, tmp_p
 
 
 REFUSED = {
-    "critic.value_clip has no effect with advantage.estimator=grpo": {"critic": CriticConfig(value_clip=None)},
-    "critic.optim.lr has no effect with advantage.estimator=grpo": {
+    "critic.value_clip has no effect with advantage.estimator=reinforce": {"critic": CriticConfig(value_clip=None)},
+    "critic.optim.lr has no effect with advantage.estimator=reinforce": {
         "critic": CriticConfig(optim=CriticOptimConfig(lr=1e-3))
     },
     "critic.warmup_rollout_steps must be < run.num_steps": {

@@ -49,7 +49,6 @@ def make_samples(lengths: Sequence[tuple[int, int]] = ((3, 5), (6, 2), (1, 9))) 
             rollout_logprobs=[0.0] * prompt + [-1.0] * response,
             token_versions=[0] * (prompt + response),
             finish_reason=FinishReason.stop,
-            advantage=1.0,
         )
         for index, (prompt, response) in enumerate(lengths)
     ]

@@ -39,7 +39,7 @@ from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.config.components import OptimConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import ScoringModel, TokenScores
-from trainer.policy.training_step import TrainingStep, TrainReport
+from trainer.policy.step import TrainingStep, TrainReport
 from trainer.policy.worker import PolicyWorker
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.policy import logprob_head
-from trainer.policy.logprob_head import HeadOptions, TokenGradient, token_logprobs
+from trainer.policy.logprob_head import HeadOptions, token_logprobs
 
 TOKENS, SIZE, VOCAB = 11, 8, 40
 
@@ -258,83 +258,3 @@ def test_no_more_than_one_chunk_of_logits_exists_and_the_last_is_computed_once(
         logprobs.sum().backward()
     assert largest.elements == 16 * VOCAB  # also more than the weight and the hidden states have
     assert largest.products == 4 + 3 + 2 * 4
-
-
-@pytest.fixture
-def small_chunks_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head asks for the gradient whatever the size of a chunk."""
-    monkeypatch.setattr(logprob_head, "MIN_AHEAD_LOGITS", 1)
-
-
-def test_chunks_of_few_logits_ask_for_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, targets, weight, bias = inputs()
-    calls: list[slice] = []
-
-    def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
-        calls.append(chunk)
-        return torch.ones_like(logprobs), None
-
-    for threshold, asked in ((4 * VOCAB, 3), (4 * VOCAB + 1, 0)):
-        monkeypatch.setattr(logprob_head, "MIN_AHEAD_LOGITS", threshold)
-        calls.clear()
-        token_logprobs(hidden, targets, weight, bias, options(chunk_tokens=4), gradient_of)[0].sum().backward()
-        assert len(calls) == asked
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_known_while_scoring_is_the_same_without_computing_logits_again(
-    bias: bool, with_entropy: bool, dtype: torch.dtype, small_chunks_ask: None
-) -> None:
-    leaves = inputs(bias=bias, dtype=dtype)
-    hidden, targets, weight, offset = leaves
-    signs = torch.linspace(-1, 2, TOKENS)
-
-    def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        # A loss that is not linear: the log-probs that arrive must be those of the chunk.
-        return signs[chunk] * logprobs, signs.flip(0)[chunk] * entropy if with_entropy else None
-
-    def grads(known: TokenGradient | None) -> tuple[list[Tensor], int]:
-        with Largest() as largest:
-            logprobs, entropy = token_logprobs(
-                hidden, targets, weight, offset, options(temperature=0.7, entropy_grad=with_entropy), known
-            )
-            loss = (signs * logprobs.square()).sum() / 2
-            if with_entropy:
-                loss = loss + (signs.flip(0) * entropy.square()).sum() / 2
-            return gradients(loss, hidden, weight, offset), largest.products
-
-    (wanted, products), (found, fewer) = grads(None), grads(gradient_of)
-    assert products - fewer == 2  # three chunks, of which the last was kept
-    for gradient, reference in zip(found, wanted, strict=True):
-        assert gradient.dtype == dtype
-        assert relative(gradient, reference) < (1e-6 if dtype == torch.float32 else 3e-3)
-
-
-def test_a_wrong_known_gradient_ends_the_backward(small_chunks_ask: None) -> None:
-    hidden, targets, weight, bias = inputs()
-
-    def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
-        return torch.full_like(logprobs, 1.001), None
-
-    logprobs, _ = token_logprobs(hidden, targets, weight, bias, options(), gradient_of)
-    with pytest.raises(RuntimeError, match="another gradient"):
-        logprobs.sum().backward()
-
-
-def test_one_chunk_asks_for_no_gradient(small_chunks_ask: None) -> None:
-    hidden, targets, weight, bias = inputs()
-    calls: list[slice] = []
-
-    def gradient_of(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, None]:
-        calls.append(chunk)
-        return torch.ones_like(logprobs), None
-
-    for chunk_tokens, asked in ((TOKENS, 0), (TOKENS - 1, 2)):
-        calls.clear()
-        token_logprobs(hidden, targets, weight, bias, options(chunk_tokens=chunk_tokens), gradient_of)
-        assert len(calls) == asked
-    with torch.no_grad():
-        token_logprobs(hidden, targets, weight, bias, options(), gradient_of)
-    assert len(calls) == 2

@@ -14,7 +14,7 @@ from rollout.config import DType
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.policy.worker import PolicyWorker
 
 
@@ -32,7 +32,8 @@ def step(worker: PolicyWorker, number: int = 1, *, advantage: float = 1.0) -> Tr
     """One optimizer step over two micro-batches."""
     samples = make_samples()
     for sample in samples:
-        sample.advantage *= advantage
+        assert sample.reward is not None
+        sample.reward *= advantage
     batch = pack([samples], num_ranks=1, max_tokens=80, policy_version=0)
     assert len(batch.ranks[0][0].micro_batches) > 1
     return worker.train(batch.ranks[0], batch.samples, number)

@@ -1,4 +1,4 @@
-"""Packing: tensors of a micro-batch, global denominators, statistics, advantages by hand."""
+"""Packing: tensors of a micro-batch, global denominators, statistics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.batch.packing import assign_advantages, micro_batch, pack, split_mini_batches
+from trainer.batch.packing import micro_batch, pack, split_mini_batches
 from trainer.batch.planner import BinCost
 
 
 def make_sample(
-    *, prompt_id: int = 0, index: int = 0, prompt: int = 3, response: int = 4, reward: float = 0.0
+    *, prompt_id: int = 0, index: int = 0, prompt: int = 3, response: int = 4, reward: float | None = None
 ) -> Sample:
+    """A sample whose reward is 0.25 x (index + 1) unless it is given."""
     total = prompt + response
     return Sample(
         prompt_id=prompt_id,
@@ -27,8 +27,7 @@ def make_sample(
         rollout_logprobs=[0.0] * prompt + [-0.5 - 0.01 * t for t in range(response)],
         token_versions=[0] * total,
         finish_reason=FinishReason.stop,
-        reward=reward,
-        advantage=0.25 * (index + 1),
+        reward=0.25 * (index + 1) if reward is None else reward,
     )
 
 
@@ -80,7 +79,7 @@ def test_packed_tensors_describe_their_tokens() -> None:
     assert micro.cu_seqlens.tolist() == [0, 7, 10]
     assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert micro.response_index.tolist() == [3, 4, 5, 6, 9]
-    assert micro.advantages.tolist() == [0, 0, 0, 0.25, 0.25, 0.25, 0.25, 0, 0, 0.5]
+    assert micro.advantages is None
     assert micro.max_seqlen == 7
     assert (minis[0].num_response_tokens, minis[0].num_sequences) == (5, 2)
 
@@ -98,10 +97,10 @@ def test_a_rank_without_samples_gets_a_masked_token() -> None:
     assert sorted(masks) == [0, 4]
 
 
-def test_packing_needs_advantages() -> None:
+def test_packing_needs_rewards() -> None:
     sample = make_sample()
-    sample.advantage = None
-    with pytest.raises(ValueError, match="sample 0/0 has no advantage"):
+    sample.reward = None
+    with pytest.raises(ValueError, match="sample 0/0 has no reward"):
         pack([[sample]], num_ranks=1, max_tokens=100, policy_version=0)
 
 
@@ -109,13 +108,6 @@ def make_group(prompt_id: int, rewards: list[float]) -> SampleGroup:
     prompt = Prompt(prompt_id=prompt_id, token_ids=[1, 2, 3], text="", answer="")
     samples = [make_sample(prompt_id=prompt_id, index=i, reward=r) for i, r in enumerate(rewards)]
     return SampleGroup(prompt=prompt, samples=samples)
-
-
-def test_advantages_are_relative_to_their_own_group() -> None:
-    groups = [make_group(0, [1.0, 0.0]), make_group(1, [5.0, 5.0, 5.0])]
-    assign_advantages(groups, AdvantageConfig(estimator=Estimator.dr_grpo))
-    assert [sample.advantage for sample in groups[0].samples] == [0.5, -0.5]
-    assert [sample.advantage for sample in groups[1].samples] == [0.0, 0.0, 0.0]
 
 
 def test_mini_batches_hold_whole_groups_in_order() -> None:
@@ -165,8 +157,7 @@ def test_tensors_of_a_micro_batch_by_hand() -> None:
     assert two.cu_seqlens.tolist() == [0, 3, 6] and two.cu_seqlens.dtype == torch.int32
     assert two.response_index.tolist() == [1, 2, 5] and two.response_mask.dtype == torch.bool
     assert two.rollout_logprobs.tolist() == pytest.approx([0.0, -0.5, -0.51, 0.0, 0.0, -0.5])
-    assert two.advantages.tolist() == [0.0, 0.25, 0.25, 0.0, 0.0, 0.75] and two.advantages.dtype == torch.float32
     assert two.sample_numbers.tolist() == [5, 7] and two.token_lags is None
     nothing = micro_batch([])
     assert (nothing.token_ids.tolist(), nothing.response_mask.tolist()) == ([0], [False])
-    assert (nothing.advantages.tolist(), nothing.cu_seqlens.tolist()) == ([0.0], [0, 1])
+    assert nothing.cu_seqlens.tolist() == [0, 1]

@@ -249,7 +249,7 @@ def rollouts(engines: EngineGroup, sampling: SamplingConfig) -> list[Sample]:
     ]
     samples = [make_rollout(r, g) for r, g in zip(requests, engines.generate(requests), strict=True)]
     for sample in samples:
-        sample.reward = sample.advantage = 1.0
+        sample.reward = 1.0
     return samples
 
 

@@ -24,12 +24,13 @@ from algorithms.config import (
     SelfNormalize,
     TISConfig,
 )
+from algorithms.correction import correct
 from rollout.types import Sample
 from trainer.batch.packing import pack
+from trainer.batch.train_batch import TokenScores
 from trainer.config.train import TrainConfig
-from trainer.policy.forward import TokenScores
-from trainer.policy.micro_loss import micro_loss, rebase_advantages
-from trainer.policy.training_step import TrainReport
+from trainer.policy.advantages import set_sample_advantages
+from trainer.policy.step import TrainReport, step_loss
 
 IN_LOSS = [
     ReferenceKLConfig(coef=1.0, estimator=estimator)
@@ -62,7 +63,7 @@ def on_policy(model_path: Path, reward: float) -> list[Sample]:
         for sample in samples:
             [micro] = pack([[sample]], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0][0].micro_batches
             sample.rollout_logprobs = worker.logprobs([micro])[0].numpy()
-            sample.reward = sample.advantage = reward
+            sample.reward = reward
     return samples
 
 
@@ -130,14 +131,14 @@ def test_a_kl_in_the_reward_is_taken_off_before_the_advantage(model_path: Path) 
         assert worker._reference is not None
         worker._training.fill_old_logprobs([mini])
         worker._training.fill_ref_logprobs([mini], worker._reference)
-        rebase_advantages(config, [mini], minis.samples)
+        set_sample_advantages(config, [mini], minis.samples)
     starts = micro.cu_seqlens.tolist()
     for n in range(len(samples)):
         part = slice(starts[n], starts[n + 1])
         mask = micro.response_mask[part]
         penalty = (moved - reference)[part][mask].sum().item()
         assert abs(penalty) > 1e-3
-        found = mini.micro_batches[0].advantages[part][mask]
+        found = mini.micro_batches[0].needed_advantages[part][mask]
         torch.testing.assert_close(found, torch.full_like(found, 1.0 - penalty), rtol=1e-4, atol=1e-5)
 
 
@@ -158,13 +159,15 @@ def test_a_rejected_token_does_not_come_back_through_the_kl(model_path: Path) ->
     pi = math.log(0.5)
     samples[0].rollout_logprobs = np.where(samples[0].response_mask, pi, 0.0)
     samples[0].rollout_logprobs[first] = -12.0
-    samples[0].advantage = 0.0
+    samples[0].reward = 0.0
     [mini] = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0).ranks[0]
     [micro] = mini.micro_batches
     micro.ref_logprobs = torch.where(micro.response_mask, math.log(0.25), 0.0)
+    micro.advantages = torch.zeros_like(micro.ref_logprobs)
     logprobs = torch.where(micro.response_mask, pi, 0.0).requires_grad_()
     scores = TokenScores(logprobs=logprobs, entropy=torch.zeros_like(logprobs), floor_delta=None)
-    micro_loss(config, micro, scores, tokens=micro.tokens(logprobs.detach()), mini=mini).loss.backward()
+    correction = correct(config.correction.spec(), micro.tokens(logprobs.detach()))
+    step_loss(config, micro, scores, correction, mini=mini).loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad[first] == 0
     assert (logprobs.grad[micro.response_mask][1:] > 0).all()

@@ -37,7 +37,7 @@ from trainer.cli.replay import replay_completions
 from trainer.config.recording import DumpConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
@@ -78,7 +78,6 @@ def close_samples() -> list[Sample]:
     samples = make_samples()
     for number, sample in enumerate(samples):
         sample.reward = float(5 * number % 3)
-        sample.advantage = 0.25 * (number % 4 + 1) * (-1) ** (number // 2)
         shift = (7 * number + 3 * np.arange(len(sample.response_mask))) % 5 - 2
         sample.rollout_logprobs = np.where(sample.response_mask, -4.16 + 0.2 * shift, 0.0)
     return samples

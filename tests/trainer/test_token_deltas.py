@@ -20,7 +20,7 @@ def make_sample(prompt_id: int, index: int, *, num_response: int = 3, tool: int 
     return Sample(
         prompt_id=prompt_id, sample_index=index, token_ids=[100 * prompt_id + i for i in range(len(sampled))],
         response_mask=sampled, rollout_logprobs=[-0.5 if on else 0.0 for on in sampled],
-        token_versions=[0] * len(sampled), finish_reason=FinishReason.stop, reward=0.0, correct=False, advantage=0.0,
+        token_versions=[0] * len(sampled), finish_reason=FinishReason.stop, reward=0.0, correct=False,
     )  # fmt: skip
 
 

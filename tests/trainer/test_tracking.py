@@ -273,12 +273,13 @@ def test_sample_rows_and_selection() -> None:
     sample = Sample(
         prompt_id=4, sample_index=1, token_ids=[1, 2, 3, 4], response_mask=[False, True, True, False],
         rollout_logprobs=[0.0, -1.0, -0.5, 0.0], token_versions=[0, 4, 3, 0],
-        finish_reason=FinishReason.length, text="no", reward=0.0, correct=False, advantage=-1.0,
+        finish_reason=FinishReason.length, text="no", reward=0.0, correct=False,
     )  # fmt: skip
     group = SampleGroup(prompt=Prompt(prompt_id=4, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
-    (made,) = sample_rows([group], k3={(4, 1): 2e-6})
+    (made,) = sample_rows([group], advantages={(4, 1): -1.0}, k3={(4, 1): 2e-6})
+    assert made.advantage == -1.0
     assert (made.rollout_logprob_mean, made.num_response_tokens, made.k3, made.answer) == (-0.75, 2, 2e-6, "2")
-    assert sample_rows([group])[0].k3 is None
+    assert sample_rows([group])[0].k3 is None and sample_rows([group])[0].advantage is None
 
     without = [row(prompt, index) for prompt in (1, 2, 3) for index in (0, 1)]
     assert [(r.prompt_id, r.sample_index) for r in select_rows(without, 4)] == [(1, 0), (2, 0), (3, 0), (1, 1)]

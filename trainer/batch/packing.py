@@ -1,4 +1,4 @@
-"""Rewarded groups -> advantages -> TrainBatch: packed micro-batches for every rank.
+"""Rewarded groups -> TrainBatch: packed micro-batches for every rank.
 
 `trainer/batch/planner.py` says which sequences share a micro-batch; none is ever split or truncated. Denominators
 (response tokens, sequences) are counted here, over the whole optimizer step, so that no later split can change them.
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from algorithms.advantage import ADVANTAGES
-from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import Sample, SampleGroup
 from trainer.batch.planner import DEFAULT_COST, BinCost, attention_pad_frac, padding_efficiency, plan
 from trainer.batch.train_batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
@@ -34,7 +31,6 @@ def micro_batch(
     lengths = [len(sample.token_ids) for sample in samples] or [1]
     ends = np.cumsum([0, *lengths])
     mask = _joined([sample.response_mask for sample in samples], np.bool_)
-    advantages = np.repeat(np.array([advantage_of(sample) for sample in samples] or [0.0]), lengths)
     response_mask = torch.from_numpy(mask)
     return MicroBatch(
         token_ids=torch.from_numpy(_joined([sample.token_ids for sample in samples], np.int64)),
@@ -44,7 +40,6 @@ def micro_batch(
         response_index=response_mask.nonzero().flatten(),
         response_mask=response_mask,
         rollout_logprobs=torch.from_numpy(_joined([sample.rollout_logprobs for sample in samples], np.float32)),
-        advantages=torch.from_numpy(np.where(mask, advantages, 0.0).astype(np.float32)),
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
         token_lags=None if policy_version is None else _token_lags(samples, policy_version),
@@ -62,13 +57,6 @@ def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None
         return None
     lags = [np.where(sample.response_mask, policy_version - sample.token_versions, 0) for sample in samples]
     return torch.from_numpy(np.concatenate(lags))
-
-
-def advantage_of(sample: Sample) -> float:
-    """The sample's advantage; raises if `assign_advantages` has not run."""
-    if sample.advantage is None:
-        raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no advantage")
-    return sample.advantage
 
 
 def pack(
@@ -154,24 +142,6 @@ def _reward_of(sample: Sample) -> float:
     if sample.reward is None:
         raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
     return sample.reward
-
-
-def assign_advantages(groups: Sequence[SampleGroup], config: AdvantageConfig) -> None:
-    """Set the advantage of every sample from the rewards of the step, all samples forming the baseline.
-
-    NaN with `gae`: the ranks make one per token of it, once they have the values (`trainer/policy/critic.py`).
-    """
-    if config.estimator is Estimator.gae:
-        for sample in (sample for group in groups for sample in group.samples):
-            sample.advantage = math.nan
-        return
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
-    group_ids = torch.tensor([index for index, group in enumerate(groups) for _ in group.samples])
-    samples = [sample for group in groups for sample in group.samples]
-    num_tokens = torch.tensor([sample.num_response_tokens for sample in samples])
-    advantages = ADVANTAGES[config.estimator.name](rewards, group_ids, epsilon=config.epsilon, num_tokens=num_tokens)
-    for sample, advantage in zip(samples, advantages.tolist(), strict=True):
-        sample.advantage = advantage
 
 
 def split_mini_batches(groups: Sequence[SampleGroup], num_parts: int) -> list[list[Sample]]:

@@ -1,6 +1,6 @@
 """What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
 
-Built by `trainer/batch/packing.py`, consumed by `trainer/policy/training_step.py`, where the policy's forward adds
+Built by `trainer/batch/packing.py`, consumed by `trainer/policy/step.py`, where the policy's forward adds
 TokenScores. T: packed tokens, N: sequences, R: response tokens.
 """
 
@@ -35,12 +35,12 @@ class MicroBatch:
     """[T] bool, True where pi_rollout sampled the token."""
     rollout_logprobs: Tensor
     """[T] float32, 0 off the mask."""
-    advantages: Tensor
-    """[T] float32, 0 off the mask; NaN on it until a critic has set them."""
     sample_keys: list[tuple[int, int]]
     """[N] (prompt_id, sample_index) of each sequence; empty if the micro-batch holds no sample."""
     sample_numbers: Tensor
     """[N] int64, position of each sequence in `StepSamples`; 0 where the micro-batch holds no sample."""
+    advantages: Tensor | None = None
+    """[T] float32, 0 off the mask, set by the worker before the first update (`trainer/policy/advantages.py`)."""
     token_lags: Tensor | None = None
     """[T] int64, optimizer steps between the weights that sampled a token and those that the step starts with, 0 off
     the mask; None where the tokens of every response have the same, which `StepSamples.lags` holds."""
@@ -72,23 +72,12 @@ class MicroBatch:
             advantages=self.advantages,
         )
 
-    def select(self, index: Tensor) -> MicroBatch:
-        """The response tokens at `index` [C] as one sequence: for what looks at each token by itself."""
-        size = index.numel()
-        return MicroBatch(
-            token_ids=self.token_ids[index],
-            position_ids=self.position_ids[index],
-            cu_seqlens=torch.tensor([0, size], dtype=torch.int32, device=index.device),
-            max_seqlen=size,
-            response_index=torch.arange(size, device=index.device),
-            response_mask=self.response_mask[index],
-            rollout_logprobs=self.rollout_logprobs[index],
-            advantages=self.advantages[index],
-            sample_keys=[],
-            sample_numbers=self.sample_numbers.new_zeros(1),
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs[index],
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index],
-        )
+    @property
+    def needed_advantages(self) -> Tensor:
+        """`advantages`; raises RuntimeError before they are set."""
+        if self.advantages is None:
+            raise RuntimeError("the loss of a micro-batch needs its advantages: set them before the first update")
+        return self.advantages
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
@@ -100,7 +89,7 @@ class MicroBatch:
             response_index=self.response_index.to(device),
             response_mask=self.response_mask.to(device),
             rollout_logprobs=self.rollout_logprobs.to(device),
-            advantages=self.advantages.to(device),
+            advantages=None if self.advantages is None else self.advantages.to(device),
             sample_numbers=self.sample_numbers.to(device),
             token_lags=None if self.token_lags is None else self.token_lags.to(device),
             old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),

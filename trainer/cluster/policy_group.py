@@ -23,7 +23,7 @@ from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
 from trainer.policy.dry_run import DryRunReport
 from trainer.policy.shards import ShardReport
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.policy.worker import PolicyInfo
 
 logger = logging.getLogger(__name__)
@@ -77,9 +77,15 @@ class PolicyGroup:
             text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
             logger.warning(text, step, skipped, norm, kept)
         token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
-        memory = tuple(size for report in reports for size in report.private_bytes)
-        dumps = tuple(dump for report in reports for dump in report.dumps)
-        return replace(reports[0], sample_k3=sample_k3, token_deltas=token_deltas, private_bytes=memory, dumps=dumps)
+        advantages = {key: value for report in reports for key, value in report.sample_advantages.items()}
+        return replace(
+            reports[0],
+            sample_k3=sample_k3,
+            sample_advantages=advantages,
+            token_deltas=token_deltas,
+            private_bytes=tuple(size for report in reports for size in report.private_bytes),
+            dumps=tuple(dump for report in reports for dump in report.dumps),
+        )
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""

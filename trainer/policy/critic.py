@@ -1,19 +1,17 @@
-"""The critic of a run (PPO): values before the step -> advantages per token (GAE) -> its own optimizer steps.
+"""The critic of a run (PPO): values before the step, then, with the returns of the step, its own optimizer steps.
 
     values  V before the first update, in a forward of its own    ValueModel
-    GAE     reward on the last response token, minus the KL to the reference of each token -> returns, advantages
-    whiten  advantages, over the response tokens of the step, all ranks
+    GAE     returns and advantages of each token                  `trainer/policy/advantages.py`
     update  one optimizer step per mini-batch, towards the returns of all response tokens
 
 The end of a response is terminal, also where it was cut at sampling.max_new_tokens: the limit belongs to the task, and
 the reward of a response that was cut has been given. What the correction weighs or rejects concerns the policy only:
-values are those of the policy that sampled. Used by `trainer/policy/training_step.py`; every method contains
+values are those of the policy that sampled. Used by `trainer/policy/step.py`; every method contains
 collectives, so all ranks call it together. T: packed tokens, R: response tokens, N: sequences, H: width of the decoder.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,16 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from algorithms.aggregate import token_coefficients
-from algorithms.config import BaselineScope
-from algorithms.masked import segment_expand, segment_sum
-from algorithms.returns import Moments, gae, moments, token_rewards, whiten
+from algorithms.returns import Moments
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from rollout.hf.transformers import PreTrainedModel
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
+from trainer.batch.train_batch import MicroBatch, MiniBatch
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
-from trainer.policy.micro_loss import kept_tokens, kl_in_reward
 from trainer.policy.model import checkpoint_activations, shard, shard_exactly
 from trainer.policy.model_load import empty_causal_lm, load_rows
 from trainer.policy.optim import learning_rate
@@ -93,18 +88,11 @@ class Critic:
             model, config.critic.optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
         )
 
-    def train(
-        self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int, config: TrainConfig | None = None
-    ) -> dict[str, float | None]:
-        """Set old_values, returns and advantages of every micro-batch, then take one optimizer step per mini-batch.
+    def train(self, minis: Sequence[MiniBatch], *, spread: Moments, step: int) -> dict[str, float | None]:
+        """One optimizer step per mini-batch, towards `returns` -> the metrics of the step, global: `critic/*`.
 
-        Needs pi_old and the log-probs of the reference in every micro-batch if there is a KL in the reward, and
-        pi_old if the baseline is that of what is kept. Returns the metrics of the step, global: `critic/*`.
+        `spread` holds the moments of the advantages before they were whitened.
         """
-        started = time.perf_counter()
-        micros = [micro for mini in minis for micro in mini.micro_batches]
-        self._set_old_values(micros)
-        spread = set_token_advantages(config or self._config, micros, samples)
         rate = learning_rate(self._config.critic.optim, step=step, num_steps=self._config.run.num_steps)
         self._values.set_learning_rate(rate)
         parts = [self._optimizer_step(mini) for mini in minis]
@@ -120,7 +108,6 @@ class Critic:
         metrics["critic/lr"] = rate
         metrics["critic/advantage_mean"] = spread.mean.item()
         metrics["critic/advantage_std"] = spread.variance.sqrt().item()
-        metrics["perf/worker_critic_s"] = time.perf_counter() - started
         return metrics
 
     def state_dict(self) -> StateDict:
@@ -139,11 +126,12 @@ class Critic:
         """Move everything back; safe to call twice."""
         self._values.wake()
 
-    def _set_old_values(self, micros: Sequence[MicroBatch]) -> None:
-        """Values with the weights at the start of the step, in a forward of their own."""
+    def fill_old_values(self, minis: Sequence[MiniBatch]) -> None:
+        """Set the values of every token with the weights at the start of the step, in a forward of their own."""
         with torch.no_grad():
-            for micro in micros:
-                micro.old_values = self._values.model(micro)
+            for mini in minis:
+                for micro in mini.micro_batches:
+                    micro.old_values = self._values.model(micro)
         if isinstance(self._values.model, FSDPModule):
             self._values.model.reshard()  # no backward has followed: the root still holds its gathered weights
 
@@ -163,40 +151,6 @@ class Critic:
         norm = self._values.gradient_norm(1.0)
         overflowed = self._values.overflowed(norm)
         return stats, None if overflowed else norm, self._values.update(norm)
-
-
-def set_token_advantages(config: TrainConfig, micros: Sequence[MicroBatch], samples: StepSamples) -> Moments:
-    """Rewards and old_values -> returns and whitened advantages of `micros`, those of this rank.
-
-    Returns the moments of the advantages before whitening, over the tokens of all ranks that whitening counts: all
-    response tokens, or with baseline_scope=kept those of the samples that the correction keeps. A collective.
-    """
-    spread: Moments | None = None
-    for micro in micros:
-        if micro.old_values is None:
-            raise RuntimeError("advantages of tokens need the values before the first update")
-        rewards = token_rewards(
-            samples.rewards[micro.sample_numbers],
-            penalty=kl_in_reward(config, micro),
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-        )
-        micro.advantages, micro.returns = gae(
-            rewards,
-            micro.old_values,
-            response_mask=micro.response_mask,
-            cu_seqlens=micro.cu_seqlens,
-            gamma=config.advantage.gamma,
-            gae_lambda=config.advantage.gae_lambda,
-        )
-        part = moments(micro.advantages, _whitened_tokens(config, micro))
-        spread = part if spread is None else spread.merge(part)
-    if spread is None:
-        raise RuntimeError("no micro-batch has advantages to set")
-    dist.all_reduce(spread.sums, op=dist.ReduceOp.SUM)
-    for micro in micros:
-        micro.advantages = whiten(micro.advantages, micro.response_mask, epsilon=config.advantage.epsilon, over=spread)
-    return spread
 
 
 def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: MiniBatch) -> ValueLossOutput:
@@ -219,12 +173,3 @@ def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, 
         coefficients=coefficients,
         clip=config.critic.value_clip,
     )
-
-
-def _whitened_tokens(config: TrainConfig, micro: MicroBatch) -> Tensor:
-    """The tokens [T] bool whose mean and standard deviation whiten the advantages."""
-    finite = micro.response_mask & torch.isfinite(micro.advantages)
-    if config.advantage.baseline_scope is BaselineScope.all:
-        return finite
-    kept = segment_sum(kept_tokens(config, micro).double(), micro.cu_seqlens) > 0
-    return finite & segment_expand(kept, micro.cu_seqlens, num_tokens=micro.num_tokens)

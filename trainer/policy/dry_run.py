@@ -90,5 +90,4 @@ def _sample(index: int, length: int) -> Sample:
         rollout_logprobs=np.zeros(length),
         token_versions=np.zeros(length, dtype=np.int64),
         finish_reason=FinishReason.length,
-        advantage=0.0,
     )

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from rollout.hf.transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, TokenScores
-from trainer.policy.logprob_head import HeadOptions, TokenGradient, token_logprobs
+from trainer.policy.logprob_head import HeadOptions, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
@@ -79,12 +79,8 @@ class ScoringModel(nn.Module):
         temperature: float,
         entropy_grad: bool = False,
         floor_dtype: torch.dtype | None = None,
-        gradient_of: TokenGradient | None = None,
     ) -> TokenScores:
-        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding.
-
-        `gradient_of` tells the head the gradient of the loss while it scores: `trainer/policy/token_gradient.py`.
-        """
+        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding."""
         head = self.causal_lm.get_output_embeddings()
         hidden = states_before(self.causal_lm.get_decoder(), micro)
         targets = micro.token_ids[micro.response_index]
@@ -94,7 +90,7 @@ class ScoringModel(nn.Module):
             entropy_grad=entropy_grad,
             float32=self.fp32_head,
         )
-        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options, gradient_of)
+        logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)
         # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
         anchor = zeros + hidden.sum().float() * 0

@@ -10,14 +10,13 @@ With z = (W h + b) / T for a hidden state h, token y, p = softmax(z) and m = max
 The logits of `chunk_tokens` tokens exist at a time, in one buffer of the head's dtype. The softmax runs in float32
 on blocks of rows of that buffer that stay in the cache, so it needs no second buffer of that size. The backward
 pass needs m, S and H only: it computes the logits of a chunk once more, replaces them block by block with their
-gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: a
-batch of at most `chunk_tokens` tokens is never computed twice. Nor is any other whose gradient is known while it is
-scored (`TokenGradient`): its logits become their gradient chunk by chunk in the forward.
+gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: the
+logits of a batch of at most `chunk_tokens` tokens are computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +28,6 @@ CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
 GPU_BLOCK_ELEMENTS = 2**24
 """Logits per block elsewhere: 64 MiB in float32, large against the cost of a kernel launch."""
-MIN_AHEAD_LOGITS = 2**20
-"""Logits of a chunk from which on computing them twice takes longer than asking for their gradient on the way: that is
-some hundred small operations."""
-
-
-TokenGradient = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(tokens of a chunk, their log-probs [C], their entropy [C]) -> what backward will bring for both, [C] each; None for
-an entropy without gradient."""
-GRADIENT_TOLERANCE = 1e-5
-"""Relative difference between the gradient that a TokenGradient gave and the one that backward brings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +50,6 @@ def token_logprobs(
     weight: Tensor,
     bias: Tensor | None,
     options: HeadOptions,
-    gradient_of: TokenGradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token: ([N], [N]) float32, nats (float64 for float64 inputs).
 
@@ -70,14 +58,11 @@ def token_logprobs(
         targets: [N] int64, token ids in [0, V).
         weight: [V, H] of the dtype of `hidden`.
         bias: [V] or None.
-        gradient_of: Called for every chunk if there are several of at least MIN_AHEAD_LOGITS; backward then computes no
-            logits, and raises a RuntimeError if it brings another gradient.
 
     The gradient of the weight is summed over chunks in float32 and rounded once. Differentiable once.
     Nothing is read on the host; N = 0 gives empty outputs and zero gradients.
     """
-    ahead = gradient_of if torch.is_grad_enabled() else None
-    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options, ahead)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options)
     return logprobs, entropy
 
 
@@ -125,11 +110,6 @@ class _Head:
         num_rows = self._hidden.shape[0]
         starts = range(0, num_rows, self._chunk_tokens)
         return [slice(start, min(start + self._chunk_tokens, num_rows)) for start in starts]
-
-    @property
-    def chunk_logits(self) -> int:
-        """Logits of a full chunk."""
-        return self._shape[0] * self._shape[1]
 
     def hidden(self, chunk: slice) -> Tensor:
         """[C, H] in the head's dtype."""
@@ -243,40 +223,6 @@ class _Gradients:
         return by_hidden, by_weight, by_bias
 
 
-class _Ahead:
-    """The gradients of a forward that differentiated while it scored, and what it was told to differentiate."""
-
-    def __init__(self, gradient_of: TokenGradient, gradients: _Gradients, statistics: _Statistics) -> None:
-        self._gradient_of = gradient_of
-        self._gradients = gradients
-        self._entropy = statistics.entropy
-        self._given: list[tuple[Tensor, Tensor | None]] = []
-
-    def add(self, chunk: slice, logits: Tensor, logprobs: Tensor) -> None:
-        """Differentiate the logits [C, V] of `chunk`, whose tokens have these log-probs [C, 1]."""
-        entropy = self._entropy[chunk].squeeze(-1).clone()
-        by_logprobs, by_entropy = self._gradient_of(chunk, logprobs.squeeze(-1).clone(), entropy)
-        self._given.append((by_logprobs, by_entropy))
-        self._gradients.add(chunk, logits, by_logprobs[:, None], None if by_entropy is None else by_entropy[:, None])
-
-    def finish(self) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], list[Tensor]]:
-        """The gradients of the inputs, and those of log-probs [N] and entropy [N] that they belong to."""
-        columns = zip(*self._given, strict=True)
-        given = [
-            torch.cat([part for part in column if part is not None]) for column in columns if column[0] is not None
-        ]
-        return self._gradients.result(), given
-
-
-def _check_given(given: list[Tensor], brought: list[Tensor | None]) -> None:
-    """Raise where backward brings another gradient than the forward was told; nothing is read on the host."""
-    for expected, gradient in zip(given, brought, strict=False):
-        actual = torch.zeros_like(expected) if gradient is None else gradient
-        # What is not finite is left to the gradient norm.
-        differs = (actual - expected).abs() > GRADIENT_TOLERANCE * expected.abs().amax()
-        torch._assert_async(~differs.any(), "the loss has another gradient than its token_gradient said")
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """See the module."""
 
@@ -288,17 +234,11 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         options: HeadOptions,
-        gradient_of: TokenGradient | None,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, options)
         statistics = _Statistics.empty(hidden.shape[0], hidden)
         logprobs = torch.empty_like(statistics.total)
-        is_trained, chunks = any(ctx.needs_input_grad), head.chunks()
-        ahead = None
-        is_worth_it = len(chunks) > 1 and head.chunk_logits >= MIN_AHEAD_LOGITS  # one chunk is never computed twice
-        if gradient_of is not None and is_trained and is_worth_it:
-            ahead = _Ahead(gradient_of, _Gradients(head, statistics, targets, ctx.needs_input_grad), statistics)
-        for chunk in chunks:
+        for chunk in head.chunks():
             logits = head.logits(chunk)
             for rows, tokens in head.blocks(chunk):
                 logprobs[tokens] = _score_block(
@@ -308,28 +248,20 @@ class _TokenLogprobs(torch.autograd.Function):
                     out=statistics.rows(tokens),
                     scratch=head.scratch,
                 )
-            if ahead is not None:
-                ahead.add(chunk, logits, logprobs[chunk])
         entropy = statistics.entropy.squeeze(-1).clone()
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        if is_trained:
+        if any(ctx.needs_input_grad):
             ctx.set_materialize_grads(False)
-            ctx.ahead = None if ahead is None else ahead.finish()
-            if ahead is None:
-                ctx.save_for_backward(hidden, targets, weight, bias)
-                ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
+            ctx.save_for_backward(hidden, targets, weight, bias)
+            ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
         return logprobs.squeeze(-1), entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
-        if ctx.ahead is not None:
-            (by_hidden, by_weight, by_bias), given = ctx.ahead
-            _check_given(given, [grad_logprobs, grad_entropy])
-            return by_hidden, None, by_weight, by_bias, None, None
+    ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hidden, targets, weight, bias = ctx.saved_tensors
         grad_logprobs = None if grad_logprobs is None else grad_logprobs[:, None]
         grad_entropy = None if grad_entropy is None or not ctx.options.entropy_grad else grad_entropy[:, None]
@@ -347,4 +279,4 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[chunk],
             )
         by_hidden, by_weight, by_bias = gradients.result()
-        return by_hidden, None, by_weight, by_bias, None, None
+        return by_hidden, None, by_weight, by_bias, None

@@ -1,6 +1,6 @@
 """A sharded model with its optimizer: gradients are added up over micro-batches, then one update is taken or skipped.
 
-Used by `trainer/policy/training_step.py` and `trainer/policy/worker.py`. Every method but `set_learning_rate` contains
+Used by `trainer/policy/step.py` and `trainer/policy/worker.py`. Every method but `set_learning_rate` contains
 collectives: all ranks call it together.
 """
 

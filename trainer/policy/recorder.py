@@ -7,7 +7,7 @@
     samples/<name>                            StepSamples, in the file of rank 0
 
 Micro-batches keep their boundaries and their order: sums over them, made again, are the same to the last bit. Tensors
-that are 0 off the response mask are stored for response tokens only. Used by `trainer/policy/training_step.py`;
+that are 0 off the response mask are stored for response tokens only. Used by `trainer/policy/step.py`;
 `trainer/replay/recorded.py` reads it. T: packed tokens, R: response tokens, N: sequences, S: samples.
 """
 

@@ -1,7 +1,7 @@
 """Statistics of a rollout step: micro-batches are added on the device, ranks are reduced and read once at the end.
 
-Used by `trainer/policy/training_step.py` while it trains, and by `trainer/replay/score.py` on a step that was written
-down: the same sums in the same order.
+Statistics are given what `trainer/policy/step.py` computed, and compute nothing that is differentiated.
+`trainer/replay/score.py` adds up a step that was written down: the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,17 +20,28 @@ from algorithms.correction import Correction
 from algorithms.histograms import HistogramArrays, MismatchHistograms, mismatch_histograms
 from algorithms.kl import k3
 from algorithms.loss import LossStats
-from algorithms.mismatch import MismatchStats
+from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none
 from algorithms.tokens import Tokens
 from trainer.batch.token_deltas import SampleKey, ScoredTokens, TokenDeltas
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
-from trainer.config.train import TrainConfig
-from trainer.policy.micro_loss import MicroLoss, StepFactor, micro_loss, mismatch_context
+from trainer.batch.train_batch import MicroBatch, StepSamples
 
 
-class StepTotals:
+class StepFactor(NamedTuple):
+    """The factor of an optimizer step, and the counts behind it."""
+
+    kept_tokens: float
+    """Over all ranks."""
+    num_tokens: int
+    """Response tokens, over all ranks."""
+    gradient: float
+    """Multiplies the gradient, and the loss that is reported."""
+    mean_weight: float | None
+    """Z, the mean weight of kept tokens (or responses); None if nothing is kept."""
+
+
+class StepStats:
     """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -45,34 +57,6 @@ class StepTotals:
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
         self._tokens = ScoredTokens()
-
-    def add(
-        self,
-        config: TrainConfig,
-        micro: MicroBatch,
-        scores: TokenScores,
-        *,
-        mini: MiniBatch,
-        index: int,
-        samples: StepSamples,
-        known: Correction | None,
-    ) -> MicroLoss:
-        """The loss of a micro-batch of `mini`, which is optimizer step `index` of the rollout step, counted here.
-
-        `known` is its `stored_correction`.
-        """
-        # Without a forward of its own, this one stands for pi_old; bypass compares mu with it in every update.
-        trainer_logprobs = scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        tokens = micro.tokens(trainer_logprobs)
-        # Later mini-batches without a pi_old show drift and mismatch together and are left out.
-        measured = micro.old_logprobs is not None or index == 0
-        context = mismatch_context(micro, samples) if measured else None
-        part = micro_loss(config, micro, scores, tokens=tokens, mini=mini, known=known, context=context)
-        self.add_loss(part.stats)
-        if part.mismatch is not None:
-            self.add_mismatch(micro, part.mismatch, tokens)
-            self.add_reference(micro, trainer_logprobs)
-        return part
 
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
@@ -94,20 +78,28 @@ class StepTotals:
         elif grad_norm is not None:
             self._grad_norms.append(grad_norm)
 
-    def add_mismatch(self, micro: MicroBatch, stats: MismatchStats, tokens: Tokens) -> None:
-        """Add the mismatch of a micro-batch, and the mean K3 of each of its sequences; nothing is read yet."""
-        self._mismatch = stats if self._mismatch is None else self._mismatch.merge(stats)
+    def add_mismatch(self, micro: MicroBatch, tokens: Tokens, correction: Correction, samples: StepSamples) -> None:
+        """Add the mismatch of a micro-batch, the mean K3 of each of its sequences, and the distance from the reference.
+
+        Nothing is read from the device.
+        """
+        context = StepContext(
+            rewards=samples.rewards[micro.sample_numbers],
+            lags=samples.lags[micro.sample_numbers],
+            token_lags=micro.token_lags,
+        )
+        mismatch = mismatch_stats(tokens, correction, context)
+        self._mismatch = mismatch if self._mismatch is None else self._mismatch.merge(mismatch)
         histograms = mismatch_histograms(tokens)
         self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
         means = tokens.mean(k3(tokens.delta))
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
         self._tokens.add(micro, tokens)
-
-    def add_reference(self, micro: MicroBatch, logprobs: Tensor) -> None:
-        """Add the distance of `logprobs` [T] from the reference, if there is one."""
-        if micro.ref_logprobs is not None:
-            stats = reference_kl_stats(logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask)
-            self._reference = stats if self._reference is None else self._reference.merge(stats)
+        if micro.ref_logprobs is not None and tokens.trainer_logprobs is not None:
+            reference = reference_kl_stats(
+                tokens.trainer_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
+            )
+            self._reference = reference if self._reference is None else self._reference.merge(reference)
 
     def sample_k3(self) -> dict[SampleKey, float]:
         """K3 of every sample of this rank; reads the device."""
@@ -143,7 +135,7 @@ class StepTotals:
         )
         return self.metrics_here()
 
-    def take(self, other: StepTotals) -> None:
+    def take(self, other: StepStats) -> None:
         """Add what another rank counted in the same step: what `metrics` does where every rank is a process."""
         (loss, mismatch), (other_loss, other_mismatch) = self._counted(), other._counted()
         self._loss, self._mismatch = loss.merge(other_loss), mismatch.merge(other_mismatch)

@@ -2,7 +2,7 @@
 
 Verbs: setup, dry_run, ceilings, train, logprobs, publish_weights, send_weights, save_checkpoint, saved_checkpoint,
 load_checkpoint, sleep, wake. All ranks must be called together where a verb contains their collectives: all but
-ceilings and send_weights. What `train` does stands in `trainer/policy/training_step.py`.
+ceilings and send_weights. What `train` does stands in `trainer/policy/step.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.policy.model import checkpoint_activations, full_tensors, shard, te
 from trainer.policy.model_load import empty_causal_lm, load_rows
 from trainer.policy.optimizer_state import Trainable
 from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
-from trainer.policy.training_step import TrainingStep, TrainReport
+from trainer.policy.step import TrainingStep, TrainReport
 
 logger = logging.getLogger(__name__)
 

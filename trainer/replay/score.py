@@ -1,9 +1,9 @@
 """A recorded step -> what training would have made of it under a correction, without a model.
 
-The code is that of training: `trainer/policy/micro_loss.py` scores each micro-batch, `trainer/policy/step_stats.py`
-adds up, rank by rank in the order of the run. So the row of the run's own correction is what its metrics.jsonl says, to
-the last bit: with one or two ranks on a CPU; more ranks are added in another order than gloo's, and a GPU rounds
-differently.
+The code is that of training: the functions of `trainer/policy/step.py` on each micro-batch, and
+`trainer/policy/step_stats.py`, rank by rank in the order of the run. So the row of the run's own correction is what its
+metrics.jsonl says, to the last bit: with one or two ranks on a CPU; more ranks are added in another order than gloo's,
+and a GPU rounds differently.
 
 A correction is judged on the tokens and log-probs of the run. From the second optimizer step on, pi_theta is where the
 run's own correction had moved it, and not where another one would have.
@@ -20,18 +20,21 @@ from algorithms.config import BaselineScope
 from algorithms.correction import Correction, correct
 from trainer.batch.train_batch import MiniBatch
 from trainer.config.train import TrainConfig
-from trainer.policy.micro_loss import (
+from trainer.policy.advantages import set_sample_advantages
+from trainer.policy.step import (
     NUM_COUNTS,
-    rebase_advantages,
+    correction_counts,
+    is_measured,
     step_factor,
-    stored_correction,
+    step_loss,
+    trainer_logprobs,
 )
-from trainer.policy.step_stats import StepTotals
+from trainer.policy.step_stats import StepStats
 from trainer.replay.modes import RUN, Mode
 from trainer.replay.recorded import RecordedStep
 
 NOT_REPLAYED = ("mismatch/k3_floor", "optim/grad_norm")
-"""What `StepTotals` measures with the model."""
+"""Metrics of `StepStats` that need the model."""
 MAX_WEIGHT = "replay/max_weight"
 """Largest weight of a kept token, before self-normalisation."""
 
@@ -48,27 +51,26 @@ class ModeScore:
 def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
     """What training makes of `step` under `mode`, which must not be refused."""
     config, ranks = fitted(mode), prepared(mode, step)
-    totals = [StepTotals(torch.device("cpu")) for _ in ranks]
+    stats = [StepStats(torch.device("cpu")) for _ in ranks]
     max_weight = 0.0
     for index in range(step.num_optimizer_steps):
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64)
         for rank, minis in enumerate(ranks):
             mini = minis[index]
             for micro, scores in zip(mini.micro_batches, step.ranks[rank][index].scores, strict=True):
-                known = stored_correction(config, micro)
-                part = totals[rank].add(
-                    config, micro, scores, mini=mini, index=index, samples=step.samples, known=known
-                )
-                counts += part.counts
-                logprobs = scores.logprobs if micro.old_logprobs is None else micro.old_logprobs
-                correction = correct(config.correction.spec(), micro.tokens(logprobs)) if known is None else known
+                tokens = micro.tokens(trainer_logprobs(micro, scores))
+                correction = correct(config.correction.spec(), tokens)
+                counts += correction_counts(config, micro, correction)
+                stats[rank].add_loss(step_loss(config, micro, scores, correction, mini=mini).stats)
+                if is_measured(micro, index=index):
+                    stats[rank].add_mismatch(micro, tokens, correction, step.samples)
                 max_weight = max(max_weight, _max_weight(correction))
         factor = step_factor(config, counts, ranks[0][index])
-        for of_rank in totals:
+        for of_rank in stats:
             of_rank.end_step(factor, grad_norm=None)
-    for other in totals[1:]:
-        totals[0].take(other)
-    metrics = {key: value for key, value in totals[0].metrics_here().items() if key not in NOT_REPLAYED}
+    for other in stats[1:]:
+        stats[0].take(other)
+    metrics = {key: value for key, value in stats[0].metrics_here().items() if key not in NOT_REPLAYED}
     return ModeScore(name=mode.name, metrics=metrics | {MAX_WEIGHT: max_weight})
 
 
@@ -109,7 +111,7 @@ def prepared(mode: Mode, step: RecordedStep) -> list[list[MiniBatch]]:
     if mode.name != RUN and config.advantage.baseline_scope is BaselineScope.kept:
         minis = [mini for rank in ranks for mini in rank]
         # All ranks are here, so nothing is left to add up.
-        rebase_advantages(config, minis, step.samples, reduce=lambda totals: totals)
+        set_sample_advantages(config, minis, step.samples, reduce=lambda totals: totals)
     return ranks
 
 

@@ -35,7 +35,7 @@ from trainer.limits.floors import (
     training_flops,
 )
 from trainer.limits.model_shape import ModelShape, UnknownShapeError, directory_shape
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config.train import TrainConfig
-from trainer.policy.training_step import TrainReport
+from trainer.policy.step import TrainReport
 from trainer.rundir.dump import DumpError, Manifest, begin_dump, commit_dump
 from trainer.rundir.provenance import config_document
 

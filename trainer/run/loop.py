@@ -1,8 +1,8 @@
 """train(config): the whole system in one page.
 
     Prompt -collect-> SampleGroup (tokens, pi_rollout log-probs, rewards)      rollout/collect/collector.py
-           -advantages, pack-> TrainBatch ([T] tensors, denominators fixed)    trainer/batch/packing.py
-           -train-> forward = pi_old, correction, loss, optimizer step         trainer/policy/training_step.py
+           -pack-> TrainBatch ([T] tensors, denominators fixed)                trainer/batch/packing.py
+           -train-> advantages, forward = pi_old, correction, loss, update     trainer/policy/step.py
            -sync-> every engine holds the new weights, digest by digest        trainer/cluster/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
            -save-> weights, optimizer, place in the data, what is under way    trainer/run/saving.py
@@ -24,7 +24,7 @@ from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
-from trainer.batch.packing import assign_advantages, pack, split_mini_batches
+from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import BinCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.placement import Cluster
@@ -192,7 +192,10 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             metrics |= accounting.memory(report, engines)
             judged, events = run.guard.observe(step, metrics)
             tokens = TokenLog(deltas=report.token_deltas, tokenizer=run.task.tokenizer)
-            tracker.log(step, metrics | judged, sample_rows(collected.groups, k3=report.sample_k3, tokens=tokens))
+            rows = sample_rows(
+                collected.groups, advantages=report.sample_advantages, k3=report.sample_k3, tokens=tokens
+            )
+            tracker.log(step, metrics | judged, rows)
             tracker.log_histograms(step, report.histograms)
             tracker.log_events(events)
         request = termination.request  # read once: what ends the run must have been saved
@@ -286,8 +289,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
 
 
 def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: BinCost) -> TrainBatch:
-    """Advantages, mini-batches (one per optimizer step) and packed micro-batches for every rank."""
-    assign_advantages(collected.groups, config.advantage)
+    """Mini-batches (one per optimizer step) and packed micro-batches for every rank."""
     return pack(
         split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
         num_ranks=config.policy.num_workers,

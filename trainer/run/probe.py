@@ -89,9 +89,7 @@ def probe_logprobs(
         reason = invalid_reason(request, generation, policy_version=policy_version)
         if reason is not None:
             raise ProbeError(f"phase probe: a response of the engine is invalid: {reason.name} ({reason.meaning})")
-        sample = make_sample(request, generation)
-        sample.advantage = 0.0
-        samples.append(sample)
+        samples.append(make_sample(request, generation))
     micros = [micro_batch([sample]) for sample in samples]
 
     def scores(temperature: float) -> list[Tensor]:

@@ -86,10 +86,11 @@ class SampleRow:
 def sample_rows(
     groups: Sequence[SampleGroup],
     *,
+    advantages: Mapping[tuple[int, int], float] | None = None,
     k3: Mapping[tuple[int, int], float] | None = None,
     tokens: TokenLog | None = None,
 ) -> list[SampleRow]:
-    """The samples of a step as rows; `k3` maps (prompt_id, sample_index) to the K3 of that sample."""
+    """The samples of a step as rows; `advantages` and `k3` are by (prompt_id, sample_index)."""
     rows = []
     for group in groups:
         for sample in group.samples:
@@ -103,12 +104,12 @@ def sample_rows(
                     answer=group.prompt.answer,
                     reward=sample.reward,
                     correct=sample.correct,
-                    advantage=sample.advantage,
+                    advantage=None if advantages is None else advantages.get(place),
                     num_response_tokens=sample.num_response_tokens,
                     finish_reason=sample.finish_reason,
                     policy_version=sample.policy_version,
                     rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
-                    k3=k3[place] if k3 is not None and place in k3 else None,
+                    k3=None if k3 is None else k3.get(place),
                     tokens=None if tokens is None else tokens.of(sample),
                 )
             )

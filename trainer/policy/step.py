@@ -1,0 +1,355 @@
+"""One rollout step on one rank, told in the order in which it happens.
+
+    old_logprobs    log pi_old, in a forward of its own where the correction or the advantages need it beforehand
+    ref_logprobs    log pi_ref, where there is a reference policy
+    advantages      from rewards (`trainer/policy/advantages.py`), or from the values of the critic
+    for each optimizer step, for each of its micro-batches:
+        score       log pi_theta and entropy                        `trainer/policy/forward.py`
+        compare     the log-probs that stand for pi_old             `trainer_logprobs`
+        correct     anchor, weight, keep                            `algorithms/correction.py`
+        loss        surrogate x weight x coefficient (+ KL)         `step_loss`
+        backward    the gradient is added up over micro-batches
+        measure     sums of what was computed                       `trainer/policy/step_stats.py`
+    update          one factor for the whole optimizer step (`step_factor`), clipping, optimizer
+
+`parity replay` calls `trainer_logprobs`, `correct`, `step_loss` and `step_factor` on a step that was written down.
+T: packed tokens, N: sequences, S: samples of the rollout step, all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from algorithms.aggregate import token_coefficients
+from algorithms.config import Aggregation, Anchor, RejectedDenominator, SelfNormalize
+from algorithms.correction import Correction, correct, weight_total
+from algorithms.histograms import HistogramArrays
+from algorithms.loss import LossOutput, policy_loss
+from algorithms.masked import segment_sum
+from algorithms.reference import reference_kl_loss
+from rollout.processes.process_memory import FreedMemory, private_bytes
+from rollout.weights.buckets import DTYPES
+from trainer.batch.token_deltas import SampleKey, TokenDeltas
+from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.config.train import TrainConfig
+from trainer.limits.device_memory import read_peak, start_peak
+from trainer.policy.advantages import set_sample_advantages, set_token_advantages
+from trainer.policy.optim import learning_rate
+from trainer.policy.recorder import DumpReport, StepRecorder
+from trainer.policy.step_stats import StepFactor, StepStats
+
+if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
+    from trainer.policy.critic import Critic
+    from trainer.policy.forward import ScoringModel
+    from trainer.policy.optimizer_state import Trainable
+
+logger = logging.getLogger(__name__)
+
+NUM_COUNTS = 4
+"""Kept tokens, sequences with a kept token, sum of weights, number of weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainReport:
+    """The outcome of one rollout step on one rank; metrics are global but for perf/*, which are the rank's own."""
+
+    metrics: dict[str, float | None]
+    num_optimizer_steps: int
+    """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
+    sample_k3: dict[SampleKey, float]
+    """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
+    histograms: HistogramArrays
+    """The mismatch by probability and position of the token; global."""
+    sample_advantages: dict[SampleKey, float] = field(default_factory=dict)
+    """The advantage of the same samples; empty where advantages differ from token to token (gae)."""
+    token_deltas: dict[SampleKey, TokenDeltas] = field(default_factory=dict)
+    """Delta of each token of a few samples, the worst and some others; of this rank, like `sample_k3`."""
+    private_bytes: tuple[int, ...] = ()
+    """Host memory of each rank after the step that no other process shares."""
+    dumps: tuple[DumpReport, ...] = ()
+    """The dump of each rank, if the step was to be written down."""
+
+    @property
+    def dump_s(self) -> float:
+        """Seconds of the slowest rank's dump."""
+        return max((dump.write_s for dump in self.dumps), default=0.0)
+
+
+class TrainingStep:
+    """The policy, the frozen reference and the critic of a rank, trained one rollout step at a time."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        policy: Trainable[ScoringModel],
+        *,
+        reference: ScoringModel | None,
+        critic: Critic | None,
+        device: torch.device,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._reference = reference
+        self._critic = critic
+        self._device = device
+        self._freed = FreedMemory()
+
+    def run(
+        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
+    ) -> TrainReport:
+        """Train rollout step `step` (1-based): every mini-batch is one optimizer step. A collective.
+
+        Args:
+            mini_batches: those of this rank.
+            samples: those of the whole step, all ranks.
+            step: number of the rollout step.
+            dump_dir: directory to which the rank writes what it trained on, for `parity replay`; None for no dump.
+        """
+        config = self._config
+        started = time.perf_counter()
+        start_peak(self._device)
+        minis = [
+            replace(mini, micro_batches=[micro.to(self._device) for micro in mini.micro_batches])
+            for mini in mini_batches
+        ]
+        samples = samples.to(self._device)
+        rate = learning_rate(config.optim, step=step, num_steps=config.run.num_steps)
+        self._policy.set_learning_rate(rate)
+
+        if config.needs_old_logprobs_pass:
+            self.fill_old_logprobs(minis)
+        if self._reference is not None:
+            self.fill_ref_logprobs(minis, self._reference)
+        advantages, critic_metrics = self._set_advantages(minis, samples, step=step)
+
+        recorder = None if dump_dir is None else StepRecorder(minis, samples, rank=dist.get_rank())
+        stats = StepStats(self._device)
+        learns = config.policy_learns(step)
+        taken = sum(
+            self._optimizer_step(mini, index=index, samples=samples, stats=stats, learns=learns, recorder=recorder)
+            for index, mini in enumerate(minis)
+        )
+
+        metrics = stats.metrics() | critic_metrics
+        metrics["optim/lr"] = rate if learns else None
+        metrics["optim/skipped_steps"] = float(len(minis) - taken) if learns else 0.0
+        if self._policy.loss_scale is not None:
+            metrics["optim/loss_scale"] = self._policy.loss_scale
+            metrics["optim/overflow_steps"] = float(stats.overflow_steps)
+        metrics["perf/worker_train_s"] = time.perf_counter() - started
+        peak = read_peak(self._device)
+        metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
+        self._freed.end_step()
+        sample_k3 = stats.sample_k3()
+        return TrainReport(
+            metrics=metrics,
+            num_optimizer_steps=taken,
+            sample_k3=sample_k3,
+            sample_advantages={} if advantages is None else _by_sample(minis, advantages),
+            histograms=stats.histograms(),
+            token_deltas=stats.token_deltas(sample_k3, count=config.tracking.token_samples_per_step),
+            private_bytes=(private_bytes(),),
+            dumps=() if recorder is None or dump_dir is None else (recorder.write(dump_dir),),
+        )
+
+    def _set_advantages(
+        self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int
+    ) -> tuple[Tensor | None, dict[str, float | None]]:
+        """Set the advantages of every micro-batch, and train the critic if there is one.
+
+        Returns:
+            The advantages of the samples [S], None with a critic, whose advantages differ from token to token; and the
+            metrics of the critic.
+        """
+        if self._critic is None:
+            return set_sample_advantages(self._config, minis, samples), {}
+        started = time.perf_counter()
+        self._critic.fill_old_values(minis)
+        spread = set_token_advantages(self._config, minis, samples)
+        metrics = self._critic.train(minis, spread=spread, step=step)
+        return None, metrics | {"perf/worker_critic_s": time.perf_counter() - started}
+
+    def fill_old_logprobs(self, minis: Sequence[MiniBatch]) -> None:
+        """Set log pi_old of every token in a forward of its own, with the weights at the start of the step."""
+        with torch.no_grad():
+            for mini in minis:
+                for micro in mini.micro_batches:
+                    micro.old_logprobs = self.score(micro).logprobs
+
+    def fill_ref_logprobs(self, minis: Sequence[MiniBatch], reference: ScoringModel) -> None:
+        """Set the log-probs of every token under the reference policy."""
+        with torch.no_grad():
+            for mini in minis:
+                for micro in mini.micro_batches:
+                    micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
+
+    def score(self, micro: MicroBatch, *, measure_floor: bool = False) -> TokenScores:
+        """Log-probs and entropy of the tokens of `micro` under the current weights."""
+        scores: TokenScores = self._policy.model(
+            micro,
+            temperature=self._config.sampling.temperature,
+            entropy_grad=self._config.loss.entropy_coef > 0,
+            floor_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
+        )
+        return scores
+
+    def _optimizer_step(
+        self,
+        mini: MiniBatch,
+        *,
+        index: int,
+        samples: StepSamples,
+        stats: StepStats,
+        learns: bool,
+        recorder: StepRecorder | None,
+    ) -> bool:
+        """Forward, backward and update of one mini-batch; False if nothing could be learnt from it.
+
+        If the policy does not learn in this step (critic warm-up), only the forward runs, for the statistics.
+        """
+        config, spec = self._config, self._config.correction.spec()
+        counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
+        self._policy.zero_grad()
+        for position, micro in enumerate(mini.micro_batches):
+            with torch.set_grad_enabled(learns):
+                scores = self.score(micro, measure_floor=index == 0 and position == 0)
+            tokens = micro.tokens(trainer_logprobs(micro, scores))
+            correction = correct(spec, tokens)
+            loss = step_loss(config, micro, scores, correction, mini=mini)
+            if learns:
+                self._policy.backward(loss.loss, last=position == len(mini.micro_batches) - 1)
+            counts += correction_counts(config, micro, correction)
+            stats.add_loss(loss.stats)
+            stats.add_floor(scores.floor_delta)
+            if is_measured(micro, index=index):
+                stats.add_mismatch(micro, tokens, correction, samples)
+            if recorder is not None:
+                recorder.add(micro, scores, index=index, position=position)
+        dist.all_reduce(counts)
+        factor = step_factor(config, counts, mini)
+        if not learns:
+            stats.end_step(factor, grad_norm=None)
+            return False
+        norm = self._policy.gradient_norm(factor.gradient)
+        stats.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
+        if factor.kept_tokens == 0 and math.isfinite(norm):
+            logger.warning("every token was rejected: optimizer step skipped on every rank")
+            return False
+        return self._policy.update(norm)
+
+
+def trainer_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
+    """The trainer's log-probs that are compared with mu -> [T] float32, nats, no gradient.
+
+    log pi_old, where it was scored in a forward of its own. Otherwise the detached log-probs of the training forward:
+    in the first optimizer step of a rollout step they ARE log pi_old, since the weights have not moved; in later ones
+    only bypass and ppo_is come here, which read them as log pi_theta, or not at all.
+    """
+    return scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+
+
+def is_measured(micro: MicroBatch, *, index: int) -> bool:
+    """Whether the mismatch of a micro-batch of optimizer step `index` is measured.
+
+    Without a stored pi_old, later optimizer steps would show the mismatch and the drift of the policy together.
+    """
+    return micro.old_logprobs is not None or index == 0
+
+
+def step_loss(
+    config: TrainConfig, micro: MicroBatch, scores: TokenScores, correction: Correction, *, mini: MiniBatch
+) -> LossOutput:
+    """Policy loss, entropy bonus and KL to the reference of one micro-batch: a sum, part of the loss of `mini`.
+
+    Raises:
+        RuntimeError: advantages, or the log-probs of the reference where there is one, are missing.
+    """
+    drops = config.correction.spec().rejected_denominator is RejectedDenominator.drop
+    coefficients = token_coefficients(
+        config.loss.aggregation,
+        mask=correction.keep if drops else micro.response_mask,
+        cu_seqlens=micro.cu_seqlens,
+        num_tokens=mini.num_response_tokens,
+        num_sequences=mini.num_sequences,
+        fixed_length_tokens=config.loss.fixed_length_tokens,
+    )
+    output = policy_loss(
+        scores.logprobs,
+        entropy=scores.entropy,
+        advantages=micro.needed_advantages,
+        response_mask=micro.response_mask,
+        cu_seqlens=micro.cu_seqlens,
+        correction=correction,
+        coefficients=coefficients,
+        loss_config=config.policy_loss,
+    )
+    if not config.has_reference or config.has_kl_in_reward:
+        return output
+    if micro.ref_logprobs is None:
+        raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
+    # Over the same tokens with the same weight and anchor as the policy loss: a token that the correction rejects or
+    # bounds would otherwise come back through an unbounded pi_theta / mu. Without a ratio the anchor is pi_theta.
+    ratio_free = config.correction.spec().anchor is Anchor.none
+    kl = reference_kl_loss(
+        scores.logprobs,
+        ref_logprobs=micro.ref_logprobs,
+        anchor_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor,
+        response_mask=correction.keep,
+        coefficients=coefficients * correction.weight,
+        config=config.reference,
+    )
+    return output._replace(loss=output.loss + kl)
+
+
+def correction_counts(config: TrainConfig, micro: MicroBatch, correction: Correction) -> Tensor:
+    """What the factor of the optimizer step is computed from -> [NUM_COUNTS] float64, summed over micro-batches."""
+    kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
+    kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
+    return torch.cat([kept, weight_total(config.correction.spec(), correction, cu_seqlens=micro.cu_seqlens)])
+
+
+def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFactor:
+    """The factor of an optimizer step from its global counts [NUM_COUNTS]; reads the device.
+
+    The denominators of `step_loss` are known before the first forward, except for two: the number of kept tokens
+    (rejected_denominator=drop) and the mean weight (self_normalize). Both are one number for the whole optimizer step,
+    so they multiply the gradient after the last micro-batch; it does not depend on how samples were packed or sharded.
+    """
+    kept_tokens, kept_sequences, weight_sum, num_weights = counts.tolist()
+    spec = config.correction.spec()
+    factor = 1.0
+    if spec.rejected_denominator is RejectedDenominator.drop and kept_tokens:
+        match config.loss.aggregation:
+            case Aggregation.token_mean:
+                factor = mini.num_response_tokens / kept_tokens
+            case Aggregation.seq_mean_token_mean | Aggregation.seq_mean_token_sum | Aggregation.fixed_length:
+                factor = mini.num_sequences / kept_sequences
+            case Aggregation.token_sum:
+                factor = 1.0
+    mean_weight = weight_sum / num_weights if num_weights else None
+    if spec.self_normalize is SelfNormalize.mean_one and mean_weight:
+        factor /= mean_weight
+    return StepFactor(
+        kept_tokens=kept_tokens, num_tokens=mini.num_response_tokens, gradient=factor, mean_weight=mean_weight
+    )
+
+
+def _by_sample(minis: Sequence[MiniBatch], advantages: Tensor) -> dict[SampleKey, float]:
+    """The advantages [S] of the samples in `minis`, those of this rank; reads the device."""
+    values = advantages.tolist()
+    return {
+        key: values[number]
+        for mini in minis
+        for micro in mini.micro_batches
+        for key, number in zip(micro.sample_keys, micro.sample_numbers.tolist(), strict=False)
+    }
