@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import http.server
 import io
 import json
 import logging
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +21,7 @@ import psutil
 import pytest
 import torch
 import wandb_file
+from wandb_server import WandbServer, serving
 
 import trainer.tracking.wandb_sink as wandb_sink
 from algorithms.histograms import HistogramArrays, mismatch_histograms
@@ -429,32 +427,18 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))
 
 
-class Unauthorized(http.server.BaseHTTPRequestHandler):
-    """Answers every request with 401."""
-
-    def do_POST(self) -> None:
-        self.send_error(401)
-
-    do_GET = do_POST
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
 @pytest.mark.parametrize("answer", ["silence", "no connection", "unauthorized"])
 def test_a_server_that_does_not_let_the_run_in_means_offline(
     answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent,  # accepts, and never answers
-        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized) as refusing,
-    ):
-        threading.Thread(target=refusing.serve_forever, daemon=True).start()
-        port = (refusing.socket if answer == "unauthorized" else silent).getsockname()[1]
+    with serving(WandbServer(refuses=answer == "unauthorized")) as server:
+        if answer == "silence":
+            server.silent.set()
         if answer == "no connection":
-            silent.close()
+            server.shutdown()
+            server.server_close()
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
         config = make_config(WandbMode.auto)
         config.tracking.wandb_timeout_s = 1.0
         tracker, stream = make_tracker(config, tmp_path / "run")
@@ -463,11 +447,39 @@ def test_a_server_that_does_not_let_the_run_in_means_offline(
             assert time.monotonic() - before < 1.0, "the run must not wait for W&B"
             tracker.log(1, {"reward/mean": 0.25})
         assert time.monotonic() - before < 30
-        refusing.shutdown()
     assert wandb_file.history(tmp_path / "run") == [{"global_step": 1, "reward/mean": 0.25}]
     assert "W&B: offline (online: " in stream.getvalue()
     assert "upload later with: wandb sync" in stream.getvalue()
     assert tracker.errors == 1
+
+
+@pytest.mark.parametrize("falls_silent", [False, True])
+def test_an_online_run_sends_its_rows_and_does_not_wait_for_a_server_that_falls_silent(
+    falls_silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 4.0)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    lines: list[str] = []
+    with serving(WandbServer()) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        sink = wandb_sink_of(tmp_path, lines, WandbMode.online)
+        sink.start()
+        sink.put(Panels.log, 1, {"reward/mean": 0.5})
+        wait_until(lambda: sink.mode is not WandbMode.disabled)
+        assert lines == [f"W&B: online at {server.url}/someone/parity/runs/x1"]
+        if falls_silent:
+            server.silent.set()
+        before = time.monotonic()
+        sink.put(Panels.log, 2, {"reward/mean": 0.75})
+        sink.finish(exit_code=0)
+        assert time.monotonic() - before < 15
+        assert not wandb_cores()
+    if falls_silent:
+        assert sink.errors == 2 and "upload what is on disk with: wandb sync" in lines[1]
+    else:
+        assert sink.errors == 0 and len(lines) == 1
+        assert [row["reward/mean"] for row in server.rows] == [0.5, 0.75]
+    assert [row["reward/mean"] for row in wandb_file.history(tmp_path)] == [0.5, 0.75]
 
 
 def test_online_without_a_key_means_offline(tmp_path: Path) -> None:
@@ -490,9 +502,10 @@ def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
-def offline_sink(run_dir: Path, lines: list[str]) -> WandbSink:
+def wandb_sink_of(run_dir: Path, lines: list[str], mode: WandbMode = WandbMode.offline) -> WandbSink:
+    run_dir.mkdir(exist_ok=True)
     return WandbSink(
-        TrackingConfig(wandb=WandbMode.offline, wandb_timeout_s=5.0),
+        TrackingConfig(wandb=mode, wandb_timeout_s=20.0),
         run_dir=run_dir, name="run", record={}, report=lines.append,
     )  # fmt: skip
 
@@ -507,7 +520,7 @@ def wait_until(happened: Callable[[], object], timeout_s: float = 60.0) -> None:
 def test_a_disk_that_takes_no_wandb_files_costs_only_wandb(tmp_path: Path) -> None:
     (tmp_path / "wandb").write_text("in the way")
     lines: list[str] = []
-    sink = offline_sink(tmp_path, lines)
+    sink = wandb_sink_of(tmp_path, lines)
     sink.start()
     sink.put(Panels.log, 1, {"reward/mean": 0.5})
     sink.finish(exit_code=0)
@@ -524,7 +537,7 @@ def test_a_wedged_or_dead_wandb_cannot_hold_the_run(
     sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 2.0)
-    sink = offline_sink(tmp_path, [])
+    sink = wandb_sink_of(tmp_path, [])
     sink.start()
     sink.put(Panels.log, 1, {"reward/mean": 0.5})
     wait_until(lambda: sink.mode is WandbMode.offline)

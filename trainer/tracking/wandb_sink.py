@@ -125,7 +125,8 @@ class WandbSink:
                 self._failed(f"did not start within {deadline:.0f} s")
         elif not self._finished:
             reason = "ended early" if in_time else f"did not finish within {deadline:.0f} s"
-            self._failed(f"{reason}; upload what is on disk with: {self._sync_command}")
+            self.errors += 1
+            self._report(f"W&B: {reason}; upload what is on disk with: {self._sync_command}")
         elif self.mode is WandbMode.offline:
             self._report(f"W&B: upload this run with: {self._sync_command}")
 
