@@ -3,7 +3,7 @@
 #   docker build -t parity .
 #   docker run --rm --gpus all --ipc=host -v "$PWD/outputs:/app/outputs" parity train <recipe> [key=value ...]
 #
-#   docker build --target cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU wheel index> -t parity:cpu .
+#   docker build --target cpu -t parity:cpu .
 #   docker run --rm --shm-size=2g -v "$PWD/outputs:/app/outputs" parity:cpu train arithmetic_grpo
 #
 # NOT YET BUILT: neither image has been built or run, because there was no Docker engine at hand.
@@ -12,15 +12,12 @@
 # ---- cpu: the pinned environment of `make demo` ---------------------------------------------------------------------
 FROM python:3.11-slim AS cpu
 
-ARG PIP_EXTRA_INDEX_URL
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
 WORKDIR /app
 
-COPY requirements/cpu.txt requirements/sglang-cpu.txt requirements/
-RUN pip install -r requirements/cpu.txt && pip install --no-deps -r requirements/sglang-cpu.txt
-
 COPY . .
-RUN pip install --no-deps --no-build-isolation --editable . \
+RUN --mount=type=cache,target=/tmp/uv \
+    UV_CACHE_DIR=/tmp/uv UV_LINK_MODE=copy UV_TORCH_BACKEND=cpu requirements/install.sh sglang-cpu \
     && useradd --create-home --uid 10001 parity \
     && install -d -o parity outputs
 USER parity

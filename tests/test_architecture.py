@@ -339,11 +339,11 @@ def test_recipe_is_short_and_says_what_it_is_for(path: Path) -> None:
 
 
 def pins(name: str) -> dict[str, str]:
-    """Distribution -> version of one list in requirements/; a line that is not an exact pin fails."""
+    """Distribution -> version of one list in requirements/; a line that is not an exact pin or a hash fails."""
     found = {}
     for line in (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            match = re.fullmatch(r"([\w.-]+)==([\w.+-]+)", line)
+        if line and not line.startswith(("#", "    --hash=sha256:")):
+            match = re.fullmatch(r"([\w.-]+)==([\w.+-]+)(?: \\)?", line)
             assert match, f"requirements/{name}: {line}"
             found[canonicalize_name(match[1])] = match[2]
     return found
@@ -363,9 +363,23 @@ def declared() -> dict[str, list[Requirement]]:
 
 @pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt"])
 def test_pins_satisfy_what_is_declared(name: str) -> None:
-    pinned = pins("cpu.txt") | pins(name)  # every list is installed on top of the first
+    pinned = pins("torch.txt") | pins("cpu.txt") | pins(name)  # every list is installed on top of these two
     for requirement in declared()[name]:
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), requirement
+
+
+@pytest.mark.parametrize("name", ["sglang-cpu", "bench"])
+def test_locked_list_has_the_pins_that_it_is_made_from(name: str) -> None:
+    assert pins(f"{name}.txt") == pins(f"{name}.in"), "make lock"
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang-cpu.txt", "dev.txt", "bench.txt"])
+def test_every_locked_package_has_a_hash(name: str) -> None:
+    """torch stands apart, in torch.txt: its build depends on the machine."""
+    text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
+    hashed = re.findall(r"^([\w.-]+)==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE)
+    assert {canonicalize_name(package) for package in hashed} == pins(name).keys()
+    assert "torch" not in pins(name)
 
 
 def test_gpu_image_gets_the_same_versions() -> None:
