@@ -1,7 +1,8 @@
 """ScoringModel -> the same sharded with FSDP2; its gradients and its whole tensors.
 
 Called by every rank of `trainer/policy/worker.py`. Weights are float32 masters; forward and backward run in
-`policy.dtype`; gradients are reduced in float32.
+`policy.dtype`; gradients are reduced in float32. accelerate makes the empty model (`trainer/policy/model_load.py`). Its
+FSDP2, with offload and clipping, is not used because it is for ranks on GPUs only, and a rank can be on a CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def checkpoint_activations(decoder: nn.Module, *, every: int) -> None:
     """Have every `every`-th decoder layer keep only its input for the backward pass; 0 does nothing.
 
     In place and before `shard`: then FSDP gathers a layer before it is computed again. Parameter names stay. That
-    of transformers is not used because it is off in eval mode, in which the policy is trained.
+    of transformers is not used because it is off in eval mode, in which the policy is trained; that of accelerate
+    because it puts each layer into another module, which changes the names of its parameters.
     """
     if every:
         for layer in decoder_layers(decoder)[::every]:

@@ -1,7 +1,8 @@
 """Model directory -> a causal language model without memory, and each rank's own rows of its weights.
 
 Called by `trainer/policy/worker.py`: `empty_causal_lm`, then `shard` of `trainer/policy/model.py`, then `load_rows`. No
-rank ever holds more of the weights than its shard, on the device or on the host.
+rank ever holds more of the weights than its shard, on the device or on the host; accelerate's loader is not used
+because rank 0 holds the whole model there and sends every tensor to all ranks.
 """
 
 from __future__ import annotations
@@ -9,16 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -48,32 +46,15 @@ def empty_causal_lm(path: Path) -> PreTrainedModel:
     Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
     """
     hf_config = load_hf_config(path)
-    with parameters_without_memory():
+    with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=PACKED_ATTENTION
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")
+    model.tie_weights()  # accelerate makes a new parameter wherever one is registered: tied ones come apart
     use_fast_products(model)
     return model
-
-
-@contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Parameters that are registered meanwhile lie on the meta device: one at a time is allocated, none is filled."""
-
-    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # One that is there already is left alone, so that tied parameters stay one object.
-        if parameter is None or parameter.is_meta:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-
-    # What a hook returns takes the parameter's place; the annotation of torch 2.13 leaves that out.
-    handle = register_module_parameter_registration_hook(cast("Callable[..., None]", to_meta))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str = "") -> None:
