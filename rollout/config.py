@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import Rule, above, at_least, ruled, within
 from rollout.quantization_config import Quantization, eight_bit_problems
 
 
@@ -25,28 +26,28 @@ class EngineConfig(Checked):
     """What every rollout engine has. Choose one with `rollout=sglang` or `rollout=torch`."""
 
     kind: ClassVar[str] = ""
-    num_engines: int = 1
+    num_engines: int = ruled(1, at_least(1))
     """Rollout workers, each with one engine and a full copy of the weights."""
     dtype: DType = DType.bfloat16
     """Type of the engine's weights and activations. Vetted: bfloat16."""
     quantization: Quantization = Quantization.none
     """Grid on which the weights of all engines are put at every sync (none, fp8, int8, int4). Use tis or mis."""
-    cpus_per_engine: float = 0.5
+    cpus_per_engine: float = ruled(0.5, at_least(0))
     """Ray CPUs (logical cores) reserved for a worker."""
-    gpus_per_engine: float = 0.0
+    gpus_per_engine: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = ruled(300.0, above(0, "seconds"))
     """Deadline in seconds from start to ready."""
-    generate_timeout_s: float = 600.0
+    generate_timeout_s: float = ruled(600.0, above(0, "seconds"))
     """Deadline in seconds of one request, from when the engine takes it up. An engine that misses it counts as dead."""
-    answer_timeout_s: float = 60.0
+    answer_timeout_s: float = ruled(60.0, above(0, "seconds"))
     """Seconds that an engine with requests may be silent when asked for answers, before it counts as dead."""
-    sync_timeout_s: float = 120.0
+    sync_timeout_s: float = ruled(120.0, above(0, "seconds"))
     """Deadline in seconds of one weight sync."""
-    probe_tolerance: float | None = None
+    probe_tolerance: float | None = ruled(None, above(0, "nats"))
     """Mean |log-prob of the engine - of the trainer| in nats that the probe before training allows; null: what rounding
     explains (0.001 in float32, 0.125 in bfloat16 at temperature 1)."""
-    max_restarts: int = 3
+    max_restarts: int = ruled(3, at_least(0))
     """How often an engine that died or does not answer is started anew in a run; 0 for never."""
 
     @property
@@ -58,20 +59,6 @@ class EngineConfig(Checked):
     def takes_quantized(self) -> bool:
         """Whether the engines take 8-bit values and scales; others take what these stand for, in their type."""
         return False
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_engines < 1:
-            yield Problem(key="num_engines", rule="must be >= 1", value=self.num_engines)
-        for key in ("cpus_per_engine", "gpus_per_engine"):
-            if getattr(self, key) < 0:
-                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
-        if self.max_restarts < 0:
-            yield Problem(key="max_restarts", rule="must be >= 0", value=self.max_restarts)
-        for key in ("start_timeout_s", "generate_timeout_s", "answer_timeout_s", "sync_timeout_s"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
-        if self.probe_tolerance is not None and not self.probe_tolerance > 0:
-            yield Problem(key="probe_tolerance", rule="must be > 0 nats or null", value=self.probe_tolerance)
 
 
 OWNED_SGLANG_ARGS = frozenset(
@@ -149,8 +136,8 @@ class SGLangConfig(EngineConfig):
     def takes_quantized(self) -> bool:
         return self.gpus_per_engine > 0 and self.quantization in (Quantization.fp8, Quantization.int8)
 
-    def problems(self) -> Iterator[Problem]:
-        yield from EngineConfig.problems(self)
+    def conflicts(self) -> Iterator[Problem]:
+        yield from EngineConfig.conflicts(self)
         yield from self._server_problems()
         if self.takes_quantized:
             yield from eight_bit_problems(self.quantization, self.engine_args, is_float32=self.dtype is DType.float32)
@@ -231,26 +218,25 @@ class TorchEngineConfig(EngineConfig):
     """The embedded engine: transformers in the worker's process, no server. Deterministic; also the test reference."""
 
     kind: ClassVar[str] = "torch"
-    max_batch_size: int = 256
+    max_batch_size: int = ruled(256, at_least(1))
     """Sequences decoded together; when some have ended, waiting ones take their slots."""
 
     @property
     def max_running(self) -> int | None:
         return self.max_batch_size
 
-    def problems(self) -> Iterator[Problem]:
-        yield from EngineConfig.problems(self)
-        if self.max_batch_size < 1:
-            yield Problem(key="max_batch_size", rule="must be >= 1", value=self.max_batch_size)
-
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig(Checked):
     """How responses are sampled during training."""
 
-    temperature: float = 1.0
+    temperature: float = ruled(
+        1.0,
+        Rule("must be > 0 (training needs sampling)", lambda temperature: temperature > 0),
+        remedy="Vetted: 1.0. Greedy decoding is used by the evaluation on its own.",
+    )
     """Divides the logits, in the engine and in the trainer alike. Vetted: 1.0."""
-    max_new_tokens: int = 1024
+    max_new_tokens: int = ruled(1024, at_least(1))
     """Upper bound on response tokens."""
     top_p: float = 1.0
     """Nucleus mass. Only 1.0: anything else changes the sampled law without changing the reported log-prob."""
@@ -259,16 +245,7 @@ class SamplingConfig(Checked):
     min_p: float = 0.0
     """Minimum relative probability; only 0, for the same reason."""
 
-    def problems(self) -> Iterator[Problem]:
-        if not self.temperature > 0:
-            yield Problem(
-                key="temperature",
-                rule="must be > 0 (training needs sampling)",
-                value=self.temperature,
-                remedy="Vetted: 1.0. Greedy decoding is used by the evaluation on its own.",
-            )
-        if self.max_new_tokens < 1:
-            yield Problem(key="max_new_tokens", rule="must be >= 1", value=self.max_new_tokens)
+    def conflicts(self) -> Iterator[Problem]:
         for key, allowed in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
             if getattr(self, key) != allowed:
                 yield Problem(
@@ -294,23 +271,19 @@ class CollectConfig(Checked):
     """How a step's groups are gathered. Choose with `collect=fixed` or `collect=dynamic`."""
 
     kind: ClassVar[str] = ""
-    max_invalid_fraction: float = 0.05
+    max_invalid_fraction: float = ruled(0.05, within(0, 1))
     """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops."""
-    over_sampling: float = 1.0
+    over_sampling: float = ruled(1.0, at_least(1))
     """Prompts under way at the begin of a step, as a multiple of batch.prompts_per_step."""
     order: CollectOrder = CollectOrder.submission
     """Which finished groups a step takes first. Vetted: submission."""
     partial: bool = False
     """Whether what is unfinished when a step has its groups is aborted, kept and resumed in the next step, first."""
-    max_partial_age: int = 1
+    max_partial_age: int = ruled(1, at_least(1, "rollout step"))
     """Rollout steps that a token of a resumed group may be older than the step that trains on it."""
 
-    def problems(self) -> Iterator[Problem]:
-        if self.over_sampling < 1:
-            yield Problem(key="over_sampling", rule="must be >= 1", value=self.over_sampling)
-        if self.max_partial_age < 1:
-            yield Problem(key="max_partial_age", rule="must be >= 1 rollout step", value=self.max_partial_age)
-        elif self.partial and self.over_sampling == 1:
+    def conflicts(self) -> Iterator[Problem]:
+        if self.partial and self.over_sampling == 1:
             yield Problem(
                 key="partial",
                 rule="has no effect with collect.over_sampling=1: a step then waits for every response",
@@ -324,8 +297,6 @@ class CollectConfig(Checked):
                 "for their turn, and those that are too old are thrown away",
                 value=self.max_partial_age,
             )
-        if not 0 <= self.max_invalid_fraction <= 1:
-            yield Problem(key="max_invalid_fraction", rule="must lie in [0, 1]", value=self.max_invalid_fraction)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -334,8 +305,8 @@ class FixedCollectConfig(CollectConfig):
 
     kind: ClassVar[str] = "fixed"
 
-    def problems(self) -> Iterator[Problem]:
-        yield from CollectConfig.problems(self)
+    def conflicts(self) -> Iterator[Problem]:
+        yield from CollectConfig.conflicts(self)
         if self.over_sampling > 1 and not self.partial and self.order is CollectOrder.submission:
             yield Problem(
                 key="over_sampling",
@@ -350,16 +321,9 @@ class DynamicCollectConfig(CollectConfig):
     """DAPO dynamic sampling: groups whose samples all agree are dropped and replaced by new prompts."""
 
     kind: ClassVar[str] = "dynamic"
-    over_sampling: float = 1.5
+    over_sampling: float = ruled(1.5, at_least(1))
     """Prompts of a round, as a multiple of the groups that are missing. Vetted: 3.0 at scale."""
-    max_rounds: int = 10
+    max_rounds: int = ruled(10, at_least(1))
     """Rounds of generation per step before the run stops with the counts. Vetted: 10."""
-    min_prompts: int | None = None
+    min_prompts: int | None = ruled(None, at_least(1))
     """Kept groups that suffice for a step once max_rounds is reached; null means batch.prompts_per_step."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from CollectConfig.problems(self)
-        if self.max_rounds < 1:
-            yield Problem(key="max_rounds", rule="must be >= 1", value=self.max_rounds)
-        if self.min_prompts is not None and self.min_prompts < 1:
-            yield Problem(key="min_prompts", rule="must be >= 1 or null", value=self.min_prompts)

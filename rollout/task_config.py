@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,24 +25,24 @@ class RewardConfig(Checked):
     """Reward of a wrong answer. DAPO uses -1."""
     format_score: float | None = None
     """Reward of a wrong answer that is stated in the form asked for; null means reward.incorrect."""
-    overlong_buffer_tokens: int = 0
+    overlong_buffer_tokens: int = ruled(0, at_least(0, "tokens"))
     """Soft overlong penalty (DAPO): the last this many tokens before max_new_tokens are penalised; 0 turns it off."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: float = ruled(1.0, at_least(0))
     """Penalty at max_new_tokens; linear over the buffer. Vetted: 1.0."""
-    num_workers: int = 2
+    num_workers: int = ruled(2, at_least(1))
     """Processes that score; each can be killed and replaced."""
-    timeout_s: float = 10.0
+    timeout_s: float = ruled(10.0, above(0))
     """Deadline in seconds of one call; a response that takes longer is wrong, and counted in reward/timeouts."""
-    memory_gib: float = 16.0
+    memory_gib: float = ruled(16.0, above(0))
     """Address space of a scoring process; one that needs more dies, and is counted in reward/crashes."""
-    max_error_fraction: float = 0.05
+    max_error_fraction: float = ruled(0.05, within(0, 1))
     """Share of a step's responses for which the function may raise or return no score before the run stops."""
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
             yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)
         if self.format_score is not None and not self.incorrect <= self.format_score < self.correct:
@@ -50,17 +51,6 @@ class RewardConfig(Checked):
                 rule=f"must lie in [reward.incorrect ({self.incorrect}), reward.correct ({self.correct})), or be null",
                 value=self.format_score,
             )
-        if self.num_workers < 1:
-            yield Problem(key="num_workers", rule="must be >= 1", value=self.num_workers)
-        for key in ("timeout_s", "memory_gib"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
-        if not 0 <= self.max_error_fraction <= 1:
-            yield Problem(key="max_error_fraction", rule="must lie in [0, 1]", value=self.max_error_fraction)
-        if self.overlong_buffer_tokens < 0:
-            yield Problem(key="overlong_buffer_tokens", rule="must be >= 0 tokens", value=self.overlong_buffer_tokens)
-        if self.overlong_penalty < 0:
-            yield Problem(key="overlong_penalty", rule="must be >= 0", value=self.overlong_penalty)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,17 +65,15 @@ class ArithmeticDataConfig(DataConfig):
     """The built-in task: sums of two numbers, made on the spot, seeded; see rollout/data/arithmetic.py."""
 
     kind: ClassVar[str] = "arithmetic"
-    max_operand: int = 99
+    max_operand: int = ruled(99, within(9, 999))
     """Largest operand; operands are drawn from 0..max_operand."""
     num_heldout: int = 200
     """Problems kept for evaluation; never seen in the demonstrations or in training."""
     seed: int = 0
     """Decides the split into training and held-out problems."""
 
-    def problems(self) -> Iterator[Problem]:
-        if not 9 <= self.max_operand <= 999:
-            yield Problem(key="max_operand", rule="must lie in [9, 999]", value=self.max_operand)
-        elif not 1 <= self.num_heldout <= (self.max_operand + 1) ** 2 // 2:
+    def conflicts(self) -> Iterator[Problem]:
+        if not 1 <= self.num_heldout <= (self.max_operand + 1) ** 2 // 2:
             yield Problem(
                 key="num_heldout",
                 rule=f"must lie in [1, {(self.max_operand + 1) ** 2 // 2}] (half of all problems)",
@@ -119,18 +107,22 @@ def is_source(path: str) -> bool:
     return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
 
 
+_SOURCES = "A jsonl, json, csv or parquet file, or repo[:config]@split of the Hugging Face hub."
+_COLUMN = Rule("must name a column", bool)
+
+
 @dataclass(kw_only=True, slots=True)
 class FileDataConfig(DataConfig):
     """Rows of local files (jsonl, json, csv, parquet) or of the Hugging Face hub (repo[:config]@split)."""
 
     kind: ClassVar[str] = "file"
-    train_path: str = ""
+    train_path: str = ruled("", given(), remedy=_SOURCES)
     """Training rows: a file, or repo[:config]@split."""
-    eval_path: str = ""
+    eval_path: str = ruled("", given(), remedy=_SOURCES)
     """Held-out rows."""
-    prompt_key: str | None = None
+    prompt_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the prompt (text, or chat messages); a+b joins the texts of two; null recognises the layout."""
-    answer_key: str | None = None
+    answer_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the reference answer, a.b for the field b of the column a; null recognises the layout."""
     instruction: str = ""
     """Appended to every text prompt after a space; empty for none."""
@@ -138,25 +130,18 @@ class FileDataConfig(DataConfig):
     """Whether text prompts are wrapped as a user message with the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false}."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = ruled(1024, at_least(1))
     """Longer prompts are bad rows."""
     on_bad_row: OnBadRow = OnBadRow.fail
     """fail reports all bad rows and ends; skip leaves them out and writes them to bad_rows.jsonl."""
     keep_eval_duplicates: bool = False
     """Whether held-out sets keep rows that repeat prompt and answer; eval.samples asks a prompt more than once."""
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):
-            path = getattr(self, key)
-            if not path:
-                remedy = "A jsonl, json, csv or parquet file, or repo[:config]@split of the Hugging Face hub."
-                yield Problem(key=key, rule="must be set", value=path, remedy=remedy)
-            elif not is_source(path):
-                yield Problem(key=key, rule="must be an existing file, or repo[:config]@split", value=path)
-        for key in ("prompt_key", "answer_key"):
-            if getattr(self, key) == "":
-                yield Problem(key=key, rule="must name a column", value="", remedy="Use null to recognise the layout.")
+            if not is_source(getattr(self, key)):
+                yield Problem(
+                    key=key, rule="must be an existing file, or repo[:config]@split", value=getattr(self, key)
+                )
         for name in sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS)):
             yield Problem(key=f"chat_template_kwargs.{name}", rule="cannot be chosen", value=name)
-        if self.max_prompt_tokens < 1:
-            yield Problem(key="max_prompt_tokens", rule="must be >= 1", value=self.max_prompt_tokens)

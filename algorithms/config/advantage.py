@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from algorithms.config.checked import Checked, Problem
+from algorithms.config.rules import above, ruled, within
 
 
 class Estimator(Enum):
@@ -43,18 +44,16 @@ class AdvantageConfig(Checked):
 
     estimator: Estimator = Estimator.grpo
     """Which formula. Vetted: grpo."""
-    epsilon: float = 1e-6
+    epsilon: float = ruled(1e-6, above(0), remedy="Vetted: 1e-6.")
     """Added to the standard deviation (grpo, reinforce_pp, reinforce_pp_baseline, gae). Vetted: 1e-6."""
     baseline_scope: BaselineScope = BaselineScope.all
     """Which samples form the baseline when the correction rejects whole responses. Vetted: all."""
-    gamma: float = 1.0
+    gamma: float = ruled(1.0, within(0, 1), remedy="Vetted: 1.")
     """Discount per response token (gae). Vetted: 1 (verl, NeMo-RL), for a reward at the end of the response."""
-    gae_lambda: float = 1.0
+    gae_lambda: float = ruled(1.0, within(0, 1), remedy="Vetted: 1.")
     """lambda of GAE: 1 trusts the rewards, 0 the critic. Vetted: 1 (verl, NeMo-RL)."""
 
-    def problems(self) -> Iterator[Problem]:
-        if not self.epsilon > 0:
-            yield Problem(key="epsilon", rule="must be > 0", value=self.epsilon, remedy="Vetted: 1e-6.")
+    def conflicts(self) -> Iterator[Problem]:
         if self.baseline_scope is BaselineScope.kept and self.estimator is Estimator.reinforce:
             yield Problem(
                 key="baseline_scope",
@@ -64,9 +63,7 @@ class AdvantageConfig(Checked):
             )
         for key in ("gamma", "gae_lambda"):
             value = getattr(self, key)
-            if not 0 <= value <= 1:
-                yield Problem(key=key, rule="must lie in [0, 1]", value=value, remedy="Vetted: 1.")
-            elif value != 1 and self.estimator is not Estimator.gae:
+            if value != 1 and self.estimator is not Estimator.gae:
                 yield Problem(
                     key=key,
                     rule=f"has no effect with estimator={self.estimator.name}, which gives one advantage per sample",

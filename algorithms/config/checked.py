@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+
+from algorithms.config.rules import declared_rules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +41,36 @@ class ConfigError(ValueError):
 
 
 class Checked:
-    """Base of config dataclasses: `problems()` yields the broken rules, construction refuses them."""
+    """Base of config dataclasses. Construction refuses a config with broken rules; `problems` lists them.
+
+    A rule of one field is declared beside the field (`algorithms.config.rules`), a rule between fields in `conflicts`.
+    """
 
     def problems(self) -> Iterator[Problem]:
-        """Yield every rule that the values of this config break; subclasses override."""
+        """Yield every broken rule: of each field, of each nested config, then between fields.
+
+        A conflict about a key whose own rule is broken is left out: the value has to change anyway.
+        """
+        reported = set()
+        for problem in self._field_problems():
+            reported.add(problem.key)
+            yield problem
+        yield from (problem for problem in self.conflicts() if problem.key not in reported)
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Yield every broken rule between several fields; subclasses override."""
         yield from ()
+
+    def _field_problems(self) -> Iterator[Problem]:
+        for declared in declared_rules(type(self)):
+            value = getattr(self, declared.name)
+            if not declared.rule.holds(value):
+                yield Problem(key=declared.name, rule=str(declared.rule), value=value, remedy=declared.remedy)
+        assert is_dataclass(self)
+        for spec in fields(self):
+            part = getattr(self, spec.name)
+            if isinstance(part, Checked):
+                yield from (problem.under(spec.name) for problem in part.problems())
 
     def __post_init__(self) -> None:
         found = list(self.problems())

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from algorithms.config.checked import Checked, Problem
 from algorithms.config.rejection import RejectConfig
+from algorithms.config.rules import Rule, ruled
 from algorithms.config.spec import (
     Anchor,
     Bound,
@@ -23,6 +24,9 @@ from algorithms.config.spec import (
     SelfNormalize,
     WeightSpec,
 )
+
+_CAP = Rule("must be >= 1, or on-policy tokens are cut", lambda cap: cap >= 1)
+"""The rule of an upper bound of rho."""
 
 
 class MISBound(Enum):
@@ -114,7 +118,7 @@ class TISConfig(CorrectionConfig):
     mode: ClassVar[str] = "tis"
     level: Level = Level.token
     """Tokens over which rho is accumulated. Vetted: token."""
-    cap: float = 2.0
+    cap: float = ruled(2.0, _CAP, remedy="Use correction=vanilla_is for a weight without a cap.")
     """Upper bound C of the weight, a ratio; larger means less bias and more variance. Vetted: 2.0 (token)."""
     self_normalize: SelfNormalize = SelfNormalize.none
     """Whether weights are divided by their mean. Vetted: none; mean_one is advised at sequence and geometric level."""
@@ -126,9 +130,6 @@ class TISConfig(CorrectionConfig):
             weight=WeightSpec(level=self.level, bound=Bound.truncate, high=self.cap),
             self_normalize=self.self_normalize,
         )
-
-    def problems(self) -> Iterator[Problem]:
-        yield from cap_problems("cap", self.cap, remedy="Use correction=vanilla_is for a weight without a cap.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -162,9 +163,8 @@ class MISConfig(CorrectionConfig):
             rejected_denominator=self.rejected_denominator,
         )
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         yield from interval_problems(self.low, self.high)
-        yield from (problem.under("reject") for problem in self.reject.problems())
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,7 +176,7 @@ class BypassConfig(CorrectionConfig):
     """A ratio pi_theta/pi_rollout, or REINFORCE with a detached truncated weight. Vetted: ppo_clip."""
     level: Level = Level.token
     """Tokens over which the weight of `loss=reinforce` is accumulated. Vetted: token."""
-    cap: float = 2.0
+    cap: float = ruled(2.0, _CAP, remedy="Vetted: 2.0.")
     """Upper bound of the detached weight of `loss=reinforce`, a ratio. Vetted: 2.0."""
     reject: RejectConfig = field(default_factory=RejectConfig)
     """Criteria on pi_theta / pi_rollout; all must keep a token. Vetted: none."""
@@ -193,9 +193,7 @@ class BypassConfig(CorrectionConfig):
             rejected_denominator=self.rejected_denominator,
         )
 
-    def problems(self) -> Iterator[Problem]:
-        yield from cap_problems("cap", self.cap, remedy="Vetted: 2.0.")
-        yield from (problem.under("reject") for problem in self.reject.problems())
+    def conflicts(self) -> Iterator[Problem]:
         if self.loss is BypassLoss.ppo_clip and self.level is not Level.token:
             yield Problem(
                 key="level",
@@ -212,16 +210,11 @@ class BypassConfig(CorrectionConfig):
             )
 
 
-def cap_problems(key: str, cap: float, *, remedy: str) -> Iterator[Problem]:
-    """The rule of an upper bound."""
-    if not cap >= 1:
-        yield Problem(key=key, rule="must be >= 1, or on-policy tokens are cut", value=cap, remedy=remedy)
-
-
 def interval_problems(low: float | None, high: float) -> Iterator[Problem]:
     """The rule of a pair of bounds, reported under `low`; without a lower one that of a cap."""
     if low is None:
-        yield from cap_problems("high", high, remedy="For example high=2.0.")
+        if not _CAP.holds(high):
+            yield Problem(key="high", rule=_CAP.text, value=high, remedy="For example high=2.0.")
         return
     if not 0 < low < high:
         yield Problem(

@@ -58,8 +58,7 @@ class CustomConfig(CorrectionConfig):
             rejected_denominator=self.rejected_denominator,
         )
 
-    def problems(self) -> Iterator[Problem]:
-        yield from (problem.under("reject") for problem in self.reject.problems())
+    def conflicts(self) -> Iterator[Problem]:
         yield from self._anchor_problems()
         yield from self._bound_problems()
         if self.level is None:

@@ -20,10 +20,12 @@ from enum import Enum
 from typing import ClassVar
 
 from algorithms.config.checked import Checked, Problem
+from algorithms.config.rules import above, at_least, ruled, within
 
-MIN_INERT_CLIP = 0.05
-"""A GSPO clip from here on is refused: see `GSPOConfig`."""
-MAX_KL_THRESHOLD = 13.0
+_GSPO_CLIP = within(0, 0.05, "()", because="the mean log-ratio of a response never gets that far")
+"""A GSPO clip from 0.05 on is refused: see `GSPOConfig`."""
+_TOKEN_CLIP = "A clip of the token's ratio is loss=ppo_clip."
+MAX_KL_THRESHOLD = 13
 """A larger threshold of DPPO's KL never drops a token: 1 - p is bounded below by 1e-6, and log 1e6 = 13.8."""
 
 
@@ -52,10 +54,10 @@ class LossConfig(Checked):
     """How per-token losses are averaged. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
     fixed_length_tokens: int | None = None
     """Divisor of aggregation=fixed_length, tokens; usually sampling.max_new_tokens."""
-    entropy_coef: float = 0.0
+    entropy_coef: float = ruled(0.0, at_least(0), remedy="Vetted: 0.")
     """Weight of the entropy bonus, nats; 0 turns it off. Vetted: 0."""
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         if self.aggregation is Aggregation.fixed_length and not (self.fixed_length_tokens or 0) > 0:
             yield Problem(
                 key="fixed_length_tokens",
@@ -70,8 +72,6 @@ class LossConfig(Checked):
                 value=self.fixed_length_tokens,
                 remedy="Remove it, or use loss.aggregation=fixed_length.",
             )
-        if not self.entropy_coef >= 0:
-            yield Problem(key="entropy_coef", rule="must be >= 0", value=self.entropy_coef, remedy="Vetted: 0.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,21 +79,12 @@ class PPOClipConfig(LossConfig):
     """PPO-clip on the ratio of each token (https://arxiv.org/abs/1707.06347)."""
 
     surrogate: ClassVar[str] = "ppo_clip"
-    clip_low: float = 0.2
+    clip_low: float = ruled(0.2, within(0, 1, "()"), remedy="Vetted: 0.2.")
     """PPO clip below: the ratio is clipped at 1 - clip_low. Vetted: 0.2."""
-    clip_high: float = 0.2
+    clip_high: float = ruled(0.2, above(0), remedy="Vetted: 0.2 or 0.28.")
     """PPO clip above: the ratio is clipped at 1 + clip_high. Vetted: 0.2 (GRPO), 0.28 (DAPO clip-higher)."""
-    dual_clip: float | None = None
+    dual_clip: float | None = ruled(None, above(1), remedy="Vetted: 3.0.")
     """Bound c on the loss of negative advantages, -A * c; None turns it off. Vetted: 3.0 (PPO), 10.0 (DAPO)."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not 0 < self.clip_low < 1:
-            yield Problem(key="clip_low", rule="must lie in (0, 1)", value=self.clip_low, remedy="Vetted: 0.2.")
-        if not self.clip_high > 0:
-            yield Problem(key="clip_high", rule="must be > 0", value=self.clip_high, remedy="Vetted: 0.2 or 0.28.")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            yield Problem(key="dual_clip", rule="must be > 1 or null", value=self.dual_clip, remedy="Vetted: 3.0.")
-        yield from LossConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,23 +97,12 @@ class GSPOConfig(LossConfig):
     """
 
     surrogate: ClassVar[str] = "gspo"
-    clip_low: float = 3e-4
+    clip_low: float = ruled(3e-4, _GSPO_CLIP, remedy=f"Vetted: 3e-4. {_TOKEN_CLIP}")
     """Clip below, of the response's ratio: 1 - clip_low. Vetted: 3e-4."""
-    clip_high: float = 4e-4
+    clip_high: float = ruled(4e-4, _GSPO_CLIP, remedy=f"Vetted: 4e-4. {_TOKEN_CLIP}")
     """Clip above, of the response's ratio: 1 + clip_high. Vetted: 4e-4."""
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
     """How per-token losses are averaged. The objective of the paper is seq_mean_token_mean. Vetted: that."""
-
-    def problems(self) -> Iterator[Problem]:
-        for key, value, vetted in (("clip_low", self.clip_low, "3e-4"), ("clip_high", self.clip_high, "4e-4")):
-            if not 0 < value < MIN_INERT_CLIP:
-                yield Problem(
-                    key=key,
-                    rule=f"must lie in (0, {MIN_INERT_CLIP}): the mean log-ratio of a response never gets that far",
-                    value=value,
-                    remedy=f"Vetted: {vetted}. A clip of the token's ratio is loss=ppo_clip.",
-                )
-        yield from LossConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,27 +113,12 @@ class CISPOConfig(LossConfig):
     """
 
     surrogate: ClassVar[str] = "cispo"
-    low: float = 0.0
+    low: float = ruled(
+        0.0, within(0, 1, because="it bounds the ratio, which is 1 on-policy"), remedy="Vetted: 0, no lower bound."
+    )
     """Lower bound of the ratio; 0 leaves it one-sided. Above 0 it raises the weight of small ratios. Vetted: 0."""
-    high: float = 5.0
+    high: float = ruled(5.0, above(1, because="it bounds the ratio, not its distance from 1"), remedy="Vetted: 5.0.")
     """Upper bound of the ratio. Vetted: 5.0."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not 0 <= self.low <= 1:
-            yield Problem(
-                key="low",
-                rule="must lie in [0, 1]: it bounds the ratio, which is 1 on-policy",
-                value=self.low,
-                remedy="Vetted: 0, no lower bound.",
-            )
-        if not self.high > 1:
-            yield Problem(
-                key="high",
-                rule="must be > 1: it bounds the ratio, not its distance from 1",
-                value=self.high,
-                remedy="Vetted: 5.0.",
-            )
-        yield from LossConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,13 +136,8 @@ class DPPOConfig(LossConfig):
     free to move and holds likely ones. The paper anchors it on pi_rollout: correction=ppo_is or bypass.
     """
 
-    ratio_cap: float = 20.0
+    ratio_cap: float = ruled(20.0, above(1), remedy="Vetted: 20.0.")
     """Upper bound of the detached ratio; a capped token keeps its gradient. Vetted: 20.0."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.ratio_cap > 1:
-            yield Problem(key="ratio_cap", rule="must be > 1", value=self.ratio_cap, remedy="Vetted: 20.0.")
-        yield from LossConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,18 +145,10 @@ class DPPOTVConfig(DPPOConfig):
     """DPPO with the total variation of "this token or any other": |pi_theta - anchor|, probabilities."""
 
     surrogate: ClassVar[str] = "dppo_tv"
-    threshold: float = 0.2
+    threshold: float = ruled(
+        0.2, within(0, 1, "()", because="it is a difference of probabilities"), remedy="Vetted: 0.2."
+    )
     """Largest move of the token's probability, in (0, 1). Vetted: 0.2."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not 0 < self.threshold < 1:
-            yield Problem(
-                key="threshold",
-                rule="must lie in (0, 1): it is a difference of probabilities",
-                value=self.threshold,
-                remedy="Vetted: 0.2.",
-            )
-        yield from DPPOConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -204,18 +156,10 @@ class DPPOKLConfig(DPPOConfig):
     """DPPO with the KL divergence of "this token or any other": KL(anchor || pi_theta) of two Bernoulli laws."""
 
     surrogate: ClassVar[str] = "dppo_kl"
-    threshold: float = 0.05
+    threshold: float = ruled(
+        0.05, within(0, MAX_KL_THRESHOLD, "()", because="it is a divergence in nats"), remedy="Vetted: 0.05."
+    )
     """Largest Bernoulli KL(anchor || pi_theta), nats. Vetted: 0.05."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not 0 < self.threshold < MAX_KL_THRESHOLD:
-            yield Problem(
-                key="threshold",
-                rule=f"must lie in (0, {MAX_KL_THRESHOLD:g}): it is a divergence in nats",
-                value=self.threshold,
-                remedy="Vetted: 0.05.",
-            )
-        yield from DPPOConfig.problems(self)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -223,27 +167,10 @@ class SAPOConfig(LossConfig):
     """A smooth gate in place of the clip: it closes as the ratio leaves 1 (https://arxiv.org/abs/2511.20347)."""
 
     surrogate: ClassVar[str] = "sapo"
-    temperature_positive: float = 1.0
+    temperature_positive: float = ruled(1.0, above(0), remedy="Vetted: 1.0.")
     """tau where A > 0, no unit; larger closes the gate sooner. Vetted: 1.0."""
-    temperature_negative: float = 1.05
+    temperature_negative: float = ruled(1.05, above(0), remedy="Vetted: 1.05.")
     """tau where A <= 0, no unit. The paper takes it above temperature_positive, because pushing one token down
     raises all the others. Vetted: 1.05."""
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
     """How per-token losses are averaged. The objective of the paper is seq_mean_token_mean. Vetted: that."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.temperature_positive > 0:
-            yield Problem(
-                key="temperature_positive",
-                rule="must be > 0",
-                value=self.temperature_positive,
-                remedy="Vetted: 1.0.",
-            )
-        if not self.temperature_negative > 0:
-            yield Problem(
-                key="temperature_negative",
-                rule="must be > 0",
-                value=self.temperature_negative,
-                remedy="Vetted: 1.05.",
-            )
-        yield from LossConfig.problems(self)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from algorithms.config.checked import Checked, Problem
+from algorithms.config.rules import at_least, ruled
 
 
 class KLEstimator(Enum):
@@ -35,16 +36,14 @@ class KLPlacement(Enum):
 class ReferenceKLConfig(Checked):
     """How strongly, and by which estimate, pi_theta is held close to a reference policy."""
 
-    coef: float = 0.0
+    coef: float = ruled(0.0, at_least(0), remedy="Vetted: 0 or 1e-3.")
     """Weight of the KL, reward (or loss) per nat; 0 turns it off. Vetted: 0 (DAPO), 1e-3 (GRPO)."""
     estimator: KLEstimator = KLEstimator.unbiased
     """Which estimate. Vetted: unbiased or k3 in the loss, k1 in the reward."""
     placement: KLPlacement = KLPlacement.loss
     """In the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""
 
-    def problems(self) -> Iterator[Problem]:
-        if not self.coef >= 0:
-            yield Problem(key="coef", rule="must be >= 0", value=self.coef, remedy="Vetted: 0 or 1e-3.")
+    def conflicts(self) -> Iterator[Problem]:
         if self.estimator is KLEstimator.k1 and self.placement is KLPlacement.loss:
             yield Problem(
                 key="estimator",

@@ -8,65 +8,83 @@ compares that (bypass). The function of a criterion is the row of the same name 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
-from algorithms.config.checked import Checked, Problem
+from algorithms.config.checked import Checked
+from algorithms.config.rules import Rule, above, ruled, within
 
-RATIO_CRITERIA = ("token_ratio", "sequence_ratio", "geometric_ratio")
-"""Criteria with [low, high] on a ratio."""
 TOKEN_CRITERIA = ("token_ratio", "token_k2", "token_k3", "prob_diff", "dppo_tv", "dppo_kl")
 """Criteria that judge a token by itself."""
 ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 """Criteria that read the sign of the advantage."""
 
 
+_RATIO = Rule(
+    "must be [low, high] with 0 < low <= 1 <= high",
+    lambda pair: len(pair) == 2 and 0 < pair[0] <= 1 <= pair[1] and pair[0] != pair[1],
+    because="outside these, on-policy tokens are rejected",
+)
+_RATIO_REMEDY = "Bounds are on rho = pi_train / pi_rollout, for example [0.5, 2.0]."
+_PROB_DIFF = Rule(
+    "must be [low, high] with -1 <= low <= 0 <= high <= 1",
+    lambda pair: len(pair) == 2 and -1 <= pair[0] <= 0 <= pair[1] <= 1 and pair[0] != pair[1],
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class RejectConfig(Checked):
     """Which tokens and responses leave the loss. null: not used."""
 
-    token_ratio: list[float] | None = field(default=None, metadata={"indicator": "1[{low:g} <= {rho} <= {high:g}]"})
+    token_ratio: list[float] | None = ruled(
+        None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= {rho} <= {high:g}]"
+    )
     """[low, high] of each token's rho. Vetted: [0.5, 2.0]."""
-    sequence_ratio: list[float] | None = field(
-        default=None, metadata={"indicator": "1[{low:g} <= prod_y({rho}) <= {high:g}]"}
+    sequence_ratio: list[float] | None = ruled(
+        None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= prod_y({rho}) <= {high:g}]"
     )
     """[low, high] of the product of rho over the response; rejects long responses first. Vetted: [0.5, 2.0]."""
-    geometric_ratio: list[float] | None = field(
-        default=None, metadata={"indicator": "1[{low:g} <= geomean_y({rho}) <= {high:g}]"}
+    geometric_ratio: list[float] | None = ruled(
+        None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= geomean_y({rho}) <= {high:g}]"
     )
     """[low, high] of the geometric mean of rho; rejects short responses first. Vetted: [0.999, 1.001]."""
-    token_k2: float | None = field(default=None, metadata={"indicator": "1[K2 <= {bound:g}]"})
+    token_k2: float | None = ruled(None, above(0), indicator="1[K2 <= {bound:g}]")
     """Upper bound of Delta^2 / 2 of a token, nats^2. Vetted: 2.0."""
-    token_k3: float | None = field(default=None, metadata={"indicator": "1[K3 <= {bound:g}]"})
+    token_k3: float | None = ruled(None, above(0), indicator="1[K3 <= {bound:g}]")
     """Upper bound of K3 of a token, nats. Vetted: 0.01."""
-    sum_k2: float | None = field(default=None, metadata={"indicator": "1[sum_y(K2) <= {bound:g}]"})
+    sum_k2: float | None = ruled(None, above(0), indicator="1[sum_y(K2) <= {bound:g}]")
     """Upper bound of the sum of Delta^2 / 2 over the response. Vetted: 3.0."""
-    sum_k3: float | None = field(default=None, metadata={"indicator": "1[sum_y(K3) <= {bound:g}]"})
+    sum_k3: float | None = ruled(None, above(0), indicator="1[sum_y(K3) <= {bound:g}]")
     """Upper bound of the sum of K3 over the response, nats."""
-    mean_k2: float | None = field(default=None, metadata={"indicator": "1[mean_y(K2) <= {bound:g}]"})
+    mean_k2: float | None = ruled(None, above(0), indicator="1[mean_y(K2) <= {bound:g}]")
     """Upper bound of the mean of Delta^2 / 2 over the response. Vetted: 2.0."""
-    mean_k3: float | None = field(default=None, metadata={"indicator": "1[mean_y(K3) <= {bound:g}]"})
+    mean_k3: float | None = ruled(None, above(0), indicator="1[mean_y(K3) <= {bound:g}]")
     """Upper bound of the mean of K3 over the response, nats. Vetted: 0.01."""
-    max_k2: float | None = field(default=None, metadata={"indicator": "1[max_y(K2) <= {bound:g}]"})
+    max_k2: float | None = ruled(None, above(0), indicator="1[max_y(K2) <= {bound:g}]")
     """Upper bound of the largest Delta^2 / 2 of the response."""
-    max_k3: float | None = field(default=None, metadata={"indicator": "1[max_y(K3) <= {bound:g}]"})
+    max_k3: float | None = ruled(None, above(0), indicator="1[max_y(K3) <= {bound:g}]")
     """Upper bound of the largest K3 of the response, nats."""
-    veto: float | None = field(default=None, metadata={"indicator": "1[min_y({rho}) >= {bound:g}]"})
+    veto: float | None = ruled(
+        None, within(0, 1, "()"), remedy="Vetted: 1e-4.", indicator="1[min_y({rho}) >= {bound:g}]"
+    )
     """A response with any token whose rho is below this is rejected whole. Vetted: 1e-4."""
-    prob_diff: list[float] | None = field(
-        default=None, metadata={"indicator": "1[{low:g} <= {train} - mu <= {high:g}]"}
+    prob_diff: list[float] | None = ruled(
+        None, _PROB_DIFF, remedy="Vetted: [-0.2, 0.2].", indicator="1[{low:g} <= {train} - mu <= {high:g}]"
     )
     """[low, high] of pi_train - mu of a token, probabilities. Vetted: [-0.2, 0.2]."""
-    mult_err: float | None = field(
-        default=None, metadata={"indicator": "1[mean_y(max({rho}, 1/({rho}))) <= {bound:g}]"}
+    mult_err: float | None = ruled(
+        None,
+        above(1, because="e^|Delta| never is below"),
+        remedy="Vetted: 1.5.",
+        indicator="1[mean_y(max({rho}, 1/({rho}))) <= {bound:g}]",
     )
     """Upper bound of the mean of e^|Delta| over the response, a ratio >= 1. Vetted: 1.5."""
-    dppo_tv: float | None = field(default=None, metadata={"indicator": "1[sign(A)({train} - mu) <= {bound:g}]"})
+    dppo_tv: float | None = ruled(None, above(0), indicator="1[sign(A)({train} - mu) <= {bound:g}]")
     """A token whose pi_train - mu exceeds this in the direction in which its advantage pushes. Vetted: 0.2."""
-    dppo_kl: float | None = field(
-        default=None, metadata={"indicator": "1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]"}
+    dppo_kl: float | None = ruled(
+        None, above(0), indicator="1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]"
     )
     """As dppo_tv with the Bernoulli KL(mu || pi_train) of the token, nats. Vetted: 0.05."""
-    opsm: float | None = field(default=None, metadata={"indicator": "1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]"})
+    opsm: float | None = ruled(None, above(0), indicator="1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]")
     """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 0.5 (TRL, against mu as here)."""
 
     def active(self) -> list[str]:
@@ -76,26 +94,6 @@ class RejectConfig(Checked):
     def reads_advantages(self) -> bool:
         """Whether a criterion in use depends on the sign of the advantage."""
         return any(name in ADVANTAGE_CRITERIA for name in self.active())
-
-    def problems(self) -> Iterator[Problem]:
-        for name in self.active():
-            value = getattr(self, name)
-            if name in RATIO_CRITERIA:
-                yield from _ratio_problems(name, value)
-            elif name == "prob_diff":
-                yield from _prob_diff_problems(value)
-            elif name == "veto":
-                if not 0 < value < 1:
-                    yield Problem(
-                        key=name, rule="must be null (off) or lie in (0, 1)", value=value, remedy="Vetted: 1e-4."
-                    )
-            elif name == "mult_err":
-                if not value > 1:
-                    yield Problem(
-                        key=name, rule="must be > 1: e^|Delta| never is below", value=value, remedy="Vetted: 1.5."
-                    )
-            elif not value > 0:
-                yield Problem(key=name, rule="must be > 0, or null for off", value=value)
 
     def notes(self) -> Iterator[str]:
         """Bounds of one level that were probably meant for another."""
@@ -108,31 +106,3 @@ class RejectConfig(Checked):
                 f"reject.opsm={self.opsm:g} is below the noise of a healthy mismatch and rejects at random: it "
                 "measures mu against pi_train here, not drift since pi_old, for which miles uses 1e-4"
             )
-
-
-def _no_pair(name: str, value: list[float]) -> Problem:
-    return Problem(key=name, rule="must be [low, high]", value=value, remedy="Two numbers, for example [0.5, 2.0].")
-
-
-def _ratio_problems(name: str, value: list[float]) -> Iterator[Problem]:
-    if len(value) != 2:
-        yield _no_pair(name, value)
-    elif not 0 < value[0] <= 1 <= value[1] or value[0] == value[1]:
-        yield Problem(
-            key=name,
-            rule="must be [low, high] with 0 < low <= 1 <= high, or on-policy tokens are rejected",
-            value=value,
-            remedy="Bounds are on rho = pi_train / pi_rollout.",
-        )
-
-
-def _prob_diff_problems(value: list[float]) -> Iterator[Problem]:
-    if len(value) != 2:
-        yield _no_pair("prob_diff", value)
-    elif not -1 <= value[0] <= 0 <= value[1] <= 1 or value[0] == value[1]:
-        yield Problem(
-            key="prob_diff",
-            rule="must be [low, high] with -1 <= low <= 0 <= high <= 1",
-            value=value,
-            remedy="Vetted: [-0.2, 0.2].",
-        )

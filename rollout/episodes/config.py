@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
 from rollout.processes.custom_code import custom_problem, is_custom
@@ -17,25 +18,20 @@ class EpisodeConfig(Checked):
 
     function: str | None = None
     """calculator, or a rollout function of yours as path/to/file.py:name; null for responses of one turn."""
-    num_workers: int = 1
+    num_workers: int = ruled(1, at_least(1))
     """Processes that run rollout functions; each runs many episodes at a time and can be killed."""
-    timeout_s: float = 30.0
+    timeout_s: float = ruled(30.0, above(0))
     """Deadline in seconds between two turns; an episode that takes longer is dropped and its worker replaced."""
-    memory_gib: float = 16.0
+    memory_gib: float = ruled(16.0, above(0))
     """Address space of such a process."""
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := _function_problem(self.function)):
             yield Problem(key="function", rule=rule, value=self.function)
-        if self.num_workers < 1:
-            yield Problem(key="num_workers", rule="must be >= 1", value=self.num_workers)
-        for key in ("timeout_s", "memory_gib"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
 
 
 def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:

@@ -203,10 +203,10 @@ REFUSED = [
     ({"sequence_ratio": [1.1, 2.0]}, "sequence_ratio must be .* on-policy tokens are rejected"),
     ({"prob_diff": [0.1, 0.2]}, "prob_diff must be"),
     ({"prob_diff": [-0.1]}, r"prob_diff must be \[low, high\]"),
-    ({"veto": 0.0}, "veto must be null"),
-    ({"veto": 1.0}, "veto must be null"),
+    ({"veto": 0.0}, r"veto must lie in \(0, 1\) or be null"),
+    ({"veto": 1.0}, r"veto must lie in \(0, 1\) or be null"),
     ({"mult_err": 1.0}, "mult_err must be > 1"),
-    ({"token_k3": 0.0}, "token_k3 must be > 0, or null for off"),
+    ({"token_k3": 0.0}, "token_k3 must be > 0 or null"),
     ({"opsm": -1.0}, "opsm must be > 0"),
 ]
 

@@ -434,7 +434,7 @@ def test_contradictions_are_refused(model_path: Path, message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (CriticConfig, {"value_clip": 0.0}, "value_clip must be > 0, or null"),
+        (CriticConfig, {"value_clip": 0.0}, "value_clip must be > 0 or null"),
         (CriticConfig, {"warmup_rollout_steps": -1}, "warmup_rollout_steps must be >= 0"),
         (CriticConfig, {"revision": "main"}, "revision has no effect without path"),
         (CriticConfig, {"aggregation": Aggregation.fixed_length}, "aggregation must not be fixed_length"),

@@ -206,7 +206,6 @@ def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
     config = object.__new__(TrainConfig)
     for name, part in parts.items():
         setattr(config, name, part)
-        problems += _new([problem.under(name) for problem in part.problems()], known=problems)
     problems += _new([*config.problems(), *_table_problems(config)], known=problems)
     return (None, problems) if problems else (config, [])
 

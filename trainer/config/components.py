@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from algorithms.config import Aggregation, Checked, Problem
+from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.config import DType
 
 
@@ -35,18 +36,12 @@ class RunConfig(Checked):
     """Name of the recipe; set by the command line."""
     dir: str = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
     """Directory of everything the run writes; must be absent or empty."""
-    seed: int = 0
+    seed: int = ruled(0, Rule("must lie in [0, 2**31)", lambda seed: 0 <= seed < 2**31))
     """Decides prompt order, sampling seeds and initialisation."""
-    num_steps: int = 40
+    num_steps: int = ruled(40, at_least(1))
     """Rollout steps: one collection of prompts, one or more optimizer steps."""
     resume: Resume = Resume.never
     """Whether to go on with the run in run.dir."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.num_steps < 1:
-            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
-        if not 0 <= self.seed < 2**31:
-            yield Problem(key="seed", rule="must lie in [0, 2**31)", value=self.seed)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,7 +61,7 @@ class HFModelConfig(ModelConfig):
     """A Hugging Face causal language model; safetensors only, no remote code."""
 
     kind: ClassVar[str] = "hf"
-    path: str = ""
+    path: str = ruled("", given(), remedy="A local directory or a hub name.")
     """Local directory or hub name."""
     revision: str | None = None
     """Git revision of a hub model; pin it."""
@@ -74,10 +69,6 @@ class HFModelConfig(ModelConfig):
     @property
     def description(self) -> str:
         return self.path if Path(self.path).is_dir() else f"{self.path} at revision {self.revision or 'main'}"
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.path:
-            yield Problem(key="path", rule="must be set", value=self.path, remedy="A local directory or a hub name.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,15 +88,15 @@ class ArithmeticModelConfig(ModelConfig):
     trainer/run/base_model.py."""
 
     kind: ClassVar[str] = "arithmetic"
-    hidden_size: int = 64
+    hidden_size: int = ruled(64, Rule("must be a positive multiple of 32", lambda size: size >= 32 and size % 32 == 0))
     """Width of the residual stream; a multiple of 32 (the head size)."""
-    num_layers: int = 3
+    num_layers: int = ruled(3, at_least(1))
     """Transformer blocks."""
-    wrong_fraction: float = 0.6
+    wrong_fraction: float = ruled(0.6, within(0, 1, "[)"))
     """Share of demonstrations whose author forgets to carry."""
     calculator: bool = False
     """Whether the other authors ask a calculator for the sum instead of carrying; for episode.function=calculator."""
-    num_steps: int = 1200
+    num_steps: int = ruled(1200, at_least(1))
     """Supervised optimizer steps."""
     seed: int = 0
     """Decides initialisation and demonstrations."""
@@ -115,28 +106,18 @@ class ArithmeticModelConfig(ModelConfig):
         sizes = f"Qwen2, width {self.hidden_size}, {self.num_layers} layers"
         return f"arithmetic ({sizes}; trained on the spot, cached)"
 
-    def problems(self) -> Iterator[Problem]:
-        if self.hidden_size < 32 or self.hidden_size % 32:
-            yield Problem(key="hidden_size", rule="must be a positive multiple of 32", value=self.hidden_size)
-        if self.num_layers < 1:
-            yield Problem(key="num_layers", rule="must be >= 1", value=self.num_layers)
-        if self.num_steps < 1:
-            yield Problem(key="num_steps", rule="must be >= 1", value=self.num_steps)
-        if not 0 <= self.wrong_fraction < 1:
-            yield Problem(key="wrong_fraction", rule="must lie in [0, 1)", value=self.wrong_fraction)
-
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig(Checked):
     """How many samples make a step, and how they are cut for the optimizer and for memory."""
 
-    prompts_per_step: int = 16
+    prompts_per_step: int = ruled(16, at_least(1))
     """Groups trained on per rollout step."""
-    group_size: int = 8
+    group_size: int = ruled(8, at_least(1))
     """Samples per prompt."""
     mini_batch_prompts: int | None = None
     """Groups per optimizer step; null means all of them (one optimizer step per rollout)."""
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: int = ruled(8192, at_least(1))
     """Hard cap on the packed tokens of one forward on one rank; a longer sample is an error."""
 
     @property
@@ -147,10 +128,7 @@ class BatchConfig(Checked):
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
 
-    def problems(self) -> Iterator[Problem]:
-        for key in ("prompts_per_step", "group_size", "max_tokens_per_microbatch"):
-            if getattr(self, key) < 1:
-                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
+    def conflicts(self) -> Iterator[Problem]:
         if self.mini_batch_prompts is not None and (
             self.mini_batch_prompts < 1 or self.prompts_per_step % self.mini_batch_prompts
         ):
@@ -174,33 +152,22 @@ class Schedule(Enum):
 class OptimConfig(Checked):
     """AdamW and its schedule. Units are in the names: a rollout step may hold several optimizer steps."""
 
-    lr: float = 1e-6
+    lr: float = ruled(1e-6, above(0))
     """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
-    warmup_rollout_steps: int = 0
+    warmup_rollout_steps: int = ruled(0, at_least(0))
     """Rollout steps of linear warm-up from lr / warmup_rollout_steps."""
     schedule: Schedule = Schedule.constant
     """From the end of warm-up to run.num_steps. Vetted: constant."""
-    weight_decay: float = 0.01
+    weight_decay: float = ruled(0.01, at_least(0))
     """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
-    beta1: float = 0.9
+    beta1: float = ruled(0.9, within(0, 1, "[)"))
     """First-moment decay."""
-    beta2: float = 0.999
+    beta2: float = ruled(0.999, within(0, 1, "[)"))
     """Second-moment decay."""
-    epsilon: float = 1e-8
+    epsilon: float = ruled(1e-8, above(0))
     """Added to the root of the second moment."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = ruled(1.0, above(0))
     """Global L2 norm above which gradients are scaled down. Vetted: 1.0."""
-
-    def problems(self) -> Iterator[Problem]:
-        for key in ("lr", "epsilon", "max_grad_norm"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0", value=getattr(self, key))
-        for key in ("beta1", "beta2"):
-            if not 0 <= getattr(self, key) < 1:
-                yield Problem(key=key, rule="must lie in [0, 1)", value=getattr(self, key))
-        for key in ("weight_decay", "warmup_rollout_steps"):
-            if getattr(self, key) < 0:
-                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
 
 
 class Offload(Enum):
@@ -217,7 +184,7 @@ class Offload(Enum):
 class CriticOptimConfig(OptimConfig):
     """AdamW of the critic and its schedule, independent of those of the policy."""
 
-    lr: float = 1e-5
+    lr: float = ruled(1e-5, above(0))
     """Peak learning rate. Vetted: 1e-5 (verl and the GSM8K run of TIS), 9e-6 (OpenRLHF)."""
 
 
@@ -232,12 +199,20 @@ class CriticConfig(Checked):
     """Git revision of a hub model; pin it."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
     """Optimizer of the critic."""
-    warmup_rollout_steps: int = 0
+    warmup_rollout_steps: int = ruled(0, at_least(0))
     """First rollout steps in which only the critic learns and the policy stays as it is. Vetted: 0 (verl)."""
-    value_clip: float | None = 0.5
+    value_clip: float | None = ruled(0.5, above(0), remedy="Vetted: 0.5.")
     """How far a value may move from the one before the step until its loss stops falling, in units of reward; null
     for the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2 (SkyRL)."""
-    aggregation: Aggregation = Aggregation.token_mean
+    aggregation: Aggregation = ruled(
+        Aggregation.token_mean,
+        Rule(
+            "must not be fixed_length",
+            lambda aggregation: aggregation is not Aggregation.fixed_length,
+            because="a fixed length keeps the advantages of long responses from being shrunk, and values have none",
+        ),
+        remedy="Vetted: token_mean.",
+    )
     """What divides the loss of the values. Vetted: token_mean (verl)."""
 
     def changed(self) -> dict[str, object]:
@@ -249,8 +224,7 @@ class CriticConfig(Checked):
         own = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "optim"}
         return own | {f"optim.{spec.name}": getattr(self.optim, spec.name) for spec in fields(self.optim)}
 
-    def problems(self) -> Iterator[Problem]:
-        yield from (problem.under("optim") for problem in self.optim.problems())
+    def conflicts(self) -> Iterator[Problem]:
         if self.revision is not None and self.path is None:
             yield Problem(
                 key="revision",
@@ -258,70 +232,36 @@ class CriticConfig(Checked):
                 value=self.revision,
                 remedy="Set path, or use model.revision.",
             )
-        if self.warmup_rollout_steps < 0:
-            yield Problem(key="warmup_rollout_steps", rule="must be >= 0", value=self.warmup_rollout_steps)
-        if self.value_clip is not None and not self.value_clip > 0:
-            yield Problem(
-                key="value_clip", rule="must be > 0, or null for off", value=self.value_clip, remedy="Vetted: 0.5."
-            )
-        if self.aggregation is Aggregation.fixed_length:
-            yield Problem(
-                key="aggregation",
-                rule="must not be fixed_length: a fixed length keeps the advantages of long responses from being "
-                "shrunk, and values have none",
-                value=self.aggregation,
-                remedy="Vetted: token_mean.",
-            )
 
 
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig(Checked):
     """The FSDP2 training workers."""
 
-    num_workers: int = 2
+    num_workers: int = ruled(2, at_least(1))
     """Data-parallel FSDP2 ranks, one Ray actor each."""
     dtype: DType = DType.float32
     """Type of forward and backward; master weights, gradients and optimizer are float32. float16 scales the loss."""
-    logprob_chunk_tokens: int = 512
+    logprob_chunk_tokens: int = ruled(512, at_least(1))
     """Tokens whose full-vocabulary logits exist at one time."""
     fp32_head: bool = False
     """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
-    activation_checkpoint_every: int = 0
+    activation_checkpoint_every: int = ruled(0, at_least(0), remedy="0: none, 1: every layer, k: every k-th layer.")
     """Every this many-th decoder layer keeps only its input and is computed again for its backward; 1: all, 0: none."""
     offload: Offload = Offload.none
     """What lies on the host; slower, the same numbers."""
-    cpus_per_worker: float = 0.5
+    cpus_per_worker: float = ruled(0.5, at_least(0))
     """Ray CPUs (logical cores) reserved for a worker."""
-    gpus_per_worker: float = 0.0
+    gpus_per_worker: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
-    threads_per_worker: int | None = None
+    threads_per_worker: int | None = ruled(None, at_least(1))
     """Torch threads of a worker on a CPU; null divides the cores among the workers."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = ruled(300.0, above(0, "seconds"))
     """Deadline in seconds for loading the model and joining the process group."""
-    step_timeout_s: float = 1800.0
+    step_timeout_s: float = ruled(1800.0, above(0, "seconds"))
     """Deadline in seconds of one training call, collectives included."""
-    sync_bucket_mib: int = 256
+    sync_bucket_mib: int = ruled(256, at_least(1))
     """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.activation_checkpoint_every < 0:
-            yield Problem(
-                key="activation_checkpoint_every",
-                rule="must be >= 0",
-                value=self.activation_checkpoint_every,
-                remedy="0: none, 1: every layer, k: every k-th layer.",
-            )
-        for key in ("num_workers", "logprob_chunk_tokens", "sync_bucket_mib"):
-            if getattr(self, key) < 1:
-                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
-        if self.threads_per_worker is not None and self.threads_per_worker < 1:
-            yield Problem(key="threads_per_worker", rule="must be >= 1 or null", value=self.threads_per_worker)
-        for key in ("cpus_per_worker", "gpus_per_worker"):
-            if getattr(self, key) < 0:
-                yield Problem(key=key, rule="must be >= 0", value=getattr(self, key))
-        for key in ("start_timeout_s", "step_timeout_s"):
-            if not getattr(self, key) > 0:
-                yield Problem(key=key, rule="must be > 0 seconds", value=getattr(self, key))
 
 
 class Residency(Enum):
@@ -339,11 +279,7 @@ class ClusterConfig(Checked):
 
     address: str | None = None
     """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
-    placement_timeout_s: float = 60.0
+    placement_timeout_s: float = ruled(60.0, above(0, "seconds"))
     """Deadline in seconds for the resources of all workers to be granted together."""
     residency: Residency = Residency.auto
     """Whether policy and engines take turns on GPUs that they share; sleeping and waking cost time in every step."""
-
-    def problems(self) -> Iterator[Problem]:
-        if not self.placement_timeout_s > 0:
-            yield Problem(key="placement_timeout_s", rule="must be > 0 seconds", value=self.placement_timeout_s)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import above, at_least, one_of, ruled
 from rollout.task_config import is_source
 
 CHECKPOINTS = "checkpoints"
@@ -29,30 +30,20 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 class EvalConfig(Checked):
     """Evaluation, greedy and sampled, in training and by `parity eval`. A run evaluates at its first and last step."""
 
-    every: int = 0
+    every: int = ruled(0, at_least(0))
     """Also evaluate after every this many rollout steps; 0 for the first and last only."""
-    max_prompts: int = 200
+    max_prompts: int = ruled(200, at_least(1))
     """Prompts used of every set, from its beginning."""
-    samples: int = 1
+    samples: int = ruled(1, at_least(1))
     """Sampled responses per prompt, beside the greedy one: k of avg@k, pass@k and maj@k. Vetted: 32 for AIME."""
-    temperature: float | None = None
+    temperature: float | None = ruled(None, above(0), remedy="One greedy response per prompt is always there.")
     """Of the sampled responses; null for sampling.temperature."""
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = ruled(None, at_least(1))
     """Upper bound on response tokens; null for sampling.max_new_tokens."""
     sets: dict[str, str] = field(default_factory=dict)
     """More sets beside the held-out one: name -> file or repo[:config]@split, read like data.eval_path."""
 
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 0:
-            yield Problem(key="every", rule="must be >= 0", value=self.every)
-        for key in ("max_prompts", "samples"):
-            if getattr(self, key) < 1:
-                yield Problem(key=key, rule="must be >= 1", value=getattr(self, key))
-        if self.temperature is not None and not self.temperature > 0:
-            remedy = "One greedy response per prompt is always there."
-            yield Problem(key="temperature", rule="must be > 0 or null", value=self.temperature, remedy=remedy)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            yield Problem(key="max_new_tokens", rule="must be >= 1 or null", value=self.max_new_tokens)
+    def conflicts(self) -> Iterator[Problem]:
         for name, path in self.sets.items():
             if name == HELDOUT or not _SET_NAME.fullmatch(name):
                 rule = f"must be named by letters, digits, _ and -, and not {HELDOUT}, the set of data.eval_path"
@@ -69,28 +60,21 @@ BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")
 class CheckpointConfig(Checked):
     """Checkpoints of weights, optimizer and place in the data, in run.dir/checkpoints."""
 
-    every: int = 0
+    every: int = ruled(0, at_least(0), remedy="0 never saves.")
     """Save after every this many rollout steps, and after the last; 0 never saves."""
-    keep: int = 2
+    keep: int = ruled(2, at_least(1), remedy="Vetted: 2.")
     """Newest checkpoints that stay on the disk; the one before helps if the last is damaged."""
-    best_metric: str | None = None
+    best_metric: str | None = ruled(
+        None,
+        one_of(BEST_METRICS, what="a metric of the saved weights:"),
+        remedy="All others describe the weights before the step.",
+    )
     """Also keep the checkpoint with the highest eval/accuracy or eval/accuracy_sampled; null keeps the newest only."""
     asynchronous: bool = False
     """Copy to host memory while the step waits and write in the background; otherwise the step waits for the disk."""
 
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 0:
-            yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never saves.")
-        if self.keep < 1:
-            yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="Vetted: 2.")
-        if self.best_metric is not None and self.best_metric not in BEST_METRICS:
-            yield Problem(
-                key="best_metric",
-                rule=f"must be null or a metric of the saved weights: {' or '.join(BEST_METRICS)}",
-                value=self.best_metric,
-                remedy="All others describe the weights before the step.",
-            )
-        elif self.best_metric is not None and self.every == 0:
+    def conflicts(self) -> Iterator[Problem]:
+        if self.best_metric is not None and self.every == 0:
             rule = "has no effect: nothing is saved"
             yield Problem(key="best_metric", rule=rule, value=self.best_metric, remedy="Set checkpoint.every.")
 
@@ -99,20 +83,14 @@ class CheckpointConfig(Checked):
 class DumpConfig(Checked):
     """Whole batches with what both engines said about them, in run.dir/dumps: what `parity replay` reads."""
 
-    every: int = 0
+    every: int = ruled(0, at_least(0), remedy="0 never writes one.")
     """Write down the batch of every this many rollout steps; 0 never does."""
-    keep: int = 4
+    keep: int = ruled(4, at_least(1), remedy="dump.every=0 writes none.")
     """Newest dumps that stay on the disk; 21 to 41 bytes per response token each, 5 per prompt token."""
 
     def is_due(self, step: int) -> bool:
         """Whether rollout step `step` (1-based) is written down."""
         return self.every > 0 and step % self.every == 0
-
-    def problems(self) -> Iterator[Problem]:
-        if self.every < 0:
-            yield Problem(key="every", rule="must be >= 0", value=self.every, remedy="0 never writes one.")
-        if self.keep < 1:
-            yield Problem(key="keep", rule="must be >= 1", value=self.keep, remedy="dump.every=0 writes none.")
 
 
 class WandbMode(Enum):
@@ -136,22 +114,14 @@ class TrackingConfig(Checked):
     """W&B project."""
     entity: str | None = None
     """W&B user or team; null for the default."""
-    wandb_timeout_s: float = 20.0
+    wandb_timeout_s: float = ruled(20.0, above(0, "seconds"))
     """Deadline in seconds for reaching W&B before the run goes on offline."""
-    samples_per_step: int = 8
+    samples_per_step: int = ruled(8, at_least(0))
     """Samples written to samples.jsonl per step."""
-    token_samples_per_step: int = 4
+    token_samples_per_step: int = ruled(4, at_least(0))
     """Of them, samples with the Delta of each token: half the worst by K3. At most 8 KB each, the 256 tokens around the
     worst one."""
     wandb_samples: bool = True
     """Whether these samples also go to W&B, as a table that grows."""
     tensorboard: bool = False
     """Also write the numbers to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""
-
-    def problems(self) -> Iterator[Problem]:
-        if self.samples_per_step < 0:
-            yield Problem(key="samples_per_step", rule="must be >= 0", value=self.samples_per_step)
-        if self.token_samples_per_step < 0:
-            yield Problem(key="token_samples_per_step", rule="must be >= 0", value=self.token_samples_per_step)
-        if not self.wandb_timeout_s > 0:
-            yield Problem(key="wandb_timeout_s", rule="must be > 0 seconds", value=self.wandb_timeout_s)

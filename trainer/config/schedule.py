@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import at_least, ruled
 from rollout.config import CollectOrder, PauseMode, SGLangConfig
 from trainer.config.components import Residency
 
@@ -67,7 +68,9 @@ class BoundedScheduleConfig(ScheduleConfig):
     """The engines never wait for the trainer until they are `max_staleness` steps ahead; weights change in flight."""
 
     kind: ClassVar[str] = "bounded"
-    max_staleness: int = 1
+    max_staleness: int = ruled(
+        1, at_least(1, "rollout step"), remedy="Use schedule=sync for tokens of the newest weights alone."
+    )
     """Rollout steps that the weights which sampled a token may be behind those that train on it. Vetted: 1 to 4."""
 
     @property
@@ -77,15 +80,6 @@ class BoundedScheduleConfig(ScheduleConfig):
     @property
     def updates_in_flight(self) -> bool:
         return True
-
-    def problems(self) -> Iterator[Problem]:
-        if self.max_staleness < 1:
-            yield Problem(
-                key="max_staleness",
-                rule="must be >= 1 rollout step",
-                value=self.max_staleness,
-                remedy="Use schedule=sync for tokens of the newest weights alone.",
-            )
 
 
 class Schedule:

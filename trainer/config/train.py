@@ -178,7 +178,7 @@ class TrainConfig(Checked):
         """
         return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
         for key in unchosen:
             yield Problem(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import above, at_least, ruled, within
 from rollout.config import DType
 from rollout.quantization_config import Quantization
 
@@ -32,20 +33,20 @@ class StudyConfig(Checked):
     """Of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty for that of the recipe and int8."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Values of run.seed."""
-    parallel: int = 1
+    parallel: int = ruled(1, at_least(1))
     """Runs at a time, each in a process, with a Ray of its own."""
     dir: str | None = None
     """Directory of the study; an earlier study in it is gone on with. null: outputs/studies/<recipe>/<time>."""
-    target: float | None = None
+    target: float | None = ruled(None, within(0, 1, "(]"))
     """Held-out accuracy whose first step is reported; null: 90 % of the way from the untouched policy to the best."""
-    collapse_drop: float = 0.1
+    collapse_drop: float = ruled(0.1, within(0, 1, "()"))
     """A run collapsed if its last held-out accuracy is more than this below its best."""
-    cell_timeout_s: float | None = None
+    cell_timeout_s: float | None = ruled(None, above(0, "seconds"))
     """Seconds after which a run is ended and counts as failed; null: the deadlines inside the run suffice."""
-    stop_timeout_s: float = 300.0
+    stop_timeout_s: float = ruled(300.0, above(0, "seconds"))
     """Seconds that the runs have to finish and save their step when the study is to end; then they are killed."""
 
-    def problems(self) -> Iterator[Problem]:
+    def conflicts(self) -> Iterator[Problem]:
         for key in ("modes", "seeds"):
             if not getattr(self, key):
                 yield Problem(key=key, rule="must name at least one", value=getattr(self, key))
@@ -59,16 +60,6 @@ class StudyConfig(Checked):
         for precision in self.precisions:
             if precision not in PRECISIONS:
                 yield Problem(key="precisions", rule=f"must be of {', '.join(PRECISIONS)}", value=precision)
-        if self.parallel < 1:
-            yield Problem(key="parallel", rule="must be >= 1", value=self.parallel)
-        if self.target is not None and not 0 < self.target <= 1:
-            yield Problem(key="target", rule="must lie in (0, 1], or be null", value=self.target)
-        if not 0 < self.collapse_drop < 1:
-            yield Problem(key="collapse_drop", rule="must lie in (0, 1)", value=self.collapse_drop)
-        if self.cell_timeout_s is not None and not self.cell_timeout_s > 0:
-            yield Problem(key="cell_timeout_s", rule="must be > 0 seconds, or null", value=self.cell_timeout_s)
-        if not self.stop_timeout_s > 0:
-            yield Problem(key="stop_timeout_s", rule="must be > 0 seconds", value=self.stop_timeout_s)
 
 
 def precision_words(precision: str) -> tuple[str, ...]:

@@ -1,0 +1,152 @@
+"""Rules of config values, declared beside the field: `lr: float = ruled(1e-6, above(0))`.
+
+The rule lies in the metadata of the dataclass field, so the field keeps its plain type and default. `Checked` reports
+every broken rule, and `describe` reads default, rule and meaning of every key for a reference. A rule between several
+fields is a function: `Checked.conflicts`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_DECLARED = "parity_rule"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A condition on one value, in words and as a predicate."""
+
+    text: str
+    """The condition after the name of the key: "must be > 0"."""
+    holds: Callable[[Any], bool]
+    """False for a value that breaks the rule. NaN compares as False, so it breaks every rule about order."""
+    because: str = ""
+    """Reason for the condition, if the words do not say it."""
+
+    def __str__(self) -> str:
+        return f"{self.text}: {self.because}" if self.because else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredRule:
+    """The rule of one field of a config class."""
+
+    name: str
+    """Name of the field."""
+    rule: Rule
+    """The rule; where the field accepts null, the rule does too, and says so."""
+    remedy: str
+    """The way out, for example "Vetted: 1e-6."; empty if the rule says enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One key of a configuration, as a reference shows it."""
+
+    key: str
+    """Dotted path below the described config."""
+    default: object
+    """Value of the key when nobody sets it."""
+    rule: str
+    """Text of the declared rule; empty if the type says everything."""
+    meaning: str
+    """Docstring of the field, units included."""
+
+
+def ruled(default: T, rule: Rule, *, remedy: str = "", **metadata: str) -> T:
+    """Declare a field of a config dataclass with its default, its rule and the way out of a broken rule.
+
+    `metadata` is further text about the field, for whoever reads it by its name.
+    """
+    return field(default=default, metadata={_DECLARED: (rule, remedy), **metadata})
+
+
+def above(bound: float, unit: str = "", *, because: str = "") -> Rule:
+    """Require a value > `bound`."""
+    return Rule(f"must be > {bound:g} {unit}".rstrip(), lambda value: value > bound, because)
+
+
+def at_least(bound: float, unit: str = "", *, because: str = "") -> Rule:
+    """Require a value >= `bound`."""
+    return Rule(f"must be >= {bound:g} {unit}".rstrip(), lambda value: value >= bound, because)
+
+
+def within(low: float, high: float, ends: str = "[]", *, because: str = "") -> Rule:
+    """Require a value between `low` and `high`; a round bracket in `ends` excludes that end."""
+
+    def holds(value: float) -> bool:
+        above_low = low < value if ends[0] == "(" else low <= value
+        return above_low and (value < high if ends[1] == ")" else value <= high)
+
+    return Rule(f"must lie in {ends[0]}{low}, {high}{ends[1]}", holds, because)
+
+
+def one_of(values: Collection[object], *, what: str = "one of") -> Rule:
+    """Require one of `values`; `what` introduces their list."""
+    return Rule(f"must be {what} {' or '.join(map(str, values))}", lambda value: value in values)
+
+
+def given() -> Rule:
+    """Require a text that is not empty."""
+    return Rule("must be set", bool)
+
+
+def declared_rules(kind: type) -> tuple[DeclaredRule, ...]:
+    """Rules that are declared beside the fields of `kind`, those of its bases included, in the order of the fields."""
+    found = []
+    for spec in _fields(kind):
+        if _DECLARED in spec.metadata:
+            rule, remedy = spec.metadata[_DECLARED]
+            # An annotation is text here; a type that accepts null names None.
+            if "None" in str(spec.type):
+                rule = _or_null(rule)
+            found.append(DeclaredRule(spec.name, rule, remedy))
+    return tuple(found)
+
+
+def describe(config: object, *, prefix: str = "") -> Iterator[Description]:
+    """Yield every key of a config class, or of an instance whose values count as the defaults, with nested configs."""
+    kind = config if isinstance(config, type) else type(config)
+    rules = {declared.name: str(declared.rule) for declared in declared_rules(kind)}
+    meanings = _docstrings(kind)
+    for spec in _fields(kind):
+        key = f"{prefix}{spec.name}"
+        if not isinstance(config, type):
+            default = getattr(config, spec.name)
+        else:
+            default = spec.default if spec.default_factory is MISSING else spec.default_factory()
+        if is_dataclass(default):
+            yield from describe(default, prefix=f"{key}.")
+        else:
+            yield Description(key, default, rules.get(spec.name, ""), meanings.get(spec.name, ""))
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Name of a field -> the string below it in the source of `kind` or of the base that declares it."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
+        [node] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(node, ast.ClassDef)
+        for statement, below in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_text:
+                found[statement.target.id] = " ".join(str(below.value.value).split())  # type: ignore[attr-defined]
+    return found
+
+
+def _fields(kind: type) -> tuple[Field[Any], ...]:
+    return fields(kind) if is_dataclass(kind) else ()
+
+
+def _or_null(rule: Rule) -> Rule:
+    """The same rule of a field that accepts null."""
+    null = "null" if rule.text.startswith("must be ") else "be null"
+    return replace(rule, text=f"{rule.text} or {null}", holds=lambda value: value is None or rule.holds(value))
