@@ -115,9 +115,8 @@ def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> Non
         (["--cfg", "jobb"], "invalid choice: 'jobb'"),
         (["--resolve"], "--resolve has no effect without --cfg"),
         (["--use-tis"], "flag is not known, got '--use-tis'. Here it is correction=tis."),
-        (["--config-name", "x"], "--config-name has no effect: the recipe is the config, got 'x'."),
-        (["--config-path", "x"], "--config-path has no effect"),
-        (["--experimental-rerun", "x.pickle"], "--experimental-rerun is refused: it unpickles a file"),
+        (["--config-name", "x"], "flag is not known, got '--config-name'."),
+        (["--experimental-rerun", "x.pickle"], "flag is not known, got '--experimental-rerun'."),
     ],
 )
 def test_flags_that_cannot_be_used(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +189,7 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     assert "min(pi_old/mu, 9)" in by_dir.out
     by_path = parity("train", "own/mine.yaml", "--cfg", "job", "-p", "correction", cwd=tmp_path)
     assert by_path.code == 0, by_path.err
-    assert "cap: 9.0\n" in by_path.out
+    assert "cap: 9\n" in by_path.out
     group_only = parity("train", "arithmetic_grpo", "correction=wide", "-cd", "own", "--dry-run", cwd=tmp_path)
     assert group_only.code == 0, group_only.err
     assert "min(pi_old/mu, 9)" in group_only.out
@@ -246,10 +245,10 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
     ]
     assert completions("parity train arithmetic_grpo --dry", tmp_path) == ["--dry-run"]
     assert completions("parity eval arithmetic_d", tmp_path) == ["arithmetic_dapo"]
-    assert completions("parity eval arithmetic_grpo che", tmp_path)[:2] == ["checkpoint=", "checkpoint."]
     assert completions("parity eval arithmetic_grpo checkpoint=none correction=t", tmp_path) == ["correction=tis"]
-    assert completions("parity study arithmetic_grpo study.seeds=[0] correction=t", tmp_path) == ["correction=tis"]
-    assert completions("parity study arithmetic_grpo study.se", tmp_path) == ["study.seeds="]
+    assert completions("parity study arithmetic_grpo study.seeds=[0] rollout.num_e", tmp_path) == [
+        "rollout.num_engines="
+    ]
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

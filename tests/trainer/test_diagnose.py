@@ -1,20 +1,12 @@
-"""Errors of recipe files, and that the diagnosis of an error merges exactly what Hydra merges."""
+"""Errors of recipe files."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from hydra import compose
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
-from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.compose.diagnose import diagnose
-from trainer.compose.overrides import recipe_override
-from trainer.compose.session import hydra_session
-from trainer.config.train import GROUPS
 
 START = "defaults: [/train, override /model: arithmetic, override /data: arithmetic, _self_]\n"
 
@@ -67,29 +59,3 @@ def test_a_recipe_file_that_cannot_be_used(tmp_path: Path, text: str, expected: 
     assert len(found) == 1, found
     assert expected in found[0]
     assert str(path) in found[0]
-
-
-AGREEMENTS = [
-    ("arithmetic_grpo", []),
-    ("arithmetic_grpo", ["correction=mis", "correction.high=3", "rollout=torch", "run.num_steps=7", "~collect"]),
-    ("arithmetic_dapo", ["+rollout.engine_args.a={b: 1}", "reward={correct: 2, incorrect: -2}"]),
-    ("gsm8k_grpo_qwen2.5_0.5b", ["data.train_path='a b'", "policy.dtype=float32", "++optim.lr=0.1"]),
-]
-
-
-@pytest.mark.parametrize(("name", "words"), AGREEMENTS)
-def test_the_diagnosis_merges_what_hydra_merges(name: str, words: list[str]) -> None:
-    path = find_recipe(name, own_dir=None)
-    assert isinstance(path, Path)
-    whole = [*words, recipe_override(name)]
-    with hydra_session(path, None) as loader:
-        expected = compose(name, overrides=whole)
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(whole)
-        merged, problems = diagnose(path, parsed, loader=loader, failure=RuntimeError("nothing is wrong"))
-    assert [problem.rule for problem in problems] == ["cannot be composed (nothing is wrong)"]
-    assert merged is not None
-    assert OmegaConf.to_container(merged, resolve=False) == OmegaConf.to_container(expected, resolve=False)
-    for group in GROUPS:
-        assert OmegaConf.is_missing(merged, group) == OmegaConf.is_missing(expected, group)
-        if not OmegaConf.is_missing(merged, group):
-            assert OmegaConf.get_type(merged[group]) is OmegaConf.get_type(expected[group])

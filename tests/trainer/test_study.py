@@ -119,7 +119,7 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
         "optim.lr=fast",
     )
     for said in (
-        "study.mode is not a key of study, got '[tis]'. Did you mean study.modes?",
+        "study.mode is not a key of study, got ['tis']. Did you mean study.modes?",
         "optim.lr must be a number",
     ):
         assert said in error, said

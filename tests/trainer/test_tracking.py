@@ -30,7 +30,8 @@ from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
-from trainer.compose.compose import resolve, start_problems
+from trainer.compose.compose import resolve
+from trainer.compose.start import start_problems
 from trainer.config.components import ArithmeticModelConfig, RunConfig
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.config.train import MISConfig, SamplingConfig, TrainConfig

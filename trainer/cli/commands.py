@@ -292,21 +292,21 @@ def _checked_train(
 
     Problems name the file `shown_as` instead of `recipe`, if it is given.
     """
+    from trainer.cli.launch import launch
     from trainer.cli.resume import earlier_run
-    from trainer.compose.compose import resolve, start_problems
+    from trainer.compose.compose import resolve
     from trainer.compose.overrides import directory_override
+    from trainer.compose.start import start_problems
 
+    if arguments.inspection is not None:
+        # Hydra shows configs that are not complete, or not right, yet.
+        return report(problems, command=command) if problems else launch(recipe, arguments, ())
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     earlier = earlier_run(resolution)
     if earlier is not None:
         arguments = replace(arguments, overrides=(*arguments.overrides, directory_override(earlier)))
         resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
-    if arguments.inspection is not None:
-        # Showing a config needs no more than that it can be composed.
-        problems += resolution.composition_problems
-    else:
-        problems += resolution.problems
-        problems += start_problems(resolution)
+    problems += [*resolution.problems, *start_problems(resolution)]
     if problems:
         name = str(recipe if shown_as is None else shown_as)
         return report(
@@ -317,6 +317,4 @@ def _checked_train(
 
         sys.stdout.write(render_plans(resolution))
         return DONE
-    from trainer.cli.launch import launch
-
-    return launch(recipe, arguments)
+    return launch(recipe, arguments, resolution.runs)

@@ -17,7 +17,6 @@ from algorithms.config import Problem
 from trainer.cli.launch import hydra_main
 from trainer.cli.replay import replay_completions
 from trainer.compose.catalog import find_recipe, recipe_files
-from trainer.compose.keys import field_names
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 
@@ -25,16 +24,8 @@ LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
 COMPOSING = ("train", "study", "eval")
 """Commands that take a recipe and overrides."""
-OWN_PREFIXES: dict[str, tuple[str, ...]] = {
-    "train": (),
-    "study": ("study.",),
-    "eval": ("checkpoint=",),
-}
+OWN_WORDS = ("study.", "checkpoint=")
 """How words begin that a command keeps to itself."""
-OWN_FLAGS = {
-    "study": ("--dry-run", "--config-dir", "--help"),
-    "eval": ("--best", "--config-dir", "--help"),
-}
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 
 
@@ -67,28 +58,14 @@ def _query(query: str, line: str) -> None:
         files = [path.name for path in Path().glob("*.yaml")] if last else []
         _offer([*recipe_files(recipe_dir()), *files], last)
     elif last.startswith("-"):
-        _offer(FLAGS if typed[0] == "train" else OWN_FLAGS[typed[0]], last)
+        _offer(FLAGS, last)
     else:
-        own = OWN_PREFIXES[typed[0]]
-        if any(word.startswith(last) for word in _own_words(typed[0])):
-            _offer(_own_words(typed[0]), last)
-        if own and last.startswith(own):
-            return
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path):
-            # Our own flags and words are no part of what Hydra can parse.
-            rest = [word for word in typed[2:] if not word.startswith(("--", *own))]
+            # Our own flags, and words that are no key of the config, are no part of what Hydra can parse.
+            rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
             hydra_main(recipe, ["-sc", query], own_dir=None, job=_no_job)
-
-
-def _own_words(command: str) -> list[str]:
-    """What a command takes besides overrides of the config."""
-    if command == "study":
-        from trainer.study.config import StudyConfig
-
-        return sorted(f"study.{name}=" for name in field_names(StudyConfig))
-    return list(OWN_PREFIXES[command])
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:

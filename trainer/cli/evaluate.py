@@ -17,8 +17,9 @@ from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.tables import table_text
 from trainer.compose.catalog import find_recipe
-from trainer.compose.compose import resolve, start_problems
+from trainer.compose.compose import resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, report
+from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 
@@ -90,7 +91,7 @@ def _server_problems(config: TrainConfig) -> Iterator[Problem]:
 
 def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
     # Here and not above: these lines import torch, Ray and transformers.
-    from trainer.cli.launch import failed
+    from trainer.cli.job import failed
     from trainer.run.evaluation import evaluate_model
 
     def say(line: str) -> None:

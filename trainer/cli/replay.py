@@ -119,7 +119,7 @@ def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int 
 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     # Here and not above: these lines import torch.
-    from trainer.cli.launch import failed
+    from trainer.cli.job import failed
     from trainer.replay.page import write_page
     from trainer.replay.results import record, replay_step, write_record
 

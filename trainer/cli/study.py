@@ -18,7 +18,7 @@ from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import LABEL_WIDTH, render_plan
 from trainer.compose.catalog import find_recipe
 from trainer.compose.outcome import DONE, FAILED, report
-from trainer.compose.own_keys import read_own_keys
+from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
 from trainer.study.cells import Stage, Standing, look, newest_study, studies_dir, study_problems

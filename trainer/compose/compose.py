@@ -1,41 +1,36 @@
-"""Recipe + overrides -> TrainConfig, through Hydra. The DictConfig ends in `build_config`.
+"""Recipe + words of the command line -> every run that they ask for, each with its TrainConfig or its problems.
 
-`resolve` checks everything that a command would start, one run or every run of a sweep, and gives all problems
-together: what Hydra cannot compose (`diagnose.py`), the rules of each component and the rules across them.
-Nothing here imports torch, Ray or SGLang.
+Hydra composes each run to a plain tree, `read.py` checks the tree against the dataclasses; all problems of all runs are
+given together. The DictConfig ends here. Nothing here imports torch, Ray or SGLang.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from algorithms.config import Checked, Problem
-from rollout.config import SGLANG_REMEDY, SGLangConfig
-from rollout.rewards import function_problem, rule_names
+from algorithms.config import Problem
 from trainer.compose import keys
-from trainer.compose.diagnose import diagnose, order_problem
-from trainer.compose.overrides import expand, parse, recipe_override
-from trainer.compose.session import hydra_session
-from trainer.config.components import Resume, RunConfig
-from trainer.config.train import GROUPS, TrainConfig
-from trainer.rundir.run_dir import is_run, steps_taken
+from trainer.compose.overrides import HYDRA_WORDS, expand, lenient, parse, recipe_override
+from trainer.compose.read import build_config
+from trainer.compose.session import SCHEMA, hydra_session
+from trainer.config.components import RunConfig
+from trainer.config.paths import MAIN_CONFIG
+from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""The sweeper whose runs are known before it starts them."""
-HYDRA_KEY = "hydra"
-TENSORBOARD_PACKAGE = "tensorboardX"
+"""The sweeper whose runs are known, and checked, before the first one starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +42,6 @@ class Run:
     config: TrainConfig | None
     """None if it has problems."""
     problems: tuple[Problem, ...]
-    composition_problems: tuple[Problem, ...]
-    """Those of `problems` for which Hydra has no config at all."""
     engine: type | None
     """Class of the chosen engine's config, also where the config has problems; None if there is no choice."""
     output_dir: Path | None
@@ -62,297 +55,204 @@ class Resolution:
     """Everything that a command would start."""
 
     runs: tuple[Run, ...]
-    """One, or one per combination of a sweep; none if the recipe does not start from configs/train.yaml."""
+    """One, or one per combination of a sweep."""
     multirun: bool
     """Whether it is a sweep: by -m or by hydra.mode=MULTIRUN."""
     problems: tuple[Problem, ...]
     """Of the command line and of all runs; one that not every run has names the combination. Empty if all may start."""
-    composition_problems: tuple[Problem, ...]
-    """Those of `problems` without which Hydra could at least show the config."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HydraSettings:
-    """What the recipe and the hydra.* overrides ask of Hydra."""
-
-    multirun: bool = False
-    sweeper: str = BASIC_SWEEPER
-    params: tuple[str, ...] = field(default_factory=tuple)
-    """Overrides, sweeps among them, from hydra.sweeper.params."""
-    misplaced: Problem | None = None
-    """Of a recipe that does not start from configs/train.yaml."""
 
 
 def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool) -> Resolution:
     """Compose and check every run of `parity train <recipe> <words>`; `own_dir` is the user's --config-dir."""
     with hydra_session(recipe, own_dir) as loader:
-        hydra_words = [word for word in words if word.startswith((f"{HYDRA_KEY}.", f"{HYDRA_KEY}/"))]
-        settings = _hydra_settings(recipe, hydra_words, loader=loader)
-        multirun = multirun or settings.multirun
-        params = settings.params if multirun else ()
-        overrides, unreadable = parse([*params, *words], loader=loader, multirun=multirun)
-        if settings.misplaced is not None:
-            unreadable.append(settings.misplaced)
-            return Resolution(
-                runs=(), multirun=multirun, problems=tuple(unreadable), composition_problems=tuple(unreadable)
-            )
-        if settings.sweeper != BASIC_SWEEPER:
-            # Another sweeper decides while it runs; what is fixed is checked now, and each run when it starts.
-            overrides = [override for override in overrides if not override.is_sweep_override()]
+        asks_for_sweep, params, wrong = _hydra_settings(
+            recipe, [word for word in words if word.startswith(HYDRA_WORDS)]
+        )
+        multirun = multirun or asks_for_sweep
+        overrides, unreadable = parse([*(params if multirun else ()), *words], loader=loader, multirun=multirun)
+        unreadable += wrong
         runs = tuple(
             _compose_run(recipe, combination, loader=loader, multirun=multirun) for combination in expand(overrides)
         )
-    return Resolution(
-        runs=runs,
-        multirun=multirun,
-        problems=(*unreadable, *keys.sections_once(_together(runs, [run.problems for run in runs]))),
-        composition_problems=(
-            *unreadable,
-            *keys.sections_once(_together(runs, [run.composition_problems for run in runs])),
-        ),
-    )
+    problems = (*unreadable, *keys.sections_once(_together(runs)))
+    return Resolution(runs=runs, multirun=multirun, problems=problems)
 
 
-def start_problems(resolution: Resolution) -> list[Problem]:
-    """What stands in the way of really starting the runs: a directory in use, a package that is not installed."""
-    problems = _directory_problems(resolution)
-    if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
-        remedy = f"{SGLANG_REMEDY}."
-        problems.append(
-            Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
-        )
-    if any(run.config is not None and run.config.tracking.tensorboard for run in resolution.runs):
-        problems += [problem for problem in [missing_tensorboard()] if problem is not None]
-    return problems
-
-
-def missing_tensorboard() -> Problem | None:
-    """The Problem of a run that asks for TensorBoard where the package is not installed."""
-    if importlib.util.find_spec(TENSORBOARD_PACKAGE) is not None:
-        return None
-    return Problem(
-        key="tracking.tensorboard",
-        rule=f"must be false without the package {TENSORBOARD_PACKAGE}",
-        value=True,
-        remedy='pip install ".[tensorboard]" in the checkout.',
-    )
-
-
-def _directory_problems(resolution: Resolution) -> list[Problem]:
-    """What stands in the way of the directory that the runs write to."""
-    directory = resolution.runs[0].output_dir if resolution.runs else None
-    resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
-    if resumes and resolution.multirun:
-        remedy = "Resume its runs one by one with run.dir=..."
-        rule, value = "must be never in a sweep, whose runs are new", min(resume.name for resume in resumes)
-        return [Problem(key="run.resume", rule=rule, value=value, remedy=remedy)]
-    if directory is None or not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
-        return []
-    ours = directory.is_dir() and is_run(directory)
-    if ours and any(run.config is None for run in resolution.runs):
-        return []  # whether the run resumes is not known before its other problems are solved
-    if resumes and ours:
-        return _too_few_steps(resolution, directory)
-    if resumes:
-        remedy = "Name the directory of the run with run.dir=..."
-        rule = "finds no run of Parity in run.dir, which is not empty"
-        return [Problem(key="run.resume", rule=rule, value=str(directory), remedy=remedy)]
-    key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
-    remedy = f"Leave {key} out for a new directory named after the time, or name another."
-    if ours:
-        remedy = f"resume=auto goes on with the run in it, resume=clean moves it aside and begins. {remedy}"
-    return [Problem(key=key, rule="must be absent or empty", value=str(directory), remedy=remedy)]
-
-
-def _too_few_steps(resolution: Resolution, directory: Path) -> list[Problem]:
-    """The Problem of a run that would go on with fewer steps than it has taken."""
-    taken = steps_taken(directory)
-    return [
-        Problem(
-            key="run.num_steps",
-            rule=f"must be >= the {taken} steps that the run in {directory} has taken",
-            value=run.config.run.num_steps,
-            remedy=f"parity resume {directory} goes on with the settings that the run had.",
-        )
-        for run in resolution.runs
-        if run.config is not None and run.config.run.resume is Resume.auto and run.config.run.num_steps < taken
-    ]
-
-
-def build_config(root: DictConfig) -> tuple[TrainConfig | None, list[Problem]]:
-    """Turn the composed `root` into dataclasses, components first, and collect every broken rule.
-
-    The config is None if there is any problem. A key that holds no usable value takes its default for the length
-    of the checks, so that one problem does not hide the others.
-    """
-    problems: list[Problem] = []
-    parts: dict[str, Checked] = {}
-    hints = get_type_hints(TrainConfig)
-    for name in keys.field_names(TrainConfig):
-        if OmegaConf.is_missing(root, name):
-            parts[name] = hints[name]()
-            problems.append(_unchosen(name))
-        else:
-            parts[name] = _component(root[name], hints[name], name=name, problems=problems)
-            # Hydra lets "+key" add anything to a typed config; nothing would ever read it.
-            for key in root[name]:
-                if key not in keys.field_names(type(parts[name])):
-                    value = OmegaConf.select(root[name], str(key))
-                    problems.append(keys.unknown_key([name, str(key)], 1, value, root=root))
-    for key in root:
-        if key not in parts and key != HYDRA_KEY:
-            path, value = _leaf(str(key), OmegaConf.select(root, str(key)))
-            problems.append(keys.unknown_key(path, 0, value, root=root))
-    config = object.__new__(TrainConfig)
-    for name, part in parts.items():
-        setattr(config, name, part)
-    problems += _new([*config.problems(), *_table_problems(config)], known=problems)
-    return (None, problems) if problems else (config, [])
-
-
-def _leaf(key: str, value: object) -> tuple[list[str], object]:
-    """Path and value of what "+key.a.b=1" added to the root."""
-    path = [key]
-    while isinstance(value, DictConfig) and len(value) == 1:
-        [name] = value
-        path.append(str(name))
-        value = value[name]
-    return path, value
-
-
-def _table_problems(config: TrainConfig) -> list[Problem]:
-    """Problems of names that must stand in a table of the code, or be a file."""
-    name = config.reward.function
-    rule = function_problem(name)
-    if rule is None:
-        return []
-    close = keys.nearest(name, rule_names())
-    remedy = f"Did you mean reward.function={close}?" if close else ""
-    return [Problem(key="reward.function", rule=rule, value=name, remedy=remedy)]
+def _hydra_settings(recipe: Path, hydra_words: Sequence[str]) -> tuple[bool, list[str], list[Problem]]:
+    """Ask the recipe and the hydra.* overrides for a sweep: whether there is one, its words, and problems of it."""
+    try:
+        settings = compose(recipe.stem, overrides=list(hydra_words), return_hydra_config=True).hydra
+        params = settings.sweeper.get("params") or {}
+        sweeper, is_sweep = settings.sweeper._target_, settings.mode is RunMode.MULTIRUN
+    except Exception:  # `parse` and `_compose_run` meet the same error again and report it.
+        return False, [], []
+    wrong = []
+    if sweeper != BASIC_SWEEPER:
+        rule = "must be basic: every run of a sweep is checked before the first one starts"
+        wrong.append(Problem(key="hydra/sweeper", rule=rule, value=sweeper, remedy="Name the values: -m key=a,b,c."))
+    return is_sweep, [f"{key}={value}" for key, value in params.items()], wrong
 
 
 def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> Run:
-    """Compose one run and check it; `words` hold no sweep."""
-    overrides = [*words, recipe_override(recipe.stem)]
-    root: DictConfig | None = None
-    output_dir: Path | None = None
-    found: list[Problem] = []
-    try:
-        root = compose(recipe.stem, overrides=overrides, return_hydra_config=True)
-        output_dir = Path(root.hydra.sweep.dir if multirun else root.hydra.run.dir).absolute()
-    except Exception as error:  # Hydra lets errors of YAML and of the file system through, besides its own.
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(overrides)
-        root, found = diagnose(recipe, parsed, loader=loader, failure=error)
-        if root is not None and not multirun:
-            directory = OmegaConf.select(root, "run.dir", throw_on_resolution_failure=False)
-            output_dir = None if directory is None else Path(directory).absolute()
-    config, broken = (None, []) if root is None else build_config(root)
-    problems = [*found, *_new(broken, known=found)]
-    if root is not None and multirun:
-        problems += _directory_of_one_run(root)
+    """Compose and check one run; `words` hold no sweep."""
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
+    problems: list[Problem] = []
+    root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
+    config, output_dir, chosen = None, None, _chosen(defaults)
+    if root is not None:
+        config, unreadable, broken = build_config(root, chosen)
+        named = {problem.key for problem in problems}
+        problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
+        problems += broken
+        output_dir = _output_dir(root, multirun=multirun)
+        if multirun and not _has_default_dir(root):
+            problems.append(
+                Problem(
+                    key="run.dir",
+                    rule="has no effect in a sweep: every run has its own directory",
+                    value=root.run.dir,
+                    remedy="Remove it; hydra.sweep.dir=... names the directory that holds them all.",
+                )
+            )
     return Run(
         overrides=words,
         config=None if problems else config,
         problems=tuple(problems),
-        composition_problems=tuple(found),
-        engine=None if root is None else keys.node_type(root, ["rollout"]),
+        engine=chosen.get("rollout"),
         output_dir=output_dir,
         named_after_time=root is not None and _has_default_dir(root),
     )
 
 
-def _hydra_settings(recipe: Path, hydra_words: Sequence[str], *, loader: ConfigLoader) -> _HydraSettings:
-    """Compose with nothing but Hydra's own overrides; where that fails, `_compose_run` says why."""
+def _compose(
+    recipe: Path, overrides: Sequence[Override], *, loader: ConfigLoader, found: list[Problem]
+) -> tuple[DictConfig | None, list[ResultDefault]]:
+    """Compose what can be composed: the tree, or None, and the entries of the defaults list.
+
+    A misspelt option is reported and replaced with the nearest one, so that the keys below it can be checked.
+    """
+    choices: dict[str, str] = {}
+    for override in overrides:
+        group, value = override.key_or_group, override.value()
+        if group in GROUPS:
+            options = loader.get_group_options(group)
+            choices[group] = lenient(override)
+            if not override.is_delete() and value not in options:
+                choices[group] = _misspelt(group, value, options, "", found)
+    while True:
+        try:
+            defaults = loader.compute_defaults_list(recipe.stem, list(choices.values()), RunMode.RUN).defaults
+            break
+        except MissingConfigException as error:
+            group, _, value = (error.missing_cfg_file or "").rpartition("/")
+            if group not in GROUPS or group in choices:
+                found.append(_not_composed(error, recipe))
+                return None, []
+            choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
+        except Exception as error:  # No YAML, a cycle: Hydra lets errors of other packages through.
+            found.append(_not_composed(error, recipe))
+            return None, []
+    order = [default.config_path for default in defaults]
+    if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
+        shown = [path for path in order if path is not None and not path.startswith("hydra/")]
+        rule = f"must begin with /{MAIN_CONFIG} and end with _self_"
+        remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
+        found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=shown, remedy=remedy))
+        return None, []
+    values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     try:
-        defaults = loader.compute_defaults_list(recipe.stem, list(hydra_words), RunMode.RUN).defaults
-        misplaced = order_problem(recipe, defaults)
-        if misplaced is not None:
-            return _HydraSettings(misplaced=misplaced)
-        settings = compose(recipe.stem, overrides=list(hydra_words), return_hydra_config=True).hydra
-        params = settings.sweeper.params if "params" in settings.sweeper else None
-        return _HydraSettings(
-            multirun=settings.mode is RunMode.MULTIRUN,
-            sweeper=settings.sweeper._target_,
-            params=tuple(f"{key}={value}" for key, value in (params or {}).items()),
+        root = compose(
+            recipe.stem,
+            overrides=[*choices.values(), *values, recipe_override(recipe.stem)],
+            return_hydra_config=True,
         )
-    except Exception:
-        return _HydraSettings()
+    except Exception as error:  # as above
+        found.append(_not_composed(error, recipe))
+        return None, list(defaults)
+    return root, list(defaults)
 
 
-def _directory_of_one_run(root: DictConfig) -> list[Problem]:
-    """The Problem of a run.dir in a sweep, whose runs have a directory each."""
-    if _has_default_dir(root):
-        return []
-    return [
-        Problem(
-            key="run.dir",
-            rule="has no effect in a sweep: every run has its own directory",
-            value=OmegaConf.to_container(root.run, resolve=False)["dir"],  # type: ignore[index, call-overload]
-            remedy="Remove it; hydra.sweep.dir=... names the directory that holds them all.",
-        )
-    ]
+def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
+    """Report an option that does not exist; return the override that stands in for the choice."""
+    close = keys.nearest(str(value), options, cutoff=0.5)
+    hint = f"Did you mean {group}={close}?" if close else ""
+    rule = f"must be one of {', '.join(options)}"
+    found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))
+    return f"{group}={close}" if close else f"~{group}"
+
+
+def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
+    """Group -> class of its choice; an option in a YAML file has the class of the option that it starts from."""
+    found: dict[str, type] = {}
+    for default in defaults:
+        group, _, name = (default.config_path or "").rpartition("/")
+        if name in GROUPS.get(group, {}):
+            found[group] = GROUPS[group][name]
+        elif name in PRESETS.get(group, {}):
+            found[group] = type(PRESETS[group][name])
+    return found
+
+
+def _located(
+    problems: Sequence[Problem], overrides: Sequence[Override], defaults: Sequence[ResultDefault], loader: ConfigLoader
+) -> list[Problem]:
+    """The `problems` in the order of the command line; those of a YAML file come first and name the file."""
+    ordered: list[tuple[int, Problem]] = []
+    for problem in problems:
+        key = problem.key.lstrip("~")
+        names = [f"{override.key_or_group}." for override in overrides]
+        by_word = [
+            index for index, name in enumerate(names) if f"{key}.".startswith(name) or name.startswith(f"{key}.")
+        ]
+        file = "" if by_word else _file_of(key, defaults, loader)
+        ordered.append((by_word[-1] if by_word else -1, replace(problem, key=f"{file}{problem.key}")))
+    return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
+
+
+def _file_of(key: str, defaults: Sequence[ResultDefault], loader: ConfigLoader) -> str:
+    """The YAML file that sets `key` last, with a colon; empty if none does."""
+    for default in reversed(defaults):
+        path, package = default.config_path, (default.package or "").replace("_global_", "")
+        source = next((source for source in loader.get_sources() if path and source.is_config(path)), None)
+        inner = key.removeprefix(f"{package}.") if package else key
+        if path is None or source is None or source.scheme() == "structured" or (package and inner == key):
+            continue
+        if OmegaConf.select(source.load_config(path).config, inner, default=source) is not source:
+            return f"{source.path}/{path}.yaml: "
+    return ""
+
+
+def _output_dir(root: DictConfig, *, multirun: bool) -> Path | None:
+    """Absolute directory of the run, or of all runs of a sweep; None if it cannot be resolved."""
+    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+    directory = OmegaConf.select(root, key, throw_on_resolution_failure=False)
+    return None if directory is None else Path(directory).absolute()
 
 
 def _has_default_dir(root: DictConfig) -> bool:
-    """Whether nobody named run.dir."""
-    run = OmegaConf.to_container(root.run, resolve=False)
-    return isinstance(run, dict) and run["dir"] == RunConfig.__dataclass_fields__["dir"].default
+    """Return True if nobody named run.dir."""
+    run = OmegaConf.to_container(root, resolve=False)["run"]  # type: ignore[index, call-overload]
+    return isinstance(run, dict) and run.get("dir") == RunConfig.__dataclass_fields__["dir"].default
 
 
-def _unchosen(group: str) -> Problem:
-    options = ", ".join(f"{group}={option}" for option in GROUPS[group])
-    return Problem(key=group, rule="must be chosen", value=None, remedy=f"Use one of {options}.")
+def _not_composed(error: Exception, recipe: Path) -> Problem:
+    """An error of Hydra, OmegaConf, YAML or the file system as one sentence about the recipe."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__).splitlines()[0])
+    # Where Hydra looked is of no use to a user who named a recipe.
+    noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
+    shown = "; ".join(line for line in lines if not line.startswith(noise))
+    return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe))
 
 
-def _component(node: DictConfig, base: type[Checked], *, name: str, problems: list[Problem]) -> Checked:
-    """Make the dataclass of `node` without checking its rules; a Problem for each value that cannot be read."""
-    kind = keys.node_type(node, []) or base
-    if name in GROUPS and kind is base:
-        problems.append(_unchosen(name))
-    made: Checked = object.__new__(kind)
-    for spec in fields(kind):
-        setattr(made, spec.name, _value(node, spec, key=f"{name}.{spec.name}", problems=problems))
-    return made
-
-
-def _value(node: DictConfig, spec: Field[Any], *, key: str, problems: list[Problem]) -> object:
-    """The value of one field, interpolations resolved; its default, and a Problem, if there is none to be had."""
-    kind = keys.node_type(node, [spec.name])
-    if kind is not None and issubclass(kind, Checked):
-        return _component(node[spec.name], kind, name=key, problems=problems)
-    default = spec.default_factory() if spec.default_factory is not MISSING else spec.default
-    try:
-        value = node[spec.name]
-        if OmegaConf.is_config(value):
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-    except MissingMandatoryValue:
-        problems.append(Problem(key=key, rule="must be set", value="???"))
-        return default
-    except OmegaConfBaseException as error:
-        raw = OmegaConf.to_container(node, resolve=False)
-        shown = raw[spec.name] if isinstance(raw, Mapping) else None
-        problems.append(Problem(key=key, rule=f"cannot be resolved ({str(error).splitlines()[0]})", value=shown))
-        return default
-    numbers = value if isinstance(value, list) else [value]
-    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        problems.append(Problem(key=key, rule="must be a finite number", value=value))
-        return default
-    return value
-
-
-def _new(found: Any, *, known: Sequence[Problem]) -> list[Problem]:
-    """Those of `found` about keys that `known` does not name yet."""
-    named = {problem.key for problem in known}
-    return [problem for problem in found if problem.key not in named]
-
-
-def _together(runs: Sequence[Run], found: Sequence[tuple[Problem, ...]]) -> list[Problem]:
+def _together(runs: Sequence[Run]) -> list[Problem]:
     """Problems of all runs without repetition; one that only some runs have names the first of them."""
     everywhere = set.intersection(*(set(run.overrides) for run in runs))
     holders: dict[str, list[int]] = {}
     first: dict[str, Problem] = {}
-    for index, problems in enumerate(found):
-        for problem in problems:
+    for index, run in enumerate(runs):
+        for problem in run.problems:
             holders.setdefault(str(problem), []).append(index)
             first.setdefault(str(problem), problem)
     together = []

@@ -1,23 +1,23 @@
-"""What the keys of a configuration are: which exist, what they accept, which one was meant. Gives Problems.
+"""Messages about keys: which exist, what they accept, which one was probably meant.
 
-Reads the types of the config dataclasses, never their values. Used by `compose.py` and `diagnose.py`.
+`kinds` maps each section of a configuration to its config class, for a group that of the chosen option. Used by
+`read.py`; reads types only, never values.
 """
 
 from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any, Union, get_args, get_origin
 
 from algorithms.config import Checked, Problem
 from trainer.compose.renamed import renamed_hint
 from trainer.config.train import GROUPS, TrainConfig
 
+Kinds = Mapping[str, type]
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -26,80 +26,92 @@ def field_names(kind: type) -> list[str]:
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The most similar of `known`, if any has at least the similarity `cutoff`, in [0, 1]."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
 def accepted(hint: Any) -> str:
-    """What a field annotated with `hint` accepts, in words: "a number", "one of token, sequence"."""
+    """Say what a field annotated with `hint` accepts: "a number", "one of token, sequence"."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(accepted(option) for option in get_args(hint))
     if get_origin(hint) is list:
         return f"a list, each entry {accepted(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return "a mapping of names to values"
-    if isinstance(hint, type) and issubclass(hint, Enum):
+    if issubclass(hint, Enum):
         return f"one of {', '.join(member.name for member in hint)}"
+    return "a mapping of its keys to values" if issubclass(hint, Checked) else WORDS[hint]
+
+
+def wrong_value(key: str, value: object, hint: Any) -> Problem:
+    """The Problem of a value that is not what a field annotated with `hint` accepts."""
+    options = [option for option in get_args(hint) or (hint,) if isinstance(option, type)]
+    names = [member.name for option in options if issubclass(option, Enum) for member in option]
+    close = nearest(str(value), names)
+    remedy = f"Did you mean {key}={close}?" if close else ""
     if isinstance(hint, type) and issubclass(hint, Checked):
-        return "a mapping of its keys to values"
-    return WORDS[hint]
+        remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
+    return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
 
-def enum_names(hint: Any) -> list[str]:
-    """Names that a field annotated with `hint` accepts; empty if it is not an enumeration."""
-    options = get_args(hint) or (hint,)
-    enums = [option for option in options if isinstance(option, type) and issubclass(option, Enum)]
-    return [member.name for enum in enums for member in enum]
+def unchosen(group: str) -> Problem:
+    """The Problem of a group without a choice."""
+    options = ", ".join(f"{group}={option}" for option in GROUPS[group])
+    return Problem(key=group, rule="must be chosen", value=None, remedy=f"Use one of {options}.")
 
 
-def node_type(root: DictConfig, path: Sequence[str]) -> type | None:
-    """Config class of the node at `path`; None if it is not chosen yet, is a plain mapping, or is no mapping."""
-    node: Any = root
-    for part in path:
-        if not isinstance(node, DictConfig) or part not in node or OmegaConf.is_missing(node, part):
-            return None
-        node = node._get_node(part)
-    kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
-    return kind if kind is not None and is_dataclass(kind) else None
+def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:
+    """The Problem of a key whose first part is not a section."""
+    hint = renamed_hint(list(path)) or did_you_mean(path, [], kinds)
+    return Problem(key=".".join(path), rule="is not a key", value=value, remedy=f"{hint} {_sections()}".strip())
 
 
-def option_name(group: str, kind: type) -> str | None:
-    """Option of `group` whose class is `kind`, for example "tis"."""
-    return next((name for name, option in GROUPS[group].items() if option is kind), None)
+def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, kinds: Kinds) -> Problem:
+    """The Problem of a key whose part number `depth` is not a field of `holder`, the class of the parts before."""
+    own = field_names(holder)
+    section = ".".join(path[:depth])
+    hint = renamed_hint(list(path)) or did_you_mean(path, own, kinds)
+    described, of = f"Its keys: {', '.join(own)}.", section
+    if section in GROUPS:
+        option = next(name for name, kind in GROUPS[section].items() if kind is holder)
+        elsewhere = [name for name, kind in GROUPS[section].items() if path[depth] in field_names(kind)]
+        if elsewhere:
+            hint = f"It belongs to {', '.join(f'{section}={name}' for name in elsewhere)};"
+        described, of = f"keys of {option}: {', '.join(own) or 'none'}.", f"{section}={option}"
+    return Problem(key=".".join(path), rule=f"is not a key of {of}", value=value, remedy=f"{hint} {described}".strip())
 
 
-def options_with(group: str, key: str) -> list[str]:
-    """Options of `group` that have `key`, for example ["tis", "bypass"]."""
-    return [name for name, option in GROUPS[group].items() if key in field_names(option)]
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The most similar of `known`, if any is similar."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return close[0] if close else None
-
-
-def did_you_mean(path: Sequence[str], root: DictConfig) -> str:
+def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> str:
     """A sentence with the key that was probably meant; empty if none is similar.
 
-    A key of the same name elsewhere comes first: `lr` and `batch.lr` both mean `optim.lr`.
+    A key of the same name elsewhere comes first: `lr` and `batch.lr` both mean `optim.lr`. `siblings` are the keys of
+    the config that was addressed.
     """
-    sections = field_names(TrainConfig)
-    leaves = [f"{part}.{name}" for part in sections for name in field_names(node_type(root, [part]) or object)]
+    section, name = path[0], path[-1]
+    if section not in kinds and len(path) > 1 and (meant := nearest(section, kinds)) is not None:
+        return did_you_mean([meant, *path[1:]], field_names(kinds[meant]), kinds) or f"Did you mean {meant}?"
     # The first section that has a name wins: num_steps means run.num_steps.
-    by_name = {leaf.rpartition(".")[2]: leaf for leaf in reversed(leaves)}
-    holder, name = path[0], path[-1]
-    section = nearest(holder, sections)
-    if holder not in sections and section is not None and len(path) > 1:
-        return did_you_mean([section, *path[1:]], root) or f"Did you mean {section}?"
-    if holder in sections:
-        siblings = field_names(node_type(root, path[:-1]) or object)
+    by_name: dict[str, str] = {}
+    for holder, kind in kinds.items():
+        for key in field_names(kind):
+            by_name.setdefault(key, f"{holder}.{key}")
+    close = by_name.get(name)
+    if close is None and section in kinds:
         beside = nearest(name, siblings)
-        close = by_name.get(name) or (beside and ".".join([*path[:-1], beside])) or by_name.get(_nearest(name, by_name))
-    else:
-        close = by_name.get(name) or section or by_name.get(_nearest(name, by_name))
+        close = ".".join([*path[:-1], beside]) if beside else _in_other_option(section, name)
+    elif close is None:
+        close = nearest(section, kinds)
+    if close is None and (similar := nearest(name, by_name)) is not None:
+        close = by_name[similar]
     return f"Did you mean {close}?" if close else ""
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """As `nearest`, with "" for none."""
-    return nearest(word, list(known)) or ""
+def _in_other_option(group: str, name: str) -> str | None:
+    """The most similar key among all options of `group`, with its option."""
+    keys = {key: option for option, kind in reversed(GROUPS.get(group, {}).items()) for key in field_names(kind)}
+    close = nearest(name, keys)
+    return f"{group}.{close} of {group}={keys[close]}" if close else None
 
 
 def _sections() -> str:
@@ -113,83 +125,3 @@ def sections_once(problems: Sequence[Problem]) -> list[Problem]:
     for index in listed[:-1]:
         kept[index] = replace(kept[index], remedy=kept[index].remedy.removesuffix(sections).rstrip())
     return kept
-
-
-def unknown_key(path: Sequence[str], depth: int, value: object, *, root: DictConfig) -> Problem:
-    """The Problem of `path`, whose part number `depth` is not a key of the config that holds it."""
-    key, holder, name = ".".join(path), ".".join(path[:depth]), path[depth]
-    renamed = renamed_hint(list(path))
-    if not holder:
-        hint = renamed or did_you_mean(path, root)
-        return Problem(key=key, rule="is not a key", value=value, remedy=f"{hint} {_sections()}".strip())
-    kind = node_type(root, path[:depth]) or object
-    own = ", ".join(field_names(kind)) or "none"
-    if holder in GROUPS:
-        option = option_name(holder, kind)
-        elsewhere = ", ".join(f"{holder}={other}" for other in options_with(holder, name))
-        hint = f"It belongs to {elsewhere};" if elsewhere else renamed or _meant_in_group(path, root)
-        rule = f"is not a key of {holder}={option}"
-        return Problem(key=key, rule=rule, value=value, remedy=f"{hint} keys of {option}: {own}.".strip())
-    hint = renamed or did_you_mean(path, root)
-    return Problem(key=key, rule=f"is not a key of {holder}", value=value, remedy=f"{hint} Its keys: {own}.".strip())
-
-
-def _meant_in_group(path: Sequence[str], root: DictConfig) -> str:
-    """As `did_you_mean` for a key of a group, where the key of another option may be meant."""
-    group, name = path[0], path[1]
-    if nearest(name, field_names(node_type(root, [group]) or object)) is None:
-        of_options = {key: option for option, kind in reversed(GROUPS[group].items()) for key in field_names(kind)}
-        close = nearest(name, list(of_options))
-        if close is not None:
-            return f"Did you mean {group}.{close} of {group}={of_options[close]}?"
-    return did_you_mean(path, root)
-
-
-def key_problem(path: Sequence[str], value: object, *, root: DictConfig, adding: bool) -> Problem | None:
-    """The Problem of a key that does not exist; None if `path` can be set.
-
-    `adding`: whether the key may be new where a mapping is open (rollout.engine_args): "+key" or a YAML file.
-    """
-    node: Any = root
-    for depth, part in enumerate(path):
-        key = ".".join(path)
-        holder = ".".join(path[:depth])
-        if not isinstance(node, DictConfig):
-            return Problem(key=key, rule=f"is not a key: {holder} is a single value", value=value)
-        kind = OmegaConf.get_type(node)
-        if is_dataclass(kind) and part not in field_names(kind):
-            return unknown_key(path, depth, value, root=root)
-        if not is_dataclass(kind) and part not in node:
-            if adding:
-                return None
-            return Problem(key=key, rule=f"is not set in {holder}", value=value, remedy=f"Add it with +{key}=...")
-        if OmegaConf.is_missing(node, part):
-            return _unchosen(path, value) if depth + 1 < len(path) and part in GROUPS else None
-        node = node._get_node(part)
-    return None
-
-
-def _unchosen(path: Sequence[str], value: object) -> Problem:
-    """The Problem of a key below a group in which nothing is chosen."""
-    group, name = path[0], path[1]
-    options = options_with(group, name) or list(GROUPS[group])
-    remedy = f"Use {' or '.join(f'{group}={option}' for option in options)}."
-    return Problem(key=".".join(path), rule=f"needs a choice of {group}", value=value, remedy=remedy)
-
-
-def wrong_value(path: Sequence[str], value: object, *, root: DictConfig, reason: str) -> Problem:
-    """The Problem of a value that the existing key at `path` refuses; `reason` is used where the type says nothing."""
-    key = ".".join(path)
-    kind = node_type(root, path[:-1])
-    if kind is None:
-        return Problem(key=key, rule=f"refuses the value ({reason})", value=value)
-    hint = get_type_hints(kind)[path[-1]]
-    if key in GROUPS:
-        options = " or ".join(f"{key}={name}" for name in GROUPS[key])
-        return Problem(key=key, rule="must be chosen on the command line or in defaults", value=value, remedy=options)
-    names = enum_names(hint)
-    close = nearest(str(value), names) if names else None
-    remedy = f"Did you mean {key}={close}?" if close else ""
-    if isinstance(hint, type) and issubclass(hint, Checked):
-        remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
-    return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)

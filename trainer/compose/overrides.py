@@ -1,4 +1,4 @@
-"""Words of the command line -> parsed overrides, and a sweep -> the overrides of each of its runs.
+"""Words of the command line -> overrides that Hydra composes, and a sweep -> the words of each of its runs.
 
 Each word is parsed by itself, so that one that cannot be read does not hide the others. Used by `compose.py`.
 """
@@ -13,9 +13,14 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 
 from algorithms.config import Problem
+from trainer.config.paths import MAIN_CONFIG
+from trainer.config.train import GROUPS
 
+HYDRA_WORDS = ("hydra.", "hydra/")
+"""How overrides of Hydra's own config begin."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -34,9 +39,18 @@ def directory_override(run_dir: Path) -> str:
     return f"run.dir={_quoted(str(run_dir))}"
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+def lenient(override: Override) -> str:
+    """The word of `override`, so that Hydra sets the key whether it exists or not; `read.py` says what does not."""
+    word = (override.input_line or "").lstrip("+")
+    is_value = override.key_or_group not in GROUPS and not override.is_hydra_override() and not override.is_delete()
+    return f"++{word}" if is_value else word
+
+
+def as_hydra_reads(word: str) -> str:
+    """The same word for Hydra's own composition, in which a key of an open mapping exists only with a plus sign."""
+    key = word.lstrip("+").partition("=")[0]
+    is_open = not word.startswith(("~", *HYDRA_WORDS)) and (word.startswith("+") or key.count(".") > 1)
+    return f"++{word.lstrip('+')}" if is_open else word
 
 
 def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:
@@ -47,8 +61,10 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     for word in words:
         try:
             override = parser.parse_overrides([word])[0]
+            if override.is_hydra_override():
+                loader.load_configuration(MAIN_CONFIG, [word], RunMode.RUN)
         except HydraException as error:
-            problems.append(_unreadable(word, error))
+            problems.append(_refused(word, error))
             continue
         found = _without_effect(override, word, multirun=multirun)
         if found is None:
@@ -59,7 +75,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
 
 
 def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Overrides of every run of a sweep, in the order in which Hydra's basic sweeper starts them.
+    """Words of every run of a sweep, in the order in which Hydra's basic sweeper starts the runs.
 
     The last of several overrides of one key wins, as it does there. Without a sweep there is one run.
     """
@@ -73,23 +89,32 @@ def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*choices.values()))
 
 
-def _unreadable(word: str, error: HydraException) -> Problem:
-    if "=" not in word:
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def _refused(word: str, error: HydraException) -> Problem:
+    """The Problem of a word that Hydra cannot parse, or of a key of Hydra's own that it does not have."""
+    key, is_set, value = word.partition("=")
+    if not is_set:
         return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
     # Hydra puts the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
-    return Problem(
-        key=word.partition("=")[0],
-        rule=f"cannot be read ({reason})",
-        value=word,
-        remedy="Quote a value that holds special characters: \"key='a=b, c'\".",
-    )
+    if key.startswith(HYDRA_WORDS):
+        remedy = "parity train <recipe> --cfg hydra shows the keys of Hydra."
+        return Problem(key=key, rule=f"is refused by Hydra ({reason})", value=value, remedy=remedy)
+    remedy = "Quote a value that holds special characters: \"key='a=b, c'\"."
+    return Problem(key=key, rule=f"cannot be read ({reason})", value=word, remedy=remedy)
 
 
 def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem | None:
     key, value = override.key_or_group, word.partition("=")[2]
     if key == "run.recipe":
         return Problem(key=key, rule="is set by the command line", value=value, remedy="Remove it.")
+    if key in GROUPS and (override.package is not None or word.startswith("+")):
+        remedy = f"Write {key}={value}."
+        return Problem(key=override.get_key_element(), rule="is not how a group is chosen", value=value, remedy=remedy)
     if not override.is_sweep_override():
         return None
     if not multirun:

@@ -1,6 +1,8 @@
-"""Hydra, told where the project's configs are: typed groups, configs/, recipes/ and the user's own directory.
+"""Hydra, told where the project's configs are: the groups, configs/, recipes/ and the user's own directory.
 
-`compose.py` composes inside a `hydra_session`; `trainer/cli/launch.py` registers the same places for hydra.main.
+Hydra composes plain values: an unknown key or a wrong type does not stop it, so that `read.py` can check the whole
+result against the dataclasses and report everything at once. `compose.py` composes inside a `hydra_session`;
+`trainer/cli/launch.py` registers the same places for hydra.main.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import get_type_hints
 
 from hydra import initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
@@ -25,28 +28,30 @@ from trainer.config.train import GROUPS, PRESETS, TrainConfig
 VERSION_BASE = "1.3"
 """Behaviour of Hydra that the configs are written for."""
 SCHEMA = "parity_schema"
-"""Name of the typed root in Hydra's ConfigStore; the first entry of configs/train.yaml."""
+"""Name in Hydra's ConfigStore of every section that is no group; the first entry of configs/train.yaml."""
+
+
+def plain(config: object) -> DictConfig:
+    """Keys and defaults of a config class, or of an instance, without types: enumerations are their names."""
+    values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(values, dict)
+    return OmegaConf.create(values)
 
 
 def empty_root() -> DictConfig:
-    """The typed root with every default and with no choice in any group."""
-    root: DictConfig = OmegaConf.structured(TrainConfig)
-    for group in GROUPS:
-        # A default of one type could not be replaced with another type by the defaults list.
-        root[group] = "???"
-    return root
+    """Every section that is no group, with its defaults."""
+    hints = get_type_hints(TrainConfig)
+    return OmegaConf.create({name: plain(kind) for name, kind in hints.items() if name not in GROUPS})
 
 
 @functools.cache
 def register(own_dir: Path | None) -> None:
-    """Make the typed groups and the directories of YAML known to Hydra, once, for the life of this process."""
+    """Make the groups and the directories of YAML known to Hydra, once, for the life of this process."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=empty_root())
-    for group, options in GROUPS.items():
-        for name, option in options.items():
-            store.store(group=group, name=name, node=option)
-        for name, value in PRESETS.get(group, {}).items():
-            store.store(group=group, name=name, node=value)
+    for group, kinds in GROUPS.items():
+        for name, option in {**kinds, **PRESETS.get(group, {})}.items():
+            store.store(group=group, name=name, node=plain(option))
 
     class ParitySearchPath(SearchPathPlugin):
         """Where Hydra looks: configs/, the directory of the recipe ("main"), the user's, recipes/."""

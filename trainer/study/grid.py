@@ -14,9 +14,10 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.quantization_config import Quantization
-from trainer.compose.compose import resolve, start_problems
+from trainer.compose.compose import resolve
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
+from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
 from trainer.study.config import StudyConfig, precision_words
 

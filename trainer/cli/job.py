@@ -1,0 +1,68 @@
+"""One checked config -> trainer.run.loop.train -> exit code, with a sentence about how the run ended."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import traceback
+from pathlib import Path
+
+from trainer.compose.outcome import DONE, FAILED
+from trainer.config.train import TrainConfig
+from trainer.rundir.redact import redact_text
+from trainer.rundir.run_dir import RunDirectoryError
+from trainer.rundir.termination import RunTerminated
+
+OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
+ERROR_LOG = "error.log"
+
+
+def run_job(config: TrainConfig, run_dir: Path) -> int:
+    """Run one job; returns its exit code and never raises but for Ctrl-C."""
+    try:
+        # Here and not above: this line imports torch, Ray and transformers.
+        from trainer.run.loop import train
+
+        result = train(config)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"parity train: interrupted; what was written stays in {run_dir}\n")
+        raise
+    except RunTerminated as ended:
+        saved = f"go on with {resume_command(run_dir)}" if config.checkpoint.every else "nothing was saved"
+        sys.stderr.write(f"parity train: {ended}; {saved}\n")
+        return ended.exit_code
+    except Exception as error:
+        return failed(error, run_dir, command="parity train")
+    if result.was_complete:
+        more = f"{resume_command(run_dir)} run.num_steps=<more> goes on with it"
+        sys.stdout.write(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
+    sys.stdout.write(f"{result.report_path}\n")
+    return DONE
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command line that goes on with a run."""
+    return f"parity resume {shlex.quote(str(run_dir))}"
+
+
+def failed(error: Exception, run_dir: Path, *, command: str) -> int:
+    """Say in one paragraph what happened and keep the traceback in the run directory, unless that is another run's."""
+    trace = redact_text("".join(traceback.format_exception(error)))
+    if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
+        message = str(error)
+    else:
+        # Not one of our own errors, so its message alone may say too little: add where it came from.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    if isinstance(error, RunDirectoryError):
+        sys.stderr.write(f"{command} failed: {redact_text(message)}\n")
+        return FAILED
+    log = run_dir / ERROR_LOG
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log.write_text(trace, encoding="utf-8")
+        kept = f"The full traceback is in {log}."
+    except OSError as unwritable:
+        kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
+    sys.stderr.write(f"{command} failed: {redact_text(message)}\n{kept}\n")
+    return FAILED

@@ -1,0 +1,171 @@
+"""Plain tree of keys and values -> config dataclasses, with a Problem for every key and value that does not fit.
+
+    read_section   one config class and the mapping that should fill it; used for own sections of a command, too
+    build_config   the whole TrainConfig, and the rules of its values
+
+A key that holds no usable value takes its default for the length of the checks, so that one problem does not hide the
+others. Nothing here knows Hydra.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from algorithms.config import Checked, Problem
+from rollout.rewards import function_problem, rule_names
+from trainer.compose import keys
+from trainer.config.train import GROUPS, TrainConfig
+
+HYDRA_KEY = "hydra"
+Config = TypeVar("Config", bound=Checked)
+
+
+def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | None, list[Problem], list[Problem]]:
+    """Turn the composed `root` into dataclasses and collect every problem; the config is None if there is any.
+
+    `chosen`: group -> class of its chosen option. The first list holds keys and values that cannot be read, the second
+    the broken rules about keys that are not in the first.
+    """
+    found: list[Problem] = []
+    bases: dict[str, type[Checked]] = get_type_hints(TrainConfig)
+    kinds = {name: chosen.get(name, kind) for name, kind in bases.items()}
+    config: TrainConfig = object.__new__(TrainConfig)
+    for name, kind in kinds.items():
+        if name in GROUPS and name not in chosen:
+            found.append(keys.unchosen(name))
+            setattr(config, name, kind())
+        elif name not in root.keys():  # noqa: SIM118 - a value that is still missing counts
+            found.append(Problem(key=f"~{name}", rule="cannot be removed", value=None))
+            setattr(config, name, kind())
+        else:
+            setattr(config, name, read_section(kind, root._get_node(name), [name], kinds, found))
+    for name in map(str, root):
+        if name not in kinds and name != HYDRA_KEY:
+            for path, value in _leaves([name], _plain(root, name)):
+                found.append(keys.unknown_section(path, value, kinds))
+    named = {problem.key for problem in found}
+    rules = [*config.problems(), *_table_problems(config)]
+    broken = [problem for problem in rules if problem.key not in named]
+    return (None if found or broken else config), found, broken
+
+
+def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.Kinds, found: list[Problem]) -> Config:
+    """Make a `kind` of the mapping `node`, which stands at `path`, without checking its rules."""
+    made = object.__new__(kind)
+    values, is_mapping = OmegaConf.create({}), isinstance(node, DictConfig) and not node._is_none()
+    if is_mapping:
+        assert isinstance(node, DictConfig)
+        values = node
+    elif path[-1] in GROUPS:
+        options = " or ".join(f"{path[-1]}={name}" for name in GROUPS[path[-1]])
+        rule = "must be chosen on the command line or in defaults"
+        found.append(Problem(key=path[-1], rule=rule, value=_shown(node), remedy=options))
+    else:
+        found.append(keys.wrong_value(".".join(path), _shown(node), kind))
+    typed, hints = OmegaConf.structured(kind), get_type_hints(kind)
+    for name in map(str, values):
+        if name not in hints:
+            for leaf, value in _leaves([*path, name], _plain(values, name)):
+                found.append(keys.unknown_key(leaf, len(path), value, kind, kinds))
+    for spec in fields(kind):  # type: ignore[arg-type]
+        hint, inner = hints[spec.name], [*path, spec.name]
+        value = spec.default_factory() if spec.default_factory is not MISSING else spec.default
+        if is_mapping and spec.name not in values.keys():  # noqa: SIM118 - as above
+            found.append(Problem(key=f"~{'.'.join(inner)}", rule="cannot be removed", value=value))
+        elif isinstance(hint, type) and issubclass(hint, Checked) and is_mapping:
+            value = read_section(hint, values._get_node(spec.name), inner, kinds, found)
+        elif is_mapping:
+            value = _value(spec, values, typed, inner, hint, default=value, found=found)
+        setattr(made, spec.name, value)
+    return made
+
+
+def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> tuple[Config, list[Problem]]:
+    """Read the words `section.key=value` of a command with keys of its own as a `kind`, and every problem.
+
+    With a problem the config has its defaults.
+    """
+    found: list[Problem] = []
+    given = OmegaConf.from_dotlist(list(words)).get(section, {})
+    defaults = OmegaConf.to_container(OmegaConf.structured(kind), enum_to_str=True)
+    made = read_section(kind, OmegaConf.merge(defaults, given), [section], {section: kind}, found)
+    named = {problem.key for problem in found}
+    found += [broken for rule in made.problems() if (broken := rule.under(section)).key not in named]
+    return (kind() if found else made), found
+
+
+def _value(
+    spec: Field[Any],
+    values: DictConfig,
+    typed: DictConfig,
+    path: list[str],
+    hint: Any,
+    *,
+    default: object,
+    found: list[Problem],
+) -> object:
+    """The value of one field, interpolations resolved, as the type of the field reads it."""
+    key = ".".join(path)
+    try:
+        value = _container(values[spec.name])
+    except MissingMandatoryValue:
+        found.append(Problem(key=key, rule="must be set", value="???"))
+        return default
+    except OmegaConfBaseException as error:
+        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
+        found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name)))
+        return default
+    try:
+        typed[spec.name] = value
+        value = _container(typed[spec.name])
+    except OmegaConfBaseException:
+        if isinstance(value, dict) and value:
+            rule = f"is not a key: {key} is a single value"
+            found += [Problem(key=".".join(leaf), rule=rule, value=v) for leaf, v in _leaves(path, value)]
+        else:
+            found.append(keys.wrong_value(key, value, hint))
+        return default
+    numbers = value if isinstance(value, list) else [value]
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        found.append(Problem(key=key, rule="must be a finite number", value=value))
+        return default
+    return value
+
+
+def _table_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Problems of names that must stand in a table of the code, or be a file."""
+    name = config.reward.function
+    rule = function_problem(name)
+    if rule is not None:
+        close = keys.nearest(name, rule_names())
+        remedy = f"Did you mean reward.function={close}?" if close else ""
+        yield Problem(key="reward.function", rule=rule, value=name, remedy=remedy)
+
+
+def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:
+    """Path and value of everything below an unknown key."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves([*path, str(name)], inner)
+    else:
+        yield path, value
+
+
+def _container(value: object) -> object:
+    """`value` without any container of OmegaConf."""
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+def _plain(node: DictConfig, name: str) -> object:
+    """The value of `name` as it was written, interpolations included."""
+    return _shown(node._get_node(name))
+
+
+def _shown(node: Any) -> object:
+    return OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value()
