@@ -228,7 +228,11 @@ class TorchEngineConfig(EngineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig(Checked):
-    """How responses are sampled during training."""
+    """How responses are sampled during training.
+
+    There is no top_p, top_k or min_p: truncation changes the sampled law without changing the reported log-prob, which
+    is then wrong by the log of the kept mass.
+    """
 
     temperature: float = ruled(
         1.0,
@@ -238,23 +242,6 @@ class SamplingConfig(Checked):
     """Divides the logits, in the engine and in the trainer alike. Vetted: 1.0."""
     max_new_tokens: int = ruled(1024, at_least(1))
     """Upper bound on response tokens."""
-    top_p: float = 1.0
-    """Nucleus mass. Only 1.0: anything else changes the sampled law without changing the reported log-prob."""
-    top_k: int = -1
-    """Kept tokens; only -1 (all), for the same reason."""
-    min_p: float = 0.0
-    """Minimum relative probability; only 0, for the same reason."""
-
-    def conflicts(self) -> Iterator[Problem]:
-        for key, allowed in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            if getattr(self, key) != allowed:
-                yield Problem(
-                    key=key,
-                    rule=f"must be {allowed}: truncated sampling makes the engine's log-prob wrong by the log "
-                    "of the kept mass",
-                    value=getattr(self, key),
-                    remedy=f"Use sampling.{key}={allowed}.",
-                )
 
 
 class CollectOrder(Enum):

@@ -78,8 +78,5 @@ def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
         seed=seed,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
         stop_token_ids=stop_token_ids,
     )

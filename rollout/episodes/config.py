@@ -22,16 +22,14 @@ class EpisodeConfig(Checked):
     """Processes that run rollout functions; each runs many episodes at a time and can be killed."""
     timeout_s: float = ruled(30.0, above(0))
     """Deadline in seconds between two turns; an episode that takes longer is dropped and its worker replaced."""
-    memory_gib: float = ruled(16.0, above(0))
-    """Address space of such a process."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
 
     def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := _function_problem(self.function)):
             yield Problem(key="function", rule=rule, value=self.function)
+
+
+EPISODE_MEMORY_BYTES = 16 * 2**30
+"""Address space of a process that runs rollout functions: far above what tools need; only a leak meets it."""
 
 
 def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
-from rollout.episodes.config import EpisodeConfig
+from rollout.episodes.config import EPISODE_MEMORY_BYTES, EpisodeConfig
 from rollout.episodes.running import RunningEpisode
 from rollout.episodes.worker import EpisodeWorker, Inbox
 from rollout.processes.child_process import START_TIMEOUT_S
@@ -162,7 +162,7 @@ class EpisodeSampler:
         return self._workers[ticket % len(self._workers)]
 
     def _start(self) -> EpisodeWorker:
-        return EpisodeWorker(self._function, memory_bytes=self._config.memory_bytes, inbox=self._inbox)
+        return EpisodeWorker(self._function, memory_bytes=EPISODE_MEMORY_BYTES, inbox=self._inbox)
 
     def _begun(self, episode: RunningEpisode) -> RunningEpisode:
         request = episode.request

@@ -127,7 +127,7 @@ def assert_reproduced(run_dir: Path, rows: list[dict[str, Any]], *, num_ranks: i
 
 
 ENDS_OF_THE_SPEC = (
-    ("correction=miles_default", "advantage.estimator=gae", "batch.group_size=1", "critic.optim.lr=1e-3"),
+    ("correction=miles_default", "advantage.estimator=gae", "batch.group_size=1", "critic.lr=1e-3"),
     ("correction=decoupled_k3_rs_seq_tis", "loss=gspo", "advantage.estimator=reinforce_pp", TWO_RANKS),
     ("correction=bypass_ppo_clip_geo_rs",),
     ("correction=bypass_pg_token_icepop", "advantage.estimator=reinforce", "batch.group_size=1"),

@@ -134,7 +134,8 @@ REFUSALS = {
         ("num_step=3", "num_step is not a key, got 3. Did you mean run.num_steps?"),
         ("bactch.group_sise=4", "bactch.group_sise is not a key, got 4. Did you mean batch.group_size?"),
         ("corection=mis", "corection is not a key, got 'mis'. Did you mean correction?"),
-        ("sampling.top_p.x=3", "sampling.top_p.x is not a key: sampling.top_p is a single value, got 3."),
+        ("sampling.temperature.x=3", "sampling.temperature.x is not a key: sampling.temperature is a single value"),
+        ("sampling.top_p=0.9", "sampling.top_p is not a key of sampling, got 0.9. Here it is off: truncated sampling"),
         ("zzz=3", "zzz is not a key, got 3. Sections: run, model, data, rollout, sampling"),
         (
             "reward={correct:2,incorect:1}",
@@ -182,7 +183,7 @@ REFUSALS = {
             "policy must be a mapping of its keys to values, got 3. Its keys: policy.num_workers, policy.dtype",
         ),
         ("optim.lr=nan", "optim.lr must be a finite number, got nan."),
-        ("optim.beta1=???", "optim.beta1 must be set, got '???'."),
+        ("optim.weight_decay=???", "optim.weight_decay must be set, got '???'."),
         ("optim.beta2=${no.key}", "optim.beta2 cannot be resolved (Interpolation key 'no.key' not found), got '${no.k"),
     ],
     "rules": [

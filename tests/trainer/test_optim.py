@@ -40,9 +40,7 @@ def test_the_update_at_once_on_a_cpu_is_that_of_adamw() -> None:
     optimizer = build_optimizer(model, config)
     assert optimizer.defaults["fused"] is True
     groups = [{"params": [plain.weight], "weight_decay": 0.1}, {"params": [plain.bias], "weight_decay": 0.0}]
-    reference = torch.optim.AdamW(
-        groups, lr=1e-2, betas=(config.beta1, config.beta2), eps=config.epsilon, foreach=False, fused=False
-    )
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, config.beta2), eps=1e-8, foreach=False, fused=False)
     for _ in range(3):
         for own, other in zip(model.parameters(), plain.parameters(), strict=True):
             own.grad = torch.randn_like(own)

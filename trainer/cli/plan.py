@@ -115,7 +115,7 @@ def _critic(config: TrainConfig) -> str:
     alone = critic.warmup_rollout_steps
     first = f"; the first {counted(alone, 'step')} without the policy" if alone else ""
     return (
-        f"starts from {critic.path or 'the model of the policy'}, lr {critic.optim.lr:g}, {clip}; GAE with gamma "
+        f"starts from {critic.path or 'the model of the policy'}, lr {critic.lr:g}, {clip}; GAE with gamma "
         f"{advantage.gamma:g}, lambda {advantage.gae_lambda:g}, whitened{first}"
     )
 

@@ -91,10 +91,10 @@ def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> 
     section, name = path[0], path[-1]
     if section not in kinds and len(path) > 1 and (meant := nearest(section, kinds)) is not None:
         return did_you_mean([meant, *path[1:]], field_names(kinds[meant]), kinds) or f"Did you mean {meant}?"
-    # The first section that has a name wins: num_steps means run.num_steps.
+    # The first section that has a name wins, the optional critic last: num_steps is run.num_steps, lr is optim.lr.
     by_name: dict[str, str] = {}
-    for holder, kind in kinds.items():
-        for key in field_names(kind):
+    for holder in sorted(kinds, key=lambda holder: holder == "critic"):
+        for key in field_names(kinds[holder]):
             by_name.setdefault(key, f"{holder}.{key}")
     close = by_name.get(name)
     if close is None and section in kinds:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+_UNTRUNCATED = "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass"
+
 RENAMED: Final[dict[str, str]] = {
+    # everywhere
+    "top_p": _UNTRUNCATED,
+    "top_k": _UNTRUNCATED,
+    "min_p": _UNTRUNCATED,
     # verl, algorithm.rollout_correction.* and actor.*
     "rollout_is": "correction=tis correction.level=token|sequence, or a preset such as correction=decoupled_token_is",
     "rollout_is_threshold": "correction.cap",
@@ -115,7 +121,7 @@ RENAMED: Final[dict[str, str]] = {
     "eps_clip_low": "loss.clip_low",
     "lambd": "advantage.gae_lambda",
     "value_clip": "critic.value_clip",
-    "critic_learning_rate": "critic.optim.lr",
+    "critic_learning_rate": "critic.lr",
     "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
 """Last part of a key elsewhere, or its last two -> what to write here."""

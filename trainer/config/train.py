@@ -60,6 +60,7 @@ from trainer.config.components import (
     OptimConfig,
     PolicyConfig,
     RunConfig,
+    Schedule,
     SmolLM2ModelConfig,
 )
 from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
@@ -144,6 +145,11 @@ class TrainConfig(Checked):
     def has_critic(self) -> bool:
         """Whether values are learnt beside the policy, and advantages are those of tokens."""
         return self.advantage.estimator is Estimator.gae
+
+    @property
+    def critic_optim(self) -> OptimConfig:
+        """AdamW of the critic: that of the policy with a constant rate of its own."""
+        return replace(self.optim, lr=self.critic.lr, warmup_rollout_steps=0, schedule=Schedule.constant)
 
     def policy_learns(self, step: int) -> bool:
         """Whether the policy is updated in rollout step `step` (1-based): not while only the critic learns."""

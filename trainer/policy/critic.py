@@ -85,7 +85,7 @@ class Critic:
         """`model` is sharded already."""
         self._config = config
         self._values = Trainable(
-            model, config.critic.optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
+            model, config.critic_optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
         )
 
     def train(self, minis: Sequence[MiniBatch], *, spread: Moments, step: int) -> dict[str, float | None]:
@@ -93,7 +93,7 @@ class Critic:
 
         `spread` holds the moments of the advantages before they were whitened.
         """
-        rate = learning_rate(self._config.critic.optim, step=step, num_steps=self._config.run.num_steps)
+        rate = learning_rate(self._config.critic_optim, step=step, num_steps=self._config.run.num_steps)
         self._values.set_learning_rate(rate)
         parts = [self._optimizer_step(mini) for mini in minis]
         stats = parts[0][0]

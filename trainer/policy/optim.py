@@ -10,6 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config.components import OptimConfig, Schedule
 
+BETA1 = 0.9
+"""Decay of the first moment in AdamW; the peers and papers of the recipes use no other."""
+EPSILON = 1e-8
+"""Added to the root of the second moment: torch's default, which the peers keep."""
+
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on matrices only (not on norms and biases).
@@ -23,8 +28,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ],
         lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
+        betas=(BETA1, config.beta2),
+        eps=EPSILON,
         fused=True if all(parameter.device.type == "cpu" for parameter in parameters) else None,
     )
 

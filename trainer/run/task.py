@@ -60,7 +60,7 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
     critic = config.critic
     if critic.path is None:
         return model_path
-    path = _directory("critic.path", critic.path, critic.revision)
+    path = _directory("critic.path", critic.path, None)
     if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
