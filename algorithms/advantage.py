@@ -3,11 +3,11 @@
 The driver calls this once per rollout step with all samples; `algorithms.loss` takes the result per token. Advantages
 that differ from token to token are in `algorithms.returns`.
 
-Groups may have different sizes; a group of one has no baseline and gets 0. Nothing is read on the host.
+Groups may have different sizes; a group of one has no baseline and gets 0. No value is read on the host.
 
-`kept` is for a correction that rejects whole responses: mean, standard deviation and the other samples of a formula
-are then those of the kept samples alone. A rejected sample is measured against the kept ones, which has no effect
-on the loss. Without a kept sample to measure against, or without any spread to divide by, the advantage is 0.
+`kept` is for a correction that rejects whole responses: mean, standard deviation and the other samples of a formula are
+then computed from the kept samples alone. A rejected sample is measured against the kept ones, which has no effect on
+the loss. Without a kept sample to measure against, or without any spread to divide by, the advantage is 0.
 
 N: samples of the step.
 """
@@ -65,7 +65,8 @@ def grpo(
     groups = _group(rewards, group_ids, kept)
     squares = _group_sum(torch.where(groups.kept, groups.deviation.square(), 0.0), groups.number)
     variance = squares / (groups.size - 1).clamp(min=1)
-    # A rejected sample may deviate from kept ones that are all equal; epsilon alone must not divide it.
+    # A rejected sample may deviate from kept samples that are all equal; such a deviation must not be divided by
+    # epsilon alone.
     return torch.where(variance > 0, groups.deviation / (variance.sqrt() + epsilon), 0.0).float()
 
 
@@ -94,7 +95,7 @@ def rloo(
     Source: https://arxiv.org/abs/2402.14740.
     """
     groups = _group(rewards, group_ids, kept)
-    # A rejected sample is not in the mean already: all of the kept ones are its others.
+    # The mean does not contain a rejected sample, so all kept samples are its others.
     others = groups.size - groups.kept.double()
     return (groups.deviation * groups.size / others.clamp(min=1)).float()
 
@@ -161,7 +162,7 @@ ADVANTAGES: Final[dict[str, AdvantageFn]] = {
 
 
 class _Groups(NamedTuple):
-    """The samples seen through their groups; float64, so that equal float32 rewards deviate by exactly 0."""
+    """Values per sample and of its group; float64, so that equal float32 rewards deviate by exactly 0."""
 
     number: Tensor
     """[N] int64, dense number of each sample's group."""

@@ -1,4 +1,4 @@
-"""What divides the loss: aggregation rule and global counts -> one coefficient per token.
+"""The denominator of the loss: aggregation rule and global counts -> one coefficient per token.
 
 The loss is sum(per-token loss x coefficient) over all micro-batches and ranks of an optimizer step. The counts are
 global and fixed before the first forward, so the gradient depends neither on packing nor on sharding.
@@ -27,14 +27,14 @@ def token_coefficients(
 
     Args:
         aggregation: The rule.
-        mask: [T] bool, the tokens of the denominator: response_mask, or response_mask & keep when rejected tokens
-            leave it.
+        mask: [T] bool, the tokens of the denominator: response_mask, or response_mask & keep when rejected tokens leave
+            the denominator.
         cu_seqlens: [N+1] int32, first token of each sequence; a sequence is never split over micro-batches.
         num_tokens: mask-True tokens of the optimizer step, over all ranks.
         num_sequences: Sequences of the optimizer step with a mask-True token, over all ranks.
         fixed_length_tokens: Divisor of aggregation=fixed_length, tokens.
 
-    A count of 0 divides by 1: with nothing to sum the loss is 0, not NaN.
+    A count of 0 divides by 1: an empty sum gives the loss 0, not NaN.
 
     Raises:
         ValueError: aggregation=fixed_length without fixed_length_tokens.

@@ -1,7 +1,8 @@
-"""The mismatch correction: what both engines said about some tokens -> Correction(anchor, weight, keep).
+"""The mismatch correction: the log-probs of both engines for the same tokens -> Correction(anchor, weight, keep).
 
-`algorithms.config.correction` says which anchor, level, bound and criteria a mode has; this file applies them.
+`algorithms.config.correction` gives each mode its anchor, level, bound and criteria; this file applies them.
 `algorithms.rejection` holds the criteria, `algorithms.loss` consumes the result, `algorithms.mismatch` measures it.
+
 mu = pi_rollout, Delta = log pi_train - log mu, rho = exp(Delta); pi_train is pi_old, or pi_theta in bypass. Bounds are
 always on rho and decided on its logarithm, which no clamp has moved. T: packed tokens, N: sequences.
 """
@@ -43,13 +44,13 @@ class Correction(NamedTuple):
 def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     """Anchor, weight and keep of every token: weight = bound(level(Delta)) on tokens that are kept, 0 on the others.
 
-    A token is invalid, and rejected in every mode, if either log-prob is not finite or log mu is not a
-    log-probability. At the sequence and geometric levels, where it leaves the response without a weight, and under
-    a criterion over responses, an invalid token rejects its whole response; at the segment level its segment, at
-    the prefix level itself and what follows.
+    A token is invalid, and rejected in every mode, if either log-prob is not finite or log mu is not a log-probability.
+    At the sequence and geometric levels, where the response then has no weight, and under a criterion over responses,
+    an invalid token rejects its whole response; at the segment level the token rejects its segment, at the prefix level
+    itself and all later tokens of the response.
 
     Raises:
-        ValueError: trainer_logprobs or advantages are None and something reads them.
+        ValueError: trainer_logprobs or advantages are None, and the anchor, the weight or a criterion needs them.
     """
     if tokens.trainer_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(
@@ -76,12 +77,14 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
 
 
 def weight_total(spec: CorrectionSpec, correction: Correction, *, cu_seqlens: Tensor) -> Tensor:
-    """(sum of weights, their number) of a micro-batch -> [2] float64; the normaliser of an optimizer step is
-    Z = sum / number over all its micro-batches and ranks, of responses at whole-response levels, else of kept tokens.
+    """(sum of weights, number of weights) of a micro-batch -> [2] float64.
+
+    The normaliser of an optimizer step is Z = sum / number over all micro-batches and ranks of the step. The weights
+    are counted per response at whole-response levels, else per kept token.
     """
     weight, keep = correction.weight.double(), correction.keep
     if spec.weight is not None and spec.weight.level in WHOLE_RESPONSE_LEVELS:
-        # All kept tokens of a response have the same weight, so their mean is it.
+        # All kept tokens of a response have the same weight, which is therefore their mean.
         weight = segment_mean(weight, keep, cu_seqlens)
         keep = segment_sum(keep.double(), cu_seqlens) > 0
     return torch.stack([torch.where(keep, weight, 0.0).sum(), keep.sum().double()])

@@ -1,7 +1,7 @@
-"""Streaming histograms for plots: where in probability and position the two engines differ.
+"""Streaming histograms for plots: the difference of the two engines by probability and by position.
 
 20 x 20 bins of (probability, position) with three sums each, and 50 x 50 counts of (pi_old, mu). Statistics of
-micro-batches and ranks add up; nothing is read on the host before `arrays`.
+micro-batches and ranks add up; no value is read on the host before `arrays`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from algorithms.kl import k3
 from algorithms.tokens import Tokens
 
 PROBABILITY_BINS: Final = 20
-"""Octaves of mu: bin b holds 2^-(b+1) < mu <= 2^-b, the last one all that is smaller."""
+"""Octaves of mu: bin b holds 2^-(b+1) < mu <= 2^-b, the last bin all smaller mu."""
 POSITION_BINS: Final = 20
-"""Octaves of the position: bin b holds 2^b <= position < 2^(b+1), counted from 1; the last one all that is larger."""
+"""Octaves of the position, counted from 1: bin b holds 2^b <= position < 2^(b+1), the last bin all larger positions."""
 JOINT_BINS: Final = 50
-"""Bins of equal width of pi_old, and as many of mu."""
+"""Number of bins of equal width of pi_old, and of mu."""
 GRID: Final = PROBABILITY_BINS * POSITION_BINS
 
 
@@ -30,7 +30,7 @@ class Bins:
     """One axis of bins for a plot, on the host."""
 
     edges: list[float]
-    """One more than bins, in the order of the bins."""
+    """Bin edges in the order of the bins: one edge more than there are bins."""
     counts: list[float]
     """Tokens of each bin."""
     abs_logdiff: list[float | None]
@@ -44,29 +44,29 @@ class HistogramArrays:
     """All histograms as plain lists."""
 
     by_probability: Bins
-    """Edges fall from 1 to 0."""
+    """Bins by mu; the edges fall from 1 to 0."""
     by_position: Bins
-    """Edges in response tokens, from 1; the last is infinite."""
+    """Bins by position; edges in response tokens, from 1; the last edge is infinite."""
     joint_edges: list[float]
-    """Edges of both probabilities."""
+    """Edges of the bins of pi_old and of mu."""
     joint: list[list[float]]
     """Tokens by [bin of pi_old][bin of mu]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MismatchHistograms:
-    """The histograms of some tokens, on their device."""
+    """Mismatch histograms of a set of tokens, on the device of the tokens."""
 
     sums: Tensor
     """[3 GRID + JOINT_BINS^2] float64, reduced over ranks with SUM: tokens, |Delta| and k3 by (probability,
     position), then tokens by (pi_old, mu)."""
 
     def merge(self, other: MismatchHistograms) -> MismatchHistograms:
-        """The histograms of both, on the device."""
+        """The sum of both histograms, on the device."""
         return MismatchHistograms(sums=self.sums + other.sums)
 
     def arrays(self) -> HistogramArrays:
-        """For plotting. Reads the device, once."""
+        """Convert the histograms to lists for plotting. Reads the device, once."""
         host = self.sums.cpu()
         grid = host[: 3 * GRID].view(3, PROBABILITY_BINS, POSITION_BINS)
         return HistogramArrays(

@@ -1,4 +1,4 @@
-"""Per-token divergence estimators: log-ratio -> k1, k2, k3. Read by everything that needs a KL.
+"""Per-token divergence estimators: log-ratio -> k1, k2, k3. Every KL of this package uses these functions.
 
 Delta = log pi_train - log mu of a token that was sampled from mu (the rollout engine). Under E_mu:
 
@@ -19,8 +19,8 @@ from algorithms.config import MAX_LOG_RATIO
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, elementwise: it and its square are finite in float32."""
-    # In float64, so that rounding the result is the only error.
+    """exp of a log-ratio clamped to +-MAX_LOG_RATIO, elementwise: the result and its square are finite in float32."""
+    # Computed in float64, so that rounding the result is the only error.
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double().exp().to(log_ratio.dtype)
 
 
@@ -37,13 +37,13 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """expm1(D) - D with D = Delta clamped to +-MAX_LOG_RATIO, elementwise, nats; >= 0, same dtype.
 
-    The mean over tokens sampled from mu estimates KL(mu || pi_train). The difference of two nearly equal numbers
-    loses their common digits, so it is taken in float64: the relative error is 4e-16 / |Delta| and the rounding of
-    the result, 1e-7 in float32 down to |Delta| = 4e-9, which is less than one step of any log-prob below -0.1.
-    NaN stays NaN: mask before averaging. Differentiable, gradient exp(D) - 1.
+    The mean over tokens sampled from mu estimates KL(mu || pi_train). The difference of two nearly equal numbers loses
+    their common digits, so the subtraction is done in float64: the relative error is 4e-16 / |Delta| and the rounding
+    of the result, 1e-7 in float32 down to |Delta| = 4e-9, which is less than one step of any log-prob below -0.1. NaN
+    stays NaN: mask before averaging. Differentiable, gradient exp(D) - 1.
     """
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
-    # Rounding may leave less than nothing where Delta is below 1e-15.
+    # Rounding may give a negative number where |Delta| is below 1e-15.
     return (torch.expm1(clamped) - clamped).to(log_ratio.dtype).clamp(min=0)
 
 

@@ -66,18 +66,18 @@ LOSS_MAXES: Final = ("ratio",)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossStats(Stats):
-    """What the surrogate did."""
+    """Statistics of the surrogate: sums and maxima of one or more micro-batches."""
 
     def metrics(self, *, optimizer_steps: int = 1) -> dict[str, float | None]:
         """`loss/*` and `policy/entropy`. Reads the device; None where there is no token.
 
-        loss/policy is a sum over micro-batches and ranks, divided by the `optimizer_steps` that were merged: it is
-        the aggregated policy loss, without the entropy bonus. clip_frac_low / _high: kept tokens at the lower / upper
-        bound of their surrogate (`algorithms.surrogate.Surrogate`); only under cispo do they still have a gradient.
-        ratio_mean, ratio_max: the ratio that the bounds act on, over kept tokens: pi_theta / anchor of the token, or
-        of its response under gspo, so that a response counts once per token. approx_kl: mean of k3 of the token's
-        log pi_theta - log anchor, nats, in every surrogate. It estimates KL(anchor || pi_theta), without bias where
-        the anchor is pi_rollout; anchored on pi_old it ignores the mismatch of the engines. invalid_tokens: kept
+        loss/policy is a sum over micro-batches and ranks, divided by the `optimizer_steps` that were merged: the
+        aggregated policy loss, without the entropy bonus. clip_frac_low / _high: kept tokens at the lower / upper bound
+        of their surrogate (`algorithms.surrogate.Surrogate`); only under cispo do such tokens still have a gradient.
+        ratio_mean, ratio_max: the ratio that the bounds act on, over kept tokens: pi_theta / anchor of the token, or of
+        its response under gspo, so that a response counts once per token. approx_kl: mean of k3 of the token's log
+        pi_theta - log anchor, nats, in every surrogate. approx_kl estimates KL(anchor || pi_theta), without bias where
+        the anchor is pi_rollout; with the anchor pi_old the mismatch of the engines is ignored. invalid_tokens: kept
         tokens whose log pi_theta is not finite, left out. policy/entropy: nats, over all response tokens.
         """
         sums = dict(zip(LOSS_SUMS, self.sums.tolist(), strict=True))
@@ -105,10 +105,10 @@ class LossStats(Stats):
 
 
 class LossOutput(NamedTuple):
-    """What a micro-batch contributes to the optimizer step."""
+    """The contribution of a micro-batch to the optimizer step."""
 
     loss: Tensor
-    """Scalar float32, part of a sum over micro-batches and ranks. It always has a graph: every rank runs backward."""
+    """Scalar float32, part of a sum over micro-batches and ranks, always with a graph: every rank runs backward."""
     stats: LossStats
     """Sums and maxima on the device; merge them over micro-batches, reduce them over ranks."""
 
@@ -124,7 +124,7 @@ def policy_loss(
     coefficients: Tensor,
     loss_config: LossConfig,
 ) -> LossOutput:
-    """Policy loss and entropy bonus of one micro-batch, a sum: nothing is left to divide by.
+    """Policy loss and entropy bonus of one micro-batch, as a sum: the coefficients already hold the denominator.
 
     Args:
         logprobs: [T] float32 with gradient, log pi_theta.
@@ -136,8 +136,8 @@ def policy_loss(
         coefficients: [T] float32 from `algorithms.aggregate.token_coefficients`.
         loss_config: Its type chooses the surrogate.
 
-    Where keep is False the gradient of the policy term is exactly 0. A kept token whose log pi_theta is not finite
-    is treated as rejected and counted (`loss/invalid_tokens`). The entropy bonus covers the tokens that have a
+    Where keep is False the gradient of the policy term is exactly 0. A kept token whose log pi_theta is not finite is
+    treated as rejected and counted (`loss/invalid_tokens`). The entropy bonus covers the tokens that have a
     coefficient, whether kept or not.
 
     Raises:

@@ -1,7 +1,7 @@
 """Masked and segmented reductions: packed per-token tensors -> scalars or one value per sequence.
 
-Used by every other module of this package. It is the only place where a mask or a token count divides, and it says
-what an empty one gives. Nothing here reads a value on the host.
+Every other module of this package uses these functions. Only this module divides by a mask or a token count; each
+function states its result for an empty mask. No function reads a value on the host.
 
 T: packed tokens, N: sequences. `cu_seqlens` [N+1] int32 holds the first token of each sequence; a sequence may be
 empty, and tokens from `cu_seqlens[-1]` on are padding that belongs to no sequence.
@@ -45,22 +45,22 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def divide_by_count(values: Tensor, count: float | Tensor) -> Tensor:
-    """values / count, with counts below 1 taken as 1: a sum over nothing stays 0 instead of becoming NaN."""
+    """values / count, with counts below 1 taken as 1: an empty sum stays 0 instead of becoming NaN."""
     return values / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum of values [T] over each sequence -> [N], same dtype; 0 for an empty sequence.
 
-    Accumulates in float64, each sequence by itself: neither its place in the pack nor what lies in the others, NaN
-    included, changes its sum.
+    Accumulates in float64, each sequence by itself: neither its place in the pack nor the values of other sequences,
+    NaN included, change its sum.
     """
     sums = torch.segment_reduce(values.double(), "sum", offsets=cu_seqlens, initial=0, unsafe=True)
     return sums.to(values.dtype)
 
 
 def segment_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean of values [T] over the mask-True tokens of each sequence -> [N]; 0 for a sequence without any."""
+    """Mean of values [T] over the mask-True tokens of each sequence -> [N]; 0 for a sequence without such a token."""
     totals = segment_sum(torch.where(mask, values, 0.0), cu_seqlens)
     return divide_by_count(totals, segment_sum(mask.view(torch.uint8).to(values.dtype), cu_seqlens))
 
@@ -88,7 +88,8 @@ def segment_max(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 def segment_expand(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:
     """One value per sequence [N] -> the value of each token's sequence [T], T = num_tokens; 0 on padding.
 
-    `num_tokens` is an argument because `cu_seqlens[-1]` lies on the device, and reading it would wait for it.
+    `num_tokens` is an argument because `cu_seqlens[-1]` lies on the device, and reading this value would wait for the
+    device.
     """
     padded = torch.cat([values, values.new_zeros(1)])
     return padded.repeat_interleave(_lengths(cu_seqlens, num_tokens), output_size=num_tokens)
@@ -102,5 +103,5 @@ def _segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
 
 
 def _lengths(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Tokens of each sequence, then of the padding -> [N+1]."""
+    """Number of tokens of each sequence, then of the padding -> [N+1]."""
     return torch.cat([cu_seqlens, cu_seqlens.new_full((1,), num_tokens)]).diff()

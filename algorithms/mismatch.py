@@ -1,8 +1,9 @@
-"""How far trainer and engine are apart, and what the correction did about it: sums of micro-batches -> `mismatch/*`.
+"""Statistics of the mismatch and of its correction: sums over micro-batches -> `mismatch/*`.
 
 `mismatch_stats` sums on the device; `MismatchStats.merge` adds micro-batches, an all-reduce adds ranks; then
-`MismatchStats.metrics` divides, on the host. Everything is on the ORIGINAL response mask, before any bound, in every
-mode. A metric without anything to average is None, never 0. docs/correction.md, "What is logged", lists the metrics.
+`MismatchStats.metrics` divides, on the host. Every metric is measured on the ORIGINAL response mask, before any bound,
+in every mode. A metric without a token or sequence to average is None, never 0. docs/correction.md, "What is logged",
+lists the metrics.
 
 Delta = log pi_old - log mu, clamped to +-20 where it is exponentiated; rho = exp(Delta). T: packed tokens,
 N: sequences, K: sums, M: maxima.
@@ -30,7 +31,8 @@ from algorithms.tokens import Tokens
 
 def _jensen_shannon(delta: Tensor) -> Tensor:
     """[log 2 - log(1 + rho) + rho (log 2 + log rho - log(1 + rho))] / 2, with u = Delta / 2 as
-    sqrt(rho) [u sinh u - cosh u log cosh u]: both terms are of the size of u^2, so that little cancels."""
+    sqrt(rho) [u sinh u - cosh u log cosh u]: both terms are of the size of u^2, so that few digits cancel.
+    """
     u = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) / 2
     half_sinh = torch.sinh(u / 2)
     cosh_minus_1 = 2 * half_sinh * half_sinh
@@ -48,7 +50,7 @@ DIVERGENCES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "abs_logdiff_mean": torch.abs,
     "is/raw_mean": bounded_exp,
 }
-"""Metric -> the function of Delta, float64, whose mean over valid tokens it is."""
+"""Metric -> a function of Delta, float64; the metric is the mean of the function over valid tokens."""
 MEANS: Final[dict[str, tuple[str, ...]]] = {
     "valid": (*DIVERGENCES, "prob_diff_mean"),
     "sequences": ("chi2_seq", "ppl/train", "ppl/rollout", "ppl/log_diff", "ppl/log_abs_diff", "ppl/ratio"),
@@ -65,23 +67,23 @@ MEANS: Final[dict[str, tuple[str, ...]]] = {
     "advantage_pos": ("eff_lr_pos",),
     "advantage_neg": ("eff_lr_neg",),
 }
-"""Sum that counts -> the metrics that are divided by it; the sum that is divided has the name of the metric."""
+"""Name of a count -> metrics that are divided by it; before the division a metric is a sum of the same name."""
 COUNTS: Final = ("num_tokens", "invalid_tokens", "invalid_samples", "k3_clamped_tokens")
-"""Metrics that are sums."""
+"""Metrics that are sums, not divided by a count."""
 OTHER_SUMS: Final = (
     *("mu", "mu_squared", "prob_diff", "prob_diff_squared", "mu_prob_diff", "rho_squared"),
     *("seq_rho", "seq_rho_squared", "applied_squared", "corrected_sequences", "seq_applied", "seq_applied_squared"),
 )
 NUM_LAGS: Final = 8
-"""Buckets of the weight lag 0, 1, ..., the last one for all larger lags."""
+"""Number of buckets of the weight lag 0, 1, ...; the last bucket holds all larger lags."""
 LAGS: Final = tuple(f"by_lag/{lag}{'+' if lag == NUM_LAGS - 1 else ''}/k3" for lag in range(NUM_LAGS))
 LAG_SUMS: Final = (*LAGS, *(f"{name}_tokens" for name in LAGS))
-"""k3 and number of tokens of each bucket."""
+"""Names of the sums of k3 and of the number of tokens of each lag bucket."""
 SUMS: Final = tuple(
     dict.fromkeys((*MEANS, *(name for names in MEANS.values() for name in names), *COUNTS, *OTHER_SUMS, *LAG_SUMS))
 )
 MAXES: Final = ("k3_max", "abs_logdiff_max", "prob_diff_max", "delta_max")
-"""Over valid tokens."""
+"""Maxima over valid tokens."""
 
 
 class StepContext(NamedTuple):
@@ -92,15 +94,15 @@ class StepContext(NamedTuple):
     lags: Tensor | None = None
     """[N] int64 >= 0, policy updates between the weights that sampled a sequence and those that are trained."""
     token_lags: Tensor | None = None
-    """[T] int64 >= 0, the same of every token where a sequence has tokens of several weights; replaces `lags`."""
+    """[T] int64 >= 0, lag of every token, where a sequence has tokens of several versions; replaces `lags`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MismatchStats(Stats):
-    """Mismatch statistics of some micro-batches, on their device.
+    """Mismatch statistics of one or more micro-batches, on their device.
 
-    Beside the sums [K] and maxima [M] there are the log-ratios themselves, because quantiles and tails do not add up:
-    those of micro-batches and ranks are laid end to end.
+    Beside the sums [K] and maxima [M] this record keeps the log-ratios themselves, because quantiles and tails do not
+    add up. `merge` concatenates the log-ratios of micro-batches; ranks are concatenated likewise.
     """
 
     criteria: tuple[str, ...]
@@ -111,7 +113,7 @@ class MismatchStats(Stats):
     """[m] float64, sum of Delta of each sequence; NaN where no token is valid."""
 
     def merge(self, other: Self) -> Self:
-        """The statistics of both, on the device; a ValueError if they rejected by different criteria."""
+        """The statistics of both, on the device; a ValueError if their rejection criteria differ."""
         if other.criteria != self.criteria:
             raise ValueError(f"statistics of different criteria do not add up: {self.criteria} and {other.criteria}.")
         return type(self)(
@@ -127,7 +129,7 @@ class MismatchStats(Stats):
         return dict(zip(_sum_names(self.criteria), self.sums.tolist(), strict=True))
 
     def metrics(self) -> dict[str, float | None]:
-        """`mismatch/*`. Reads the device."""
+        """All metrics `mismatch/*`. Reads the device."""
         sums, maxes = self.named_sums(), dict(zip(MAXES, self.maxes.tolist(), strict=True))
         valid = sums["valid"]
         tokens, sequences = (x[~x.isnan()].cpu().double() for x in (self.token_deltas, self.sequence_deltas))
@@ -161,10 +163,10 @@ class MismatchStats(Stats):
 def mismatch_stats(
     tokens: Tokens, correction: Correction | None = None, context: StepContext | None = None
 ) -> MismatchStats:
-    """Mismatch statistics of one micro-batch, on its device; no value is read.
+    """Mismatch statistics of one micro-batch, on its device; no value is read on the host.
 
     Args:
-        tokens: trainer_logprobs are scored by the trainer, never the rollout's own log-probs; advantages for eff_lr.
+        tokens: trainer_logprobs come from the trainer's forward, never from the rollout engine; advantages for eff_lr.
         correction: The correction that was applied; None leaves the metrics of weights and of rejection None.
         context: Rewards and weight lags, each for the metrics that need it.
 
@@ -242,7 +244,7 @@ def _lag_sums(tokens: Tokens, context: StepContext) -> dict[str, Tensor]:
 
 
 def _correction_sums(tokens: Tokens, correction: Correction, rewards: Tensor | None) -> dict[str, Tensor]:
-    """Sums of weights, of rejection, and of the advantages that they act on, float64."""
+    """Sums over weights, rejected tokens, and the advantages of both, float64."""
     valid, response, keep = tokens.valid, tokens.response_mask, correction.keep & tokens.valid
     applied = torch.where(keep, correction.weight, 0.0).double()
     raw = applied if correction.raw_weight is None else torch.where(valid, correction.raw_weight, 0.0).double()
@@ -296,12 +298,12 @@ def _require_fitting(tokens: Tokens, context: StepContext) -> None:
 
 
 def _ess(total: float, squared: float, num: float) -> float | None:
-    """(sum w)^2 / (n sum w^2)."""
+    """Effective sample size as a fraction: (sum w)^2 / (n sum w^2)."""
     return mean_or_none(total**2, num * squared)
 
 
 def _tail_shape(deltas: Tensor, ess: float | None) -> float | None:
-    """Pareto k of exp(deltas [n]); None where the effective sample size says that no tail matters."""
+    """Pareto k of exp(deltas [n]); None where the effective sample size is so large that no tail matters."""
     if ess is None or ess > HARMLESS_ESS:
         return None
     return pareto_k(deltas.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -1,9 +1,10 @@
 """The resolved objective as one line of mathematics: config -> text. Printed before torch is imported.
 
-It says what `algorithms.loss` computes: mask and rejection, weight, surrogate, denominator. m: response mask, mu:
-pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, |y|: response tokens, Z: mean weight of what is kept.
-prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<=t: up to and with the token; prod_turn: over
-its turn. K2 = log(rho)^2 / 2 and K3 = rho - 1 - log(rho) of the rho in the same line: pi_old/mu, or pi_theta/mu.
+The line states the sum that `algorithms.loss` computes: mask and rejection, weight, surrogate, denominator. m: response
+mask, mu: pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, |y|: response tokens, Z: mean weight of the kept
+tokens or responses. prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<=t: up to and with the
+token; prod_turn: over its turn. K2 = log(rho)^2 / 2 and K3 = rho - 1 - log(rho) of the rho in the same line: pi_old/mu,
+or pi_theta/mu.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from algorithms.config.spec import CorrectionSpec
 
 
 def objective(config: CorrectionConfig, loss: LossConfig) -> str:
-    """What is minimised, one line, for example
+    """The minimised objective in one line, for example
     `L = -sum m * sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.2) * A / N_tokens`.
 
     Raises:
@@ -50,14 +51,14 @@ def objective(config: CorrectionConfig, loss: LossConfig) -> str:
     divisor = _divisor(spec, loss)
     line = f"L = -sum {' * '.join(factors)}{divisor}"
     if loss.entropy_coef:
-        # Under `drop` the denominator's mask is the kept one, and the bonus uses the same coefficients.
+        # Under `drop` the mask of the denominator is `keep`, and the bonus uses the same coefficients.
         mask = "m_kept" if _drops(spec) else "m"
         line += f" - {loss.entropy_coef:g} * sum {mask} * H(pi_theta){divisor}"
     return line
 
 
 def reference_term(config: ReferenceKLConfig) -> str:
-    """What the KL to the reference adds to the line; empty where there is none."""
+    """The term that the KL to the reference adds to the line; empty without a KL."""
     if not config.coef:
         return ""
     kl = f"{config.estimator.name}[KL(pi_theta || pi_ref)]"
@@ -77,7 +78,7 @@ def _at(level: Level, rho: str) -> str:
 
 
 def _indicators(weight: WeightSpec, rho: str) -> list[str]:
-    """What the bound of the weight rejects."""
+    """Indicator factors of the tokens that the bound of the weight keeps."""
     at = _at(weight.level, rho)
     if weight.bound is Bound.mask and weight.low is None:
         return [f"1[{at} <= {weight.high:g}]"]

@@ -1,7 +1,7 @@
-"""KL to a frozen reference policy: log-probs -> a term of the loss, or a cost per token that is taken off the reward.
+"""KL to a frozen reference policy: log-probs -> a term of the loss, or a cost per token in the reward.
 
-Everything estimates KL(pi_theta || pi_ref) from tokens that pi_theta sampled. L = log pi_theta - log pi_ref.
-The mean of the value and the mean of the gradient are different questions (theta, ref: the two policies):
+Every function estimates KL(pi_theta || pi_ref) from tokens that pi_theta sampled. L = log pi_theta - log pi_ref. The
+mean of the value and the mean of the gradient are different questions (theta, ref: the two policies):
 
     estimator  value per token          mean value           gradient in the loss    gradient in the reward
     k1         L                        KL(theta || ref)     0 (refused)             grad KL(theta || ref)
@@ -9,15 +9,16 @@ The mean of the value and the mean of the gradient are different questions (thet
     k3         exp(-L) - 1 + L          KL(theta || ref)     grad KL(ref || theta)   the difference (*)
     unbiased   k3 x pi_theta / pi_old   KL(theta || ref)     grad KL(theta || ref)   (refused)
 
-(*) grad KL(theta || ref) - grad KL(ref || theta): both cancel to first order near pi_ref, where it hardly holds.
+(*) grad KL(theta || ref) - grad KL(ref || theta): both cancel to first order near pi_ref, where the penalty hardly
+acts.
 
-For `unbiased` this holds under samples of pi_old; for k1, k2 and k3 only while pi_theta is still the policy that
-sampled. In the loss the KL is that of each token given its prefix, with prefixes as they were sampled.
-In the reward with returns summed over the response (gamma = 1) it is the KL of whole responses: an early token also
-answers for the KL of what follows.
+For `unbiased` the table holds under samples of pi_old; for k1, k2 and k3 only while pi_theta is still the policy that
+sampled. In the loss the KL is taken for each token given its sampled prefix.
+In the reward with returns summed over the response (gamma = 1) the KL is that of whole responses: an early token also
+answers for the KL of all later tokens.
 
 `algorithms.kl` states its estimators for tokens of mu and Delta = log pi_train - log mu, the log-ratio AGAINST the
-sampler. Here the sampler is pi_theta, so its argument is Delta = log pi_ref - log pi_theta = -L.
+sampler. Here the sampler is pi_theta, so the argument is Delta = log pi_ref - log pi_theta = -L.
 
 Sources: Schulman, http://joschu.net/blog/kl-approx.html; unbiased: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556,
 eq. 7. T: packed tokens.
@@ -48,9 +49,9 @@ def reference_kl(
         logprobs: [T] float32, log pi_theta.
         ref_logprobs: [T] float32, log pi_ref.
         anchor_logprobs: [T] float32, log-probs of the policy that sampled; needed by `unbiased` only.
-        estimator: Which estimate.
+        estimator: The formula of the estimate.
 
-    Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped one has no gradient.
+    Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped log-ratio has no gradient.
 
     Raises:
         ValueError: anchor_logprobs is None with `unbiased`.
@@ -81,14 +82,14 @@ def reference_kl_loss(
     Args:
         logprobs: [T] float32 with gradient, log pi_theta.
         ref_logprobs: [T] float32, log pi_ref.
-        anchor_logprobs: [T] float32, log-probs of the policy whose expectation the coefficients take: the rollout
-            policy's own (log mu), or log pi_old where the coefficients hold the weight pi_old / mu, or where the
-            mismatch is to be ignored. Read by `estimator=unbiased` only, None is fine for the others.
+        anchor_logprobs: [T] float32, log-probs of the policy whose expectation the coefficients take: log mu of the
+            rollout policy, or log pi_old where the coefficients hold the weight pi_old / mu, or where the mismatch is
+            to be ignored. Read by `estimator=unbiased` only; may be None for the other estimators.
         response_mask: [T] bool.
         coefficients: [T] float32 from `algorithms.aggregate.token_coefficients`.
         config: Coefficient and estimator.
 
-    It is a sum over micro-batches and ranks like the policy loss, and always has a graph. Response tokens with a
+    The term is a sum over micro-batches and ranks like the policy loss, and always has a graph. Response tokens with a
     non-finite log-prob are left out; `reference_kl_stats` counts them.
 
     Raises:
@@ -128,9 +129,9 @@ def reference_kl_penalty(
         response_mask: [T] bool.
         config: Coefficient and estimator.
 
-    It is taken off the reward: per token by `algorithms.returns.token_rewards`; for one advantage per sample as
-    rewards - `algorithms.masked.segment_sum(penalty, cu_seqlens)`, before the baseline. A response token with a
-    non-finite log-prob costs 0; `reference_kl_stats` counts them.
+    The penalty is subtracted from the reward: per token by `algorithms.returns.token_rewards`; for one advantage per
+    sample as rewards - `algorithms.masked.segment_sum(penalty, cu_seqlens)`, before the baseline. A response token with
+    a non-finite log-prob costs 0; `reference_kl_stats` counts such tokens.
 
     Raises:
         ValueError: placement=loss; a wrong shape or dtype.
@@ -154,13 +155,13 @@ def reference_kl_penalty(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReferenceKLStats(Stats):
-    """How far the policy is from the reference, whatever the coefficient."""
+    """Sums of the distance from the policy to the reference, whatever the coefficient of the KL."""
 
     def metrics(self) -> dict[str, float | None]:
         """`reference/*`. Reads the device; None where there is no valid response token.
 
         k1, k3: means over tokens of two estimates of KL(pi || pi_ref), nats; k1 may be negative in a batch.
-        invalid_tokens: response tokens of which a log-prob was not finite.
+        invalid_tokens: response tokens with a log-prob that is not finite.
         """
         sums = dict(zip(REFERENCE_SUMS, self.sums.tolist(), strict=True))
         tokens = sums["tokens"]

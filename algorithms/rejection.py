@@ -1,9 +1,9 @@
-"""Rejection criteria: what the two engines say about a token or a response -> whether it stays in the loss.
+"""Rejection criteria: the log-probs of both engines -> the tokens that stay in the loss.
 
 A criterion is one function here, its row in CRITERIA, and a key of `algorithms.config.rejection.RejectConfig` with the
-same name. `algorithms.correction` applies those that are set; all must keep a token. Delta = log pi_train - log mu is
-compared before any clamp, and 0 on invalid tokens. A criterion over responses rejects a response with an invalid token
-whole: the response has no statistic.
+same name. `algorithms.correction` applies the criteria that are set; a token stays if all of them keep it. Delta = log
+pi_train - log mu is compared before any clamp, and 0 on invalid tokens. A criterion over responses rejects a response
+with an invalid token whole: the response has no statistic.
 
 T: packed tokens, N: sequences.
 """
@@ -26,12 +26,12 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
     """Each criterion in use -> the response tokens that it rejects, [T] bool.
 
     Raises:
-        ValueError: a criterion reads advantages and there are none.
+        ValueError: a criterion needs advantages, and tokens.advantages is None.
     """
     return {name: tokens.response_mask & ~CRITERIA[name](tokens, getattr(config, name)) for name in config.active()}
 
 
-# Token by token -> [T] bool, True where it keeps.
+# Criteria per token -> [T] bool, True where the token is kept.
 
 
 def _token_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
@@ -80,7 +80,7 @@ def _opsm(tokens: Tokens, bound: float) -> Tensor:
     return ((_advantages(tokens, criterion="opsm") >= 0) | is_near) & tokens.expand(tokens.complete)
 
 
-# Whole responses -> [T] bool, True where it keeps.
+# Criteria per response -> [T] bool, True where the token is kept.
 
 
 def _sequence_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
@@ -124,13 +124,13 @@ def _max_k3(tokens: Tokens, bound: float) -> Tensor:
 
 
 def _veto(tokens: Tokens, bound: float) -> Tensor:
-    """min_t rho_t >= bound. An invalid token is catastrophic too: a side gave it probability 0, or none at all."""
+    """min_t rho_t >= bound. An invalid token also rejects its response: its probability is 0 or unknown."""
     return _of_response(tokens, segment_min(tokens.delta, tokens.cu_seqlens) >= math.log(bound))
 
 
 def _mult_err(tokens: Tokens, bound: float) -> Tensor:
     """mean_t max(rho_t, 1 / rho_t) <= bound."""
-    # The mean of the excess over 1, which is 0 on tokens that are not valid.
+    # Mean of the excess over 1, which is 0 on tokens that are not valid.
     return _of_response(tokens, 1 + tokens.mean(bounded_exp(tokens.delta.double().abs()) - 1) <= bound)
 
 
@@ -141,7 +141,7 @@ def _within(log_ratio: Tensor, bounds: Sequence[float]) -> Tensor:
 
 
 def _of_response(tokens: Tokens, keeps: Tensor) -> Tensor:
-    """The verdict on each response [N] -> on its tokens [T]; a response with an invalid token is not kept."""
+    """The decision for each response [N] -> for its tokens [T]; a response with an invalid token is not kept."""
     return tokens.expand(keeps & tokens.complete)
 
 
@@ -178,4 +178,4 @@ CRITERIA: Final[dict[str, Callable[[Tokens, Any], Tensor]]] = {
     "dppo_kl": _dppo_kl,
     "opsm": _opsm,
 }
-"""Key of `RejectConfig` -> criterion: (tokens, bound or [low, high]) -> [T] bool, True where it keeps the token."""
+"""Key of `RejectConfig` -> criterion: (tokens, bound or [low, high]) -> [T] bool, True where the token is kept."""

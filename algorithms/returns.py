@@ -1,10 +1,10 @@
 """Rewards per token -> returns, advantages per token (GAE), and whitening with statistics that add up over ranks.
 
-Everything is packed. The recursion of each sequence runs over its response tokens only: prompts and tool outputs
-between turns are skipped, without a discount, and a turn bootstraps from the first response token of the next one.
-What follows the last response token is terminal: its value is 0.
+All tensors are packed. The recursion of each sequence runs over its response tokens only: prompts and tool outputs
+between turns are skipped, without a discount, and a turn bootstraps from the first response token of the next one. The
+state after the last response token is terminal: its value is 0.
 
-Nothing here carries a gradient or reads a value on the host. T: packed tokens, N: sequences.
+No function carries a gradient or reads a value on the host. T: packed tokens, N: sequences.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from algorithms.masked import divide_by_count, require_packed, segment_expand
 
 ROUNDING = 1e-12
-"""A variance below this fraction of the mean square is what rounding leaves of equal values in float64 sums."""
+"""A variance below this fraction of the mean square is a rounding error of equal values in float64 sums."""
 
 
 def token_rewards(rewards: Tensor, *, penalty: Tensor | None, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The reward of each sequence on its last response token, minus a cost per token -> [T] float32, 0 off the mask.
 
     Args:
-        rewards: [N] float32, one outcome per sequence; lost where a sequence has no response token.
+        rewards: [N] float32, one outcome per sequence; dropped where a sequence has no response token.
         penalty: [T] float32 in units of reward, read on the mask only, for example
-            `algorithms.reference.reference_kl_penalty`; None for none.
+            `algorithms.reference.reference_kl_penalty`; None for no penalty.
         response_mask: [T] bool.
         cu_seqlens: [N+1] int32, first token of each sequence.
 
@@ -81,8 +81,8 @@ def gae(
 
         delta_t = r_t + gamma V_u - V_t,  A_t = delta_t + gamma lambda A_u,  R_t = A_t + V_t
 
-    with u the next response token of the sequence; V_u and A_u are 0 behind the last one. It is computed through the
-    returns, R_t = r_t + gamma ((1 - lambda) V_u + lambda R_u): with lambda = 1 no value enters them at all.
+    with u the next response token of the sequence; V_u and A_u are 0 behind the last one. The recursion runs over the
+    returns, R_t = r_t + gamma ((1 - lambda) V_u + lambda R_u): with lambda = 1 no value enters the returns.
 
     Args:
         token_rewards: [T] float32 from `token_rewards`, read on the mask only.
@@ -122,14 +122,14 @@ class Moments:
 
     @property
     def mean(self) -> Tensor:
-        """Scalar float64; 0 without weight."""
+        """Weighted mean, scalar float64; 0 without weight."""
         return divide_by_count(self.sums[1], self.sums[0])
 
     @property
     def variance(self) -> Tensor:
-        """Scalar float64, the biased one (/ n); exactly 0 for equal values, and without weight.
+        """Biased variance (/ n), scalar float64; exactly 0 for equal values, and without weight.
 
-        A spread below a millionth of the root mean square cannot be told from rounding, and counts as none.
+        A standard deviation below a millionth of the root mean square cannot be told from rounding, and counts as 0.
         """
         mean_square = divide_by_count(self.sums[2], self.sums[0])
         variance = mean_square - self.mean.square()
@@ -160,7 +160,8 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float, over: Moments | None
             alone, which is right for one rank with one micro-batch.
 
     The standard deviation is the biased one: whitened values then have a mean square of 1 for any count, one token
-    needs no case of its own, and n - 1 would not make it unbiased, as tokens of one response are not independent.
+    needs no case of its own, and n - 1 would not make the estimate unbiased, as tokens of one response are not
+    independent.
 
     Raises:
         ValueError: a wrong shape or dtype.
@@ -176,7 +177,7 @@ def _next_response(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     num_tokens = response_mask.shape[0]
     positions = torch.arange(num_tokens, device=response_mask.device)
     candidates = torch.where(response_mask, positions, num_tokens)
-    # One place on, because the running minimum from the right includes t itself.
+    # The index is shifted by one token, because the running minimum from the right includes t itself.
     behind = torch.cat([candidates[1:], candidates.new_full((min(num_tokens, 1),), num_tokens)])
     following = behind.flip(0).cummin(0).values.flip(0)
     ends = segment_expand(cu_seqlens[1:].long(), cu_seqlens, num_tokens=num_tokens)

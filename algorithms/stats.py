@@ -1,4 +1,4 @@
-"""What all step statistics have in common: sums and maxima that add up over micro-batches and over ranks."""
+"""The base of all step statistics: sums and maxima that add up over micro-batches and over ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Stats:
 
 
 def mean_or_none(total: float, count: float) -> float | None:
-    """total / count, None for nothing to divide by."""
+    """total / count, or None where count is 0."""
     return total / count if count else None
 
 
 def max_or_none(maximum: float, count: float) -> float | None:
-    """The maximum, None where no token was seen."""
+    """The maximum, or None where no token was seen."""
     return maximum if count else None

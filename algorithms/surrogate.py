@@ -1,8 +1,9 @@
-"""Per-token surrogates: log-probs, anchor and advantages -> loss of each token, and what the clip did.
+"""Per-token surrogates: log-probs, anchor and advantages -> loss of each token, and the tokens that the clip bounds.
 
-`algorithms.loss` picks one by `LossConfig.surrogate`, weighs and sums it. Inputs are finite: the loss masks before it
-calls, and gives the tokens off the mask log-prob 0, anchor 0 and advantage 0. Nothing here knows about weights or
-denominators. With r = pi_theta / anchor = 1 everywhere, every surrogate has the gradient -A grad log pi_theta.
+`algorithms.loss` picks a surrogate by `LossConfig.surrogate`, multiplies it by the weight and sums. Inputs are finite:
+the loss masks before it calls, and gives the tokens off the mask log-prob 0, anchor 0 and advantage 0. Weights and
+denominators are not used here. With r = pi_theta / anchor = 1 everywhere, every surrogate has the gradient -A grad log
+pi_theta.
 
 T: packed tokens, N: sequences.
 """
@@ -66,7 +67,7 @@ class SurrogateFn(Protocol):
             logprobs: [T] float32 with gradient, log pi_theta.
             anchor_logprobs: [T] float32, log-prob under the denominator of the ratio.
             advantages: [T] float32.
-            response_mask: [T] bool, the tokens that enter the loss. Off it every other input is 0.
+            response_mask: [T] bool, the tokens that enter the loss. Off the mask every other input is 0.
             cu_seqlens: [N+1] int32, first token of each sequence.
             config: The config whose `surrogate` names this function.
         """
@@ -118,7 +119,7 @@ def gspo(
     """
     means = segment_mean((logprobs - anchor_logprobs).detach(), response_mask, cu_seqlens)
     log_ratio = segment_expand(means, cu_seqlens, num_tokens=logprobs.shape[0])
-    # 0 in value, exactly, and log pi_theta in gradient.
+    # Exactly 0 in value; the gradient is that of log pi_theta.
     straight_through = logprobs - logprobs.detach()
     ratio = (straight_through + log_ratio).clamp(-MAX_SEQUENCE_LOG_RATIO, MAX_SEQUENCE_LOG_RATIO).exp()
     return _clip(ratio, advantages, low=1 - config.clip_low, high=1 + config.clip_high)
@@ -155,7 +156,7 @@ def reinforce(
     cu_seqlens: Tensor,
     config: ReinforceConfig,
 ) -> Surrogate:
-    """-A log pi_theta: the gradient of the expected reward under the policy that sampled; nothing is clipped."""
+    """-A log pi_theta: the gradient of the expected reward under the policy that sampled, without a clip."""
     ratio = _ratio(logprobs.detach(), anchor_logprobs)
     never = torch.zeros_like(ratio, dtype=torch.bool)
     return Surrogate(loss=-advantages * logprobs, ratio=ratio, clipped_low=never, clipped_high=never)
@@ -170,7 +171,7 @@ def dppo_tv(
     cu_seqlens: Tensor,
     config: DPPOTVConfig,
 ) -> Surrogate:
-    """-r A with r <= ratio_cap, 0 where the token's probability p is too far out and A would push it on.
+    """-r A with r <= ratio_cap, 0 where the token's probability is too far off and A would push it further.
 
     A > 0: dropped if p_theta - p_anchor > threshold. A < 0: dropped if p_anchor - p_theta > threshold. The drop is
     decided on detached values. A capped ratio keeps its gradient, ratio_cap A grad log pi_theta.
@@ -196,7 +197,7 @@ def dppo_kl(
     cu_seqlens: Tensor,
     config: DPPOKLConfig,
 ) -> Surrogate:
-    """As `dppo_tv`, with KL(Bernoulli(p_anchor) || Bernoulli(p_theta)) > threshold in place of the difference.
+    """`dppo_tv` with KL(Bernoulli(p_anchor) || Bernoulli(p_theta)) > threshold in place of the difference.
 
     KL = p log(p/q) + (1 - p) log((1 - p) / (1 - q)), nats, p = p_anchor and q = p_theta.
 
@@ -223,8 +224,8 @@ def sapo(
 ) -> Surrogate:
     """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)); tau is temperature_positive where A > 0, else the negative one.
 
-    f'(1) = 4 sigmoid'(0) = 1, so the gradient on-policy is that of -r A. The value is not: f(1) = 2 / tau. Nothing is
-    ever clipped; the gate closes smoothly.
+    f'(1) = 4 sigmoid'(0) = 1, so the gradient on-policy is that of -r A. The values differ: f(1) = 2 / tau. No ratio is
+    clipped; the gate closes smoothly.
 
     Source: https://arxiv.org/abs/2511.20347.
     """
@@ -253,7 +254,7 @@ def _ratio(logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
 
 
 def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
-    """-min(r A, clip(r, low, high) A) for a ratio [T] with gradient."""
+    """-min(r A, clip(r, low, high) A) for a ratio r [T] with gradient."""
     fixed = ratio.detach()
     return Surrogate(
         loss=-torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages),
@@ -273,7 +274,7 @@ def _capped_ratio(logprobs: Tensor, anchor_logprobs: Tensor, *, cap: float) -> T
 
 
 def _trust_region(capped: Tensor, advantages: Tensor, *, ratio: Tensor, below: Tensor, above: Tensor) -> Surrogate:
-    """-min(r, cap) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` it."""
+    """-min(r, cap) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region."""
     clipped_low = (advantages < 0) & below
     clipped_high = (advantages > 0) & above
     loss = torch.where(clipped_low | clipped_high, 0.0, -capped * advantages)

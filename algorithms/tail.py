@@ -1,4 +1,4 @@
-"""The tail of a sample: a quantile, and the Pareto shape of the largest importance weights. On the host."""
+"""The tail of a sample: a quantile, and the Pareto shape of the largest importance weights. Runs on the host."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 def quantile(values: Tensor, fraction: float) -> float | None:
     """The smallest of values [n] with at least `fraction` of all values at or below it; None without values."""
-    # Rounding of the product must not ask for one value more.
+    # Rounding of the product must not ask for one more value.
     rank = math.ceil(fraction * values.numel() * (1 - 1e-12))
     return values.kthvalue(rank).values.item() if values.numel() else None
 
 
 def pareto_k(log_weights: Tensor) -> float | None:
-    """Shape k of the generalized Pareto law fitted to the largest of n weights; None where they have no tail.
+    """Shape k of the generalized Pareto law fitted to the largest of n weights; None where the weights have no tail.
 
     Args:
         log_weights: [n] float64, clamped by the caller.
 
-    Importance sampling averages are reliable for k < 0.5 and unreliable for k > 0.7. k is the shape of the tail,
-    whatever its size: where the weights hardly differ it says nothing. The tail holds the M = ceil(min(n / 5,
-    3 sqrt(n))) largest weights, less those that equal the next one; below 5 there is no fit.
+    Importance sampling averages are reliable for k < 0.5 and unreliable for k > 0.7. k measures the shape of the tail,
+    whatever its size: where the weights hardly differ, k has no meaning. The tail holds the M = ceil(min(n / 5, 3
+    sqrt(n))) largest weights, less the weights that equal the next smaller weight; with fewer than 5 there is no fit.
 
     Sources: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", arXiv:1507.02646, section 3;
     Zhang and Stephens, "A new and efficient estimation method for the generalized Pareto distribution", Technometrics
@@ -34,7 +34,7 @@ def pareto_k(log_weights: Tensor) -> float | None:
     if size < 5:
         return None
     largest = log_weights.double().topk(size + 1).values
-    # Relative to the threshold, the largest weight outside the tail; the scale does not change k.
+    # The threshold, to which the fit is relative, is the largest weight outside the tail; the scale does not change k.
     excess = torch.expm1(largest[:-1] - largest[-1]).flip(0)
     excess = excess[excess > 0]
     size = excess.numel()

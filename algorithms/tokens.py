@@ -1,4 +1,4 @@
-"""The record that correction and statistics read: what both engines said about one packed micro-batch.
+"""The record that correction and statistics read: the log-probs of both engines for one packed micro-batch.
 
 T: packed tokens, N: sequences. mu = pi_rollout, Delta = log pi_train - log mu, rho = exp(Delta).
 """
@@ -20,16 +20,16 @@ MAX_ROLLOUT_LOGPROB: Final = 1e-4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """The tokens of N whole sequences, laid end to end. Everything derived from them is computed once.
+    """The tokens of N whole sequences, laid end to end. Each derived tensor is computed once.
 
     Raises:
         ValueError: a wrong shape or dtype.
     """
 
     trainer_logprobs: Tensor | None
-    """[T] float32, nats, log pi_train without gradient: the trainer's log-probs that are compared with mu. They are
-    log pi_old, or log pi_theta of the running forward where `CorrectionSpec.compared` is `current` (bypass). None where
-    nothing reads them: ppo_is, and bypass without a weight or a criterion."""
+    """[T] float32, nats, log pi_train without gradient: the trainer's log-probs that are compared with mu. The values
+    are log pi_old, or log pi_theta of the running forward where `CorrectionSpec.compared` is `current` (bypass). None
+    where no function reads them: ppo_is, and bypass without a weight or a criterion."""
     rollout_logprobs: Tensor
     """[T] float32, nats, log mu as the engine returned it."""
     response_mask: Tensor
@@ -37,7 +37,7 @@ class Tokens:
     cu_seqlens: Tensor
     """[N+1] int32, first token of each sequence; tokens behind the last entry are padding."""
     advantages: Tensor | None = None
-    """[T] float32; for criteria and statistics that depend on them."""
+    """[T] float32; needed by criteria and statistics that depend on the advantage."""
 
     def __post_init__(self) -> None:
         for name in ("trainer_logprobs", "rollout_logprobs", "advantages"):

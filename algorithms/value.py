@@ -1,7 +1,7 @@
 """The critic's loss of one micro-batch (PPO): values + returns -> scalar to call backward on, statistics.
 
-Like the policy loss it is a sum: `algorithms.aggregate` puts the denominator of the whole optimizer step into the
-coefficients, and losses of micro-batches and ranks are added up. T: packed tokens, K: sums, M: maxima.
+Like the policy loss, the critic's loss is a sum: `algorithms.aggregate` puts the denominator of the whole optimizer
+step into the coefficients, and losses of micro-batches and ranks are added up. T: packed tokens, K: sums, M: maxima.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VALUE_SUMS: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ValueStats(Stats):
-    """What the critic predicted, and what the clip did."""
+    """Statistics of the critic's predictions and of the value clip."""
 
     def metrics(self, *, optimizer_steps: int = 1) -> dict[str, float | None]:
         """`critic/*`: means over valid response tokens. Reads the device; None where there is no such token.
@@ -57,10 +57,10 @@ class ValueStats(Stats):
 
 
 class ValueLossOutput(NamedTuple):
-    """What a micro-batch contributes to the critic's optimizer step."""
+    """The contribution of a micro-batch to the critic's optimizer step."""
 
     loss: Tensor
-    """Scalar float32, part of a sum over micro-batches and ranks. It always has a graph: every rank runs backward."""
+    """Scalar float32, part of a sum over micro-batches and ranks, always with a graph: every rank runs backward."""
     stats: ValueStats
     """Sums and maxima on the device; merge them over micro-batches, reduce them over ranks."""
 
@@ -78,7 +78,7 @@ def value_loss(
 
     Args:
         values: [T] float32 with gradient, V of the critic being trained, in units of reward.
-        old_values: [T] float32, V before the update: what the returns were computed with.
+        old_values: [T] float32, V before the update, from which the returns were computed.
         returns: [T] float32 from `algorithms.returns.gae`.
         response_mask: [T] bool.
         coefficients: [T] float32 from `algorithms.aggregate.token_coefficients`.
@@ -134,7 +134,7 @@ def _explained(sums: dict[str, float]) -> float | None:
 
 
 def _variance(total: float, squares: float, count: float) -> float:
-    """Biased variance from sums; 0 where only rounding is left, and without a count."""
+    """Biased variance from sums; 0 where the difference is a rounding error, and where count is 0."""
     mean_square = squares / max(count, 1)
     variance = mean_square - (total / max(count, 1)) ** 2
     return variance if variance > ROUNDING * mean_square else 0.0
