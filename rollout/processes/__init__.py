@@ -1,1 +1,1 @@
-"""Processes beside a worker: children that may hang or crash, code of the user, marks, memory, clocks."""
+"""Processes beside a worker: children that may hang or crash, user code, process marks, memory and clocks."""

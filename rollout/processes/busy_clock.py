@@ -1,4 +1,4 @@
-"""How long an engine has had something to sample: one clock per engine, set where requests come and end."""
+"""A clock per engine for the time with requests to sample; the engine sets the clock where requests come and end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class BusyClock:
-    """Runs while there is work. Not locked: its owner calls it under the lock that guards the work."""
+    """A clock that runs while there is work. It has no lock: the owner calls it under the lock that guards the work."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
         self._since: float | None = None
 
     def set(self, *, is_busy: bool) -> None:
-        """Whether there is work from now on; saying the same twice changes nothing."""
+        """Start the clock if `is_busy`, else stop it; repeating the same value changes nothing."""
         if is_busy and self._since is None:
             self._since = time.monotonic()
         elif not is_busy and self._since is not None:
@@ -22,5 +22,5 @@ class BusyClock:
 
     @property
     def seconds(self) -> float:
-        """With work, up to now."""
+        """Seconds with work, up to now."""
         return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)

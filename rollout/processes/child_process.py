@@ -1,6 +1,6 @@
-"""Processes that run what could hang or crash: rewards and rollout functions. Lines of JSON in, lines of JSON out.
+"""Child processes for code that could hang or crash: rewards, rollout functions. Lines of JSON in, lines of JSON out.
 
-The parent's side is `ChildProcess`, the child's `become_child`. Nothing is unpickled on either side.
+`ChildProcess` is the parent's side, `become_child` the child's. Neither side unpickles anything.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ START_TIMEOUT_S = 120.0
 def python_module(module: str, *arguments: str) -> list[str]:
     """The command that runs `module` with this interpreter.
 
-    Without -P Python puts the working directory first on the path of such a process, where a file `rollout.py` or
-    `trainer.py` of the user hides the package of that name.
+    Without -P Python puts the working directory first on the import path, where a file `rollout.py` or `trainer.py` of
+    the user hides the package of that name.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -35,7 +35,7 @@ class ChildProcess:
     """A process in a session of its own, with pipes to its input and from its output."""
 
     def __init__(self, module: str, function: str, *, memory_bytes: int) -> None:
-        """Run `module function memory_bytes`. Raises OSError when no process can be made."""
+        """Start `module` with the arguments `function` and `memory_bytes`. Raises OSError if no process can be made."""
         self._process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
             python_module(module, function, str(memory_bytes)),
             stdin=subprocess.PIPE,
@@ -49,7 +49,7 @@ class ChildProcess:
         self.output: IO[bytes] = self._process.stdout
 
     def kill(self) -> None:
-        """End the process and whatever it started; safe to call twice."""
+        """End the process and all its descendants; safe to call twice."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -57,7 +57,7 @@ class ChildProcess:
         self.output.close()
 
     def death(self) -> str:
-        """How a process ended whose output has ended."""
+        """Describe the end of a process whose output has ended."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
@@ -66,10 +66,11 @@ class ChildProcess:
 
 
 def become_child(*, memory_bytes: int) -> Callable[[object], None]:
-    """What a child does first; returns what sends a message, a line of JSON, to the parent. Needs Linux.
+    """Set up the calling process as a child; returns a function that sends a message, a line of JSON, to the parent.
 
-    It ends with the thread that started it, also if that is killed; leaves Ctrl-C to its parent; may use
-    `memory_bytes` of address space; and what it prints goes to stderr, not between its answers.
+    The child dies with the thread that started it, also if that thread is killed; ignores Ctrl-C, which the parent
+    handles; may use `memory_bytes` of address space; and prints to stderr, so that no print mixes with its answers.
+    Needs Linux.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -92,5 +93,5 @@ def own_arguments(given: Sequence[str]) -> tuple[str, int]:
 
 
 def described(error: BaseException) -> str:
-    """One line about an error, its type first."""
+    """One line about an error, with its type first."""
     return f"{type(error).__name__}: {error}"

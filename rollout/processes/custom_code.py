@@ -1,4 +1,4 @@
-"""Code of the user, named in the config as `path/to/file.py:name`. Loaded only in the processes that run it."""
+"""User code, named in the config as `path/to/file.py:name`. Only the processes that run the code load it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def is_custom(function: str) -> bool:
-    """Whether a config value names a file and something in it."""
+    """True if a config value names a file and an object in the file."""
     return ":" in function
 
 
 def custom_problem(function: str) -> str | None:
-    """What is wrong with a `path.py:name`, as far as can be seen without running it."""
+    """The problem with a `path.py:name`, as far as it can be seen without running the file; None if there is none."""
     path, _, name = function.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         return "must have the form path/to/file.py:function"
@@ -29,11 +29,12 @@ def custom_path(function: str) -> Path:
 
 
 def load_function(function: str, *, key: str) -> object:
-    """Run the file and take the function; raises ValueError, naming the config `key`, if it has none of the name."""
+    """Run the file and return the function; raises ValueError, naming the config `key`, if the name is not defined."""
     if problem := custom_problem(function):
         raise ValueError(f"{key}={function} {problem}")
     path, name = custom_path(function), function.rpartition(":")[2]
-    # Modules beside the file, and in the working directory, can be imported; they come last, to hide nothing of ours.
+    # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
+    # so that they hide no module of Parity.
     sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]
     spec = importlib.util.spec_from_file_location(f"parity_custom_{path.stem}", path)
     if spec is None or spec.loader is None:

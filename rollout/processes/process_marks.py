@@ -1,4 +1,4 @@
-"""Processes that must be gone when their worker is: marked so that no other one is taken for them."""
+"""Marks of processes that must end with their worker; a mark is never that of a later process with the same id."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessMark(NamedTuple):
-    """One process of a machine; its id alone may come to be another's."""
+    """One process of a machine, by id and start time, because the system may give the id to another process later."""
 
     pid: int
     created: float
-    """Seconds since the epoch."""
+    """Start of the process, seconds since the epoch."""
 
 
 def mark_processes(pids: Iterable[int]) -> tuple[ProcessMark, ...]:
-    """Marks of those among `pids` that run."""
+    """Marks of the processes in `pids` that still run."""
     marks = []
     for pid in pids:
         try:
@@ -31,7 +31,7 @@ def mark_processes(pids: Iterable[int]) -> tuple[ProcessMark, ...]:
 
 
 def kill_processes(marks: Sequence[ProcessMark]) -> None:
-    """Kill those that still run; does not wait for their end."""
+    """Kill the marked processes that still run; does not wait for their end."""
     for mark in marks:
         try:
             process = psutil.Process(mark.pid)

@@ -1,7 +1,7 @@
-"""What a process holds in memory: its own pages and its peak; and how the memory that it freed is given back.
+"""Memory of a process: its private pages, its peak, and the return of freed memory to the system.
 
-Private memory is what counts: pages that other processes share, such as Ray's object store, fill up once
-and are not the process's own.
+Private memory counts. Pages that other processes share, such as Ray's object store, fill up once and do not belong to
+the process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import psutil
 logger = logging.getLogger(__name__)
 
 STEPS_KEPT = 16
-"""Steps after which freed memory is given back."""
+"""Steps after which freed memory is returned to the system."""
 GROWTH_KEPT = 1.5
-"""Growth of a process since its last step after giving back, from which on it gives back at once."""
+"""Growth factor of private memory since the first step after a return, above which memory is returned at once."""
 
 
 def private_bytes(pids: Sequence[int] = ()) -> int:
-    """Resident bytes of this process and those of `pids` that still run, without what other processes share."""
+    """Resident bytes of this process and of the running processes in `pids`, without shared pages."""
     private = _private(psutil.Process())
     for pid in pids:
         try:
@@ -33,13 +33,13 @@ def private_bytes(pids: Sequence[int] = ()) -> int:
 
 
 def _private(process: psutil.Process) -> int:
-    """Resident minus shared bytes; all resident ones where the system does not tell them apart."""
+    """Resident minus shared bytes; all resident bytes where the system does not count shared bytes."""
     memory = process.memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def reset_peak() -> None:
-    """Begin a new peak of this process's resident memory; Linux only, elsewhere the peak is that of its life."""
+    """Begin a new peak of this process's resident memory. Linux only; elsewhere the peak is that of its lifetime."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError as error:
@@ -47,7 +47,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int | None:
-    """Highest resident memory of this process since `reset_peak`; None where the system does not tell."""
+    """Highest resident memory of this process in bytes since `reset_peak`; None where the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -57,9 +57,10 @@ def peak_bytes() -> int | None:
 
 
 def give_back_free_memory() -> None:
-    """Have the C library return what it keeps of freed memory; glibc only, elsewhere nothing happens.
+    """Make the C library return freed memory to the system. glibc only; elsewhere nothing happens.
 
-    Tensors of ever new sizes leave holes that it can neither use nor returns by itself, more with every step.
+    Tensors of ever new sizes leave holes that the C library neither reuses nor returns by itself; they grow with every
+    step.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -67,21 +68,21 @@ def give_back_free_memory() -> None:
 
 
 class FreedMemory:
-    """What the C library keeps of freed memory stays for the next step, and is given back now and then.
+    """Policy for freed memory: the C library keeps it for the next steps, and returns it every STEPS_KEPT steps.
 
-    To the next step a page that was given back is a page fault and 4 KiB of zeros: more than a quarter of a
-    training step's processor time on a CPU. But holes between tensors of ever new sizes add up.
+    A returned page costs the next step a page fault and 4 KiB of zeros: more than a quarter of a training step's
+    processor time on a CPU. But holes between tensors of ever new sizes add up.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._steps = 0
-        """Since it was given back."""
+        """Steps since freed memory was returned."""
         self._first = 0
-        """Private bytes after the first of them."""
+        """Private bytes after the first of these steps."""
 
     def end_step(self) -> bool:
-        """Call after every step; whether freed memory was given back."""
+        """Call after every step; returns True if freed memory was returned to the system."""
         self._steps += 1
         private = _private(self._process)
         if self._steps == 1:
