@@ -1,4 +1,4 @@
-"""Answers: response text -> the answer that it states, as text. Bounded string work; nothing is executed."""
+"""Answers: response text -> the answer that the response states, as text. Bounded string work; nothing is executed."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from decimal import Decimal
 
 ANSWER_MARK = "####"
 TAIL_CHARS = 300
-"""Only the end of a response can hold its answer; also bounds the work on a response of any length."""
+"""Characters at the end of a response in which the answer must stand; bounds the work on a response of any length."""
 BOXED_TAIL_CHARS = 2000
-"""How far from the end the last boxed expression may begin."""
+"""Characters at the end of a response in which the last boxed expression must begin."""
 MAX_EXPRESSION_CHARS = 400
-"""No answer is longer; what is, could only keep a parser busy."""
+"""Longest possible answer, characters; a longer expression could only keep a parser busy."""
 
 _NUMBER = re.compile(
     r"-?\$?-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-    # The number ends here: "3/4" is not 3, "1.2.3" is not 1.2, "1,23" is not 1.
+    # The number must end here: "3/4" is not 3, "1.2.3" is not 1.2, "1,23" is not 1.
     r"(?![0-9/^*]|[.,][0-9]|[eE][0-9])"
 )
-# Without the look-ahead: in free text the last number is wanted, whatever follows.
+# No look-ahead: in free text the last number is wanted, whatever text follows.
 _ANY_NUMBER = re.compile(r"-?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 _DAPO_ANSWER = re.compile(r"answer\s*:[ \t*]*([^\n]+)", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def to_number(text: str, *, whole: bool) -> Decimal | None:
-    """The number at the beginning of `text`, or, if `whole`, the number that `text` is."""
+    """The number at the beginning of `text`, or, if `whole`, the number that makes up all of `text`."""
     stripped = text.strip()
     found = _NUMBER.fullmatch(stripped) if whole else _NUMBER.match(stripped)
     if found is None or found.group().count("-") > 1:
@@ -44,13 +44,13 @@ def marked_number(response: str) -> str | None:
 
 
 def last_number(response: str) -> str | None:
-    """The last number of the response's end, whatever is around it."""
+    """The last number of the response's end, whatever text surrounds it."""
     found = _ANY_NUMBER.findall(response[-TAIL_CHARS:])
     return _plain(Decimal(found[-1].replace(",", "").replace("$", ""))) if found else None
 
 
 def boxed(response: str) -> str | None:
-    r"""What stands in the last complete \boxed{...} or \fbox{...} of the response's end, braces balanced."""
+    r"""The content of the last complete \boxed{...} or \fbox{...} of the response's end, braces balanced."""
     tail = response[-BOXED_TAIL_CHARS:]
     for found in reversed(list(_BOXED.finditer(tail))):
         depth = 1
@@ -62,7 +62,7 @@ def boxed(response: str) -> str | None:
 
 
 def boxed_or_tail(response: str) -> str | None:
-    r"""The boxed expression as \boxed{...}, or the end of the response, in which math-verify then looks for one."""
+    r"""The boxed expression as \boxed{...}, or the end of the response, in which math-verify then searches."""
     found = boxed(response)
     if found is None:
         return response[-TAIL_CHARS:].strip() or None
@@ -70,7 +70,7 @@ def boxed_or_tail(response: str) -> str | None:
 
 
 def dapo_answer(response: str) -> str | None:
-    r"""What follows the last "Answer:" of the response's end, or its last \boxed{...}, normalised.
+    r"""The text after the last "Answer:" of the response's end, or the last \boxed{...} there, normalised.
 
     Source: DAPO, arXiv:2503.14476, whose prompt asks for a last line of the form "Answer: $Answer".
     """
@@ -91,9 +91,9 @@ _UNITS = re.compile(
 
 
 def normalise(answer: str) -> str:
-    """An answer without what does not change its value: LaTeX ornaments, units after a number, thousands commas.
+    """The answer without parts that do not change its value: LaTeX ornaments, units after a number, thousands commas.
 
-    In the spirit of Lewkowycz et al. 2022 (Minerva), appendix D.1: compare answers as text. Never longer than
+    Follows Lewkowycz et al. 2022 (Minerva), appendix D.1: answers are compared as text. The result is never longer than
     MAX_EXPRESSION_CHARS.
     """
     text = answer.strip()[:MAX_EXPRESSION_CHARS].rsplit("=", 1)[-1]
@@ -107,7 +107,7 @@ def normalise(answer: str) -> str:
 
 
 def _plain(number: Decimal) -> str:
-    """18 and 18.00 are both "18"; -0 is "0"."""
+    """The shortest decimal text of a number: 18 and 18.00 are both "18"; -0 is "0"."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return "0" if text == "-0" else text

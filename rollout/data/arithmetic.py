@@ -1,7 +1,7 @@
 """The built-in task: ArithmeticDataConfig -> sums of two numbers, demonstrations of mixed quality, and a tokenizer.
 
 `trainer/run/base_model.py` trains the base model on the demonstrations; `rollout/data/dataset.py` makes prompts of the
-problems. No torch here: this is the data side.
+problems. This file does not import torch.
 
 A response works column by column, least significant first, and ends with the mark of GSM8K and the answer:
 
@@ -10,8 +10,8 @@ A response works column by column, least significant first, and ends with the ma
 
                calculator       37+58=95 #### 95              asks for the sum, which rollout/episodes/tools.py says
 
-With more than half of the demonstrations by the careless author, greedy decoding of the base model forgets every
-carry, while sampling still meets the right answer: a reward on the answer alone can tell the two habits apart.
+With more than half of the demonstrations by the careless author, greedy decoding of the base model forgets every carry,
+while sampling still finds the right answer: a reward on the answer alone tells the two authors apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollout.task_config import ArithmeticDataConfig
 
 COLUMN_SEPARATOR = ", "
 ANSWER_MARK = " #### "
-"""Stands between the working and the answer; the reward reads what follows the last one, as in GSM8K."""
+"""Separates the working from the answer; the reward reads the text after the last mark, as in GSM8K."""
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 TOKENS = (PAD_TOKEN, EOS_TOKEN, *"0123456789", "+", "=", COLUMN_SEPARATOR, ANSWER_MARK)
@@ -33,16 +33,16 @@ TOKENS = (PAD_TOKEN, EOS_TOKEN, *"0123456789", "+", "=", COLUMN_SEPARATOR, ANSWE
 
 
 class ArithmeticProblem(NamedTuple):
-    """A sum to be worked out."""
+    """A sum to work out."""
 
     prompt: str
-    """For example "37+58="."""
+    """The problem as text, for example "37+58="."""
     answer: str
     """The sum, in decimal: "95"."""
 
 
 class Demonstration(NamedTuple):
-    """A problem and how one author answered it."""
+    """A problem and the response of one author."""
 
     problem: ArithmeticProblem
     response: str
@@ -50,7 +50,7 @@ class Demonstration(NamedTuple):
 
 
 class ArithmeticSplit(NamedTuple):
-    """The problems of a config. No held-out problem is in `train`, nor is one with its operands exchanged."""
+    """The problems of a config. No held-out problem is in `train`, in either order of its operands."""
 
     train: list[ArithmeticProblem]
     heldout: list[ArithmeticProblem]
@@ -59,8 +59,8 @@ class ArithmeticSplit(NamedTuple):
 def arithmetic_problems(config: ArithmeticDataConfig) -> ArithmeticSplit:
     """Split all sums of two operands in 0..config.max_operand into training and held-out problems, shuffled.
 
-    a+b and b+a fall on the same side, so that a held-out sum cannot be remembered from its mirror image. Where an
-    odd config.num_heldout leaves one of the two over, it belongs to neither list. The same config always gives
+    a+b and b+a go into the same list, so that a held-out sum cannot be remembered from its mirror image. Where an odd
+    config.num_heldout separates such a pair, the second problem belongs to neither list. The same config always gives
     the same lists in the same order, on every machine.
     """
     generator = random.Random(config.seed)  # noqa: S311 (a split, not a secret)
@@ -82,7 +82,7 @@ def arithmetic_problems(config: ArithmeticDataConfig) -> ArithmeticSplit:
 
 
 def work_out(problem: ArithmeticProblem, *, carries: bool) -> str:
-    """Answer `problem` as the careful author (`carries`) or as the careless one, who forgets every carry."""
+    """Answer `problem` as the careful author (`carries`) or as the careless author, who forgets every carry."""
     left, right = problem.prompt.removesuffix("=").split("+")
     width = max(len(left), len(right))
     steps: list[str] = []
@@ -98,7 +98,7 @@ def work_out(problem: ArithmeticProblem, *, carries: bool) -> str:
 
 
 def ask_calculator(problem: ArithmeticProblem) -> str:
-    """Answer `problem` as the author who leaves the sum to a tool: what follows "=" is the tool's."""
+    """Answer `problem` as the author who leaves the sum to a tool: the tool writes the text after "="."""
     return f"{problem.prompt}{problem.answer}{ANSWER_MARK}{problem.answer}"
 
 
@@ -107,9 +107,9 @@ def demonstrations(
 ) -> Iterator[Demonstration]:
     """Yield demonstrations of the training problems without end, in a new order on every pass.
 
-    Each is by the careless author with probability `wrong_fraction` in [0, 1], independently of the problem, so
-    the two answers to a problem are in that proportion. The others are by the careful author, or by the one with the
-    calculator. The same arguments always give the same demonstrations.
+    A demonstration is by the careless author with probability `wrong_fraction` in [0, 1], independently of the problem,
+    so the two answers to a problem are in that proportion. The other demonstrations are by the careful author, or, if
+    `calculator`, by the author who uses the calculator. The same arguments always give the same demonstrations.
     """
     generator = random.Random(seed)  # noqa: S311 (the order of data, not a secret)
     problems = arithmetic_problems(config).train
@@ -125,8 +125,8 @@ def demonstrations(
 def save_tokenizer(directory: Path) -> None:
     """Write the tokenizer of the task into `directory`, for AutoTokenizer.from_pretrained(directory).
 
-    Encoding adds no special token; the end-of-sequence token must be appended where it is wanted. Text with a
-    character that no problem and no response can hold is refused by the tokenizer, not replaced.
+    Encoding adds no special token; the caller appends the end-of-sequence token where needed. The tokenizer refuses
+    text with a character outside its vocabulary instead of replacing the character.
     """
     # Imported here because transformers takes seconds and the problems alone do not need it.
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

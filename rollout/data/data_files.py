@@ -1,6 +1,7 @@
 """Data sources -> rows: local files, and `repo[:config]@split` of the Hugging Face hub, each row with its place.
 
-jsonl is read here, line by line, so that every broken line is known by its number; the rest by the `datasets` library.
+This file reads jsonl itself, line by line, so that an error names the broken line; the `datasets` library reads the
+rest.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ LARGEST_INT = 2**63 - 1
 
 
 class RawRow(NamedTuple):
-    """One row as it was found."""
+    """One row of a source, not yet checked."""
 
     number: int
-    """1-based, in file order; for jsonl the line, blank ones counted."""
+    """Position of the row in the file, from 1; for jsonl the line number, with blank lines counted."""
     values: dict[str, Any]
-    """By column; of a line that could not be read its text."""
+    """Column -> value; for a line that could not be read, the text of the line."""
     problem: str = ""
-    """Why it could not be read."""
+    """Reason why the row could not be read; "" if it could."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class BadRow:
 
     @property
     def unit(self) -> str:
-        """What `number` counts."""
+        """Unit that `number` counts: "line" or "row"."""
         return row_unit(self.source)
 
     def __str__(self) -> str:
@@ -52,14 +53,14 @@ class BadRow:
 
 
 def row_unit(source: str) -> str:
-    """What the rows of `source` are called: "line" or "row"."""
+    """Name of a row of `source` in messages: "line" or "row"."""
     return "line" if Path(source).suffix.lower() == ".jsonl" else "row"
 
 
 def read_rows(source: str) -> Iterator[RawRow]:
-    """All rows of a file or a hub data set, in order.
+    """All rows of a file or a hub data set, in the order of the source.
 
-    Raises ValueError for a source that cannot be read at all or is of no known kind; says what to do about it.
+    Raises ValueError, with the way out, for a source that cannot be read at all or is of no known kind.
     """
     path = Path(source)
     hub = None if path.is_file() else HUB_SOURCE.fullmatch(source)
@@ -72,7 +73,7 @@ def read_rows(source: str) -> Iterator[RawRow]:
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON can carry it. NaN and infinity become None, dates and what else has no JSON form text."""
+    """`value` in JSON types. NaN and infinity become None; dates and other types without a JSON form become text."""
     if isinstance(value, dict):
         return {plain_text(str(key)): plain(member) for key, member in value.items() if not _is_binary(member)}
     if isinstance(value, list | tuple):
@@ -80,7 +81,7 @@ def plain(value: object) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        # Larger ones are exact as text only.
+        # Larger integers are exact as text only.
         return value if -LARGEST_INT <= value <= LARGEST_INT else str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -88,12 +89,12 @@ def plain(value: object) -> Any:
 
 
 def plain_text(text: str) -> str:
-    """`text` without half surrogates, which no encoding of Unicode can carry."""
+    """`text` without half surrogates, which no Unicode encoding can represent."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _is_binary(value: object) -> bool:
-    """Pictures and the like: nothing here reads them."""
+    """True for pictures and other binary values, which Parity does not read."""
     return isinstance(value, bytes | bytearray | memoryview)
 
 
@@ -122,19 +123,19 @@ def _line_row(number: int, line: bytes) -> RawRow:
 
 def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     """Rows of a csv, json or parquet file."""
-    # Imported here because it takes seconds and the built-in task does not need it.
+    # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
 
-    # CSV has no types: guessed ones would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
+    # CSV has no types: guessed types would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
     options: dict[str, Any] = {"converters": dict.fromkeys(_header(path), str)} if suffix == ".csv" else {}
-    # A private cache, so that nothing stale is read and nothing is left in the user's home.
+    # A private cache, so that no stale data are read and no files are left in the user's home.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
         try:
             table = datasets.load_dataset(
                 READERS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
             )
         except StopIteration:
-            # What the JSON reader raises for a file without a row.
+            # The JSON reader raises this error for a file without a row.
             return
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
@@ -142,7 +143,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
 
 
 def _table_rows(table: Any) -> Iterator[RawRow]:
-    """Rows of a `datasets` table, taken in batches, since row by row is slow."""
+    """Rows of a `datasets` table, read in batches, because reading row by row is slow."""
     number = 0
     for batch in table.iter(batch_size=BATCH_ROWS):
         for values in zip(*batch.values(), strict=True):
@@ -164,7 +165,7 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
     import datasets
 
     is_local = Path(repo).expanduser().is_dir()
-    # What is fetched is worth keeping; what is here already is read anew, in case that it changed.
+    # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
         try:
             table = datasets.load_dataset(

@@ -1,6 +1,6 @@
-"""Layouts: which columns hold prompt and answer. The first rows of a source + the keys of the config -> Columns.
+"""Layouts: the columns of prompt and answer. The first rows of a source + the keys of the config -> Columns.
 
-A new layout is a row of `LAYOUTS`.
+Add a layout as a row of `LAYOUTS`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from rollout.task_config import FileDataConfig
 
 JOIN = "+"
-"""Between the columns of a prompt that is spread over several: Body+Question."""
+"""Separator of the columns of a prompt that several columns make up: Body+Question."""
 
 
 class Layout(NamedTuple):
-    """A way in which data sets are written."""
+    """Column names of prompt and answer that a family of data sets uses."""
 
     name: str
     prompt: str
-    """Column, or column.field."""
+    """Name of a column, or column.field."""
     answer: str
 
 
@@ -30,19 +30,19 @@ LAYOUTS = (
     Layout("GSM8K", "question", "answer"),
     Layout("MATH", "problem", "answer"),
 )
-"""What is recognised."""
+"""Layouts that are recognised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Where prompt and answer of a row are."""
+    """Columns of prompt and answer of a source."""
 
     name: str
-    """Of the layout; "" where both keys were given."""
+    """Name of the layout; "" where both keys were given."""
     prompt_key: str
     answer_key: str
     prompt_paths: tuple[tuple[str, ...], ...]
-    """Columns, or columns and fields, whose texts make the prompt."""
+    """Columns, or columns and fields, whose texts make up the prompt."""
     answer_path: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Columns:
         return f"{how}: prompt from {self.prompt_key}, answer from {self.answer_key}"
 
     def prompt(self, row: dict[str, Any]) -> object:
-        """The prompt of a row; None if it, or a part of it, is missing."""
+        """The prompt of a row; None if the prompt, or a part of it, is missing."""
         parts = [look_up(row, path) for path in self.prompt_paths]
         if len(parts) == 1:
             return parts[0]
@@ -59,28 +59,28 @@ class Columns:
         return " ".join(str(part).strip() for part in parts)
 
     def answer(self, row: dict[str, Any]) -> object:
-        """The answer of a row; None if it is missing."""
+        """The answer of a row; None if the row has no answer."""
         return look_up(row, self.answer_path)
 
     def are_in(self, rows: Sequence[dict[str, Any]]) -> bool:
-        """Whether some row has each of the columns; a field of one must also have a value."""
+        """True if every column occurs in some row; for a field of a column, some row must also have a value."""
         return all(
             any(path[0] in row and (len(path) == 1 or look_up(row, path) is not None) for row in rows)
             for path in (*self.prompt_paths, self.answer_path)
         )
 
     def are_complete(self, row: dict[str, Any]) -> bool:
-        """Whether `row` has a prompt and an answer."""
+        """True if `row` has a prompt and an answer."""
         return self.prompt(row) is not None and self.answer(row) is not None
 
     def others(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The columns that are neither prompt nor answer. One of which the answer is a field stays as it is."""
+        """Columns other than prompt and answer. A column that holds the answer in one of its fields is included."""
         used = {path[0] for path in (*self.prompt_paths, self.answer_path) if len(path) == 1}
         return {key: value for key, value in row.items() if key not in used}
 
 
 def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
-    """A field of a nested column, None if it is not there."""
+    """A field of a nested column; None if the row does not have the field."""
     value: Any = row
     for part in path:
         value = value.get(part) if isinstance(value, dict) else None
@@ -88,9 +88,9 @@ def look_up(row: dict[str, Any], path: Sequence[str]) -> object:
 
 
 def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, source: str) -> Columns:
-    """The columns of prompt and answer: those of the config, and for null those of the layout that `rows` have.
+    """The columns of prompt and answer: the keys of the config, and for a null key the layout that matches `rows`.
 
-    Raises ValueError if a key is no column, if no layout fits, or several fit that disagree.
+    Raises ValueError if a key is no column, if no layout fits, or if several layouts fit and disagree.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     given = {"prompt_key": config.prompt_key, "answer_key": config.answer_key}
@@ -105,7 +105,7 @@ def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, so
         candidate = _columns(layout.name, *keys, columns)
         if candidate.are_in(rows):
             found.setdefault(keys, candidate)
-    # A column that is there and empty is a sign of another layout only if there is no better one.
+    # An empty column is a sign of a layout only if no other layout fits better.
     filled = [each for each in found.values() if any(each.are_complete(row) for row in rows)]
     return _the_one(filled or list(found.values()), rows, columns=columns, source=source)
 
@@ -118,7 +118,7 @@ def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, colum
             "Name yours with data.prompt_key and data.answer_key."
         )
     first = candidates[0]
-    # AIME and AMC files hold the same text as problem and as question: then it does not matter.
+    # AIME and AMC files hold the same text as problem and as question; then either column is right.
     for other in candidates[1:]:
         if any((first.prompt(row), first.answer(row)) != (other.prompt(row), other.answer(row)) for row in rows):
             raise ValueError(

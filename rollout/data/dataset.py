@@ -1,4 +1,4 @@
-"""DataConfig -> Prompts, tokenized once, and the resumable stream in which `rollout/collect/collector.py` takes them.
+"""DataConfig -> Prompts, tokenized once, and the resumable stream for `rollout/collect/collector.py`.
 
 Problems of the built-in task come from `rollout/data/arithmetic.py`, files and hub data sets from
 `rollout/data/file_prompts.py`.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollout.hf.transformers import PreTrainedTokenizerBase
 
 LISTED_ROWS = 20
-"""Bad rows shown in an error; the rest is counted."""
+"""Number of bad rows that an error lists; further rows are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,19 +36,19 @@ class Dataset:
     train: list[Prompt]
     heldout: list[Prompt]
     eval_sets: dict[str, list[Prompt]] = field(default_factory=dict)
-    """Prompts of further evaluation sets by name."""
+    """Name of a further evaluation set -> its prompts."""
     notes: list[str] = field(default_factory=list)
-    """What was recognised, removed and skipped, for the console."""
+    """Messages for the console: the recognised layout, removed duplicates and skipped rows."""
     skipped: list[BadRow] = field(default_factory=list)
-    """Rows that data.on_bad_row=skip left out."""
+    """Rows skipped under data.on_bad_row=skip."""
 
 
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
 ) -> Dataset:
-    """Training and held-out prompts, and those of `eval_sets`, sources by name that are read like data.eval_path.
+    """Training and held-out prompts, and the prompts of `eval_sets` (name -> source, read like data.eval_path).
 
-    Raises ValueError listing all unusable rows of all sources, unless the config says to skip them.
+    Raises ValueError listing all unusable rows of all sources, unless data.on_bad_row=skip.
     """
     match config:
         case ArithmeticDataConfig():
@@ -91,7 +91,7 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
 
 
 def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError where the chat template is missing, or does not know a variable of the config."""
+    """Raise ValueError if the chat template is missing, or does not use a variable that the config sets."""
     if config.chat_template and tokenizer.chat_template is None:
         raise ValueError(
             "data.chat_template=true needs a tokenizer with a chat template, and the model's has none. "
@@ -122,7 +122,7 @@ def bad_rows_text(rows: Sequence[BadRow]) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """xxh3-64 of prompts, answers and other columns: whether two lists are the same data in the same order."""
+    """xxh3-64 of prompts, answers and other columns: equal if two lists hold the same data in the same order."""
     digest = xxhash.xxh3_64()
     for prompt in prompts:
         digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes())
@@ -133,9 +133,9 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's end-of-sequence and those of generation_config.json, sorted.
+    """Token ids that end a response: the tokenizer's end-of-sequence and the ids in generation_config.json, sorted.
 
-    Raises ValueError if there is none: every response would run into sampling.max_new_tokens.
+    Raises ValueError if there is no such token: every response would run into sampling.max_new_tokens.
     """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     path = model_path / "generation_config.json"
@@ -151,21 +151,21 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_path: Path) -> tupl
 
 
 class StreamState(TypedDict):
-    """Where a PromptStream stands; plain numbers and text for a checkpoint."""
+    """Position of a PromptStream, as plain numbers and text for a checkpoint."""
 
     seed: int
     epoch: int
     position: int
     """Prompts of the epoch already taken."""
     digest: str
-    """xxh3-64 of all prompts and answers: a stream continues only over the same data."""
+    """xxh3-64 of all prompts and answers: a stream continues only with the same data."""
 
 
 class PromptStream:
     """Prompts without end, in a new order every epoch; no prompt comes twice within an epoch."""
 
     def __init__(self, prompts: list[Prompt], *, seed: int) -> None:
-        """`seed` decides the order of every epoch."""
+        """`seed` determines the order of every epoch."""
         if not prompts:
             raise ValueError("there are no training prompts")
         self._prompts = prompts
@@ -176,7 +176,7 @@ class PromptStream:
         self._order = self._permutation(0)
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; goes on with the next epoch when one is used up."""
+        """The next `count` prompts; continues with the next epoch at the end of the current one."""
         taken: list[Prompt] = []
         while len(taken) < count:
             if self._position == len(self._prompts):
@@ -189,16 +189,16 @@ class PromptStream:
         return taken
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """A prompt that was taken earlier. Raises KeyError for one that the data does not have."""
+        """A prompt that was taken earlier. Raises KeyError for an id that is not in the data."""
         return self._by_id[prompt_id]
 
     def state_dict(self) -> StreamState:
-        """What load_state_dict() needs to go on from here."""
+        """The state from which load_state_dict() continues."""
         digest = prompts_digest(self._prompts)
         return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=digest)
 
     def load_state_dict(self, state: StreamState) -> None:
-        """Go on where `state` was taken. Raises ValueError for another seed or other prompts."""
+        """Continue at the position of `state`. Raises ValueError for another seed or other prompts."""
         mine = self.state_dict()
         if (state["seed"], state["digest"]) != (mine["seed"], mine["digest"]):
             raise ValueError(

@@ -1,8 +1,8 @@
-"""One data source -> its prompts: rows checked, duplicates removed, templated, tokenized, and what was done said.
+"""One data source -> its prompts and a report: rows checked, duplicates removed, templated, tokenized.
 
     rows -columns chosen-> prompt, answer -duplicates and contradictions out-> text -chat template-> tokens
 
-A bad row never ends the work: all of them are collected, and `rollout/data/dataset.py` decides.
+A bad row never ends the work: all bad rows are collected, and `rollout/data/dataset.py` skips or refuses them.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from rollout.hf.transformers import PreTrainedTokenizerBase
 
 LOOKED_AT = 100
-"""Rows from which the layout is recognised."""
+"""Number of rows from which the layout is recognised."""
 LISTED_NUMBERS = 10
 
 
 @dataclass(kw_only=True, slots=True)
 class SourceReport:
-    """What was found in one source."""
+    """Layout, counts and bad rows of one source."""
 
     source: str
     columns: Columns
     num_rows: int = 0
     num_duplicates: int = 0
     contradictions: list[int] = field(default_factory=list)
-    """Numbers of the rows that were dropped because another one gives their prompt another answer."""
+    """Numbers of the rows that were dropped because another row gives the same prompt a different answer."""
     bad: list[BadRow] = field(default_factory=list)
     num_prompts: int = 0
     has_text: bool = False
     has_messages: bool = False
 
     def lines(self, config: FileDataConfig) -> list[str]:
-        """For the console."""
+        """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
         if self.num_duplicates:
             lines.append(f"{self.source}: {self.num_duplicates:,} duplicates removed (same prompt, same answer)")
@@ -74,13 +74,13 @@ class _Row:
     others: dict[str, Any]
     text: str = ""
     templated: bool = False
-    """Whether the chat template wrote the text."""
+    """True if the chat template wrote the text."""
 
 
 def file_prompts(
     source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, *, keep_duplicates: bool = False
 ) -> tuple[list[Prompt], SourceReport]:
-    """The prompts of one source, in its order. Raises ValueError if it cannot be read or its columns are unknown."""
+    """The prompts of one source, in its order. Raises ValueError if it is not readable or has unknown columns."""
     rows = read_rows(source)
     first = list(itertools.islice(rows, LOOKED_AT))
     if not first:
@@ -89,7 +89,7 @@ def file_prompts(
     if not readable:
         raise ValueError(f"{source}, {row_unit(source)} {first[0].number}: {first[0].problem}")
     report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
-    # One after the other: DAPO's rows do not fit into memory together, what is left of them does.
+    # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), report)
     chosen = remove_duplicates(usable, report, keep=keep_duplicates)
     prompts = _tokenized(_templated(chosen, config, tokenizer, report), config, tokenizer, report)
@@ -99,7 +99,7 @@ def file_prompts(
 
 
 def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]:
-    """Rows that have a prompt and an answer; the others go to the report."""
+    """Rows that have a prompt and an answer; other rows go to the report."""
     columns = report.columns
     for row in rows:
         report.num_rows += 1
@@ -120,7 +120,7 @@ def _bad(report: SourceReport, number: int, problem: str, values: dict[str, Any]
 
 @dataclass(kw_only=True, slots=True)
 class _Same:
-    """The rows with one prompt."""
+    """Rows that share one prompt."""
 
     answer: str
     numbers: list[int] = field(default_factory=list)
@@ -128,7 +128,7 @@ class _Same:
 
 
 def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool) -> list[_Row]:
-    """The first of the rows with the same prompt and answer (all if `keep`), none of those whose answers differ.
+    """The first row of each prompt (all rows if `keep`); no row of a prompt whose rows have different answers.
 
     Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
     answers would be rewarded for one of them and punished for the other.
@@ -150,7 +150,7 @@ def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool)
 
 
 def same_answer_key(answer: str) -> str:
-    """Equal for answers that are the same: what follows "####", numbers by value."""
+    """A key that is equal for equal answers: the text after "####", numbers by value."""
     stated = answer.rpartition(ANSWER_MARK)[2].strip()
     number = to_number(stated, whole=True)
     return stated if number is None else f"{number.normalize() + 0:f}"
@@ -159,7 +159,7 @@ def same_answer_key(answer: str) -> str:
 def _templated(
     rows: list[_Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
 ) -> list[_Row]:
-    """The rows with their text as the engine will see it."""
+    """The rows with their text in the form that the engine reads."""
     done: list[_Row] = []
     for row in rows:
         is_text = isinstance(row.prompt, str)
@@ -180,7 +180,7 @@ def _tokenized(
     prompts: list[Prompt] = []
     for templated in (True, False):
         chosen = [row for row in rows if row.templated is templated]
-        # A chat template writes its own special tokens.
+        # A chat template already contains the special tokens.
         token_ids = tokenize([row.text for row in chosen], tokenizer, add_special_tokens=not templated)
         for row, ids in zip(chosen, token_ids, strict=True):
             if problem := _length_problem(len(ids), report.columns, config):
@@ -202,7 +202,7 @@ def _length_problem(num_tokens: int, columns: Columns, config: FileDataConfig) -
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
-    """Token ids of every text."""
+    """Token ids of each text."""
     if not texts:
         return []
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
@@ -210,7 +210,7 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_specia
 
 
 def _prompt_value(value: object, key: str) -> str | list[dict[str, str]]:
-    """Text or chat messages, checked. Raises ValueError."""
+    """Checked text or chat messages of a prompt. Raises ValueError."""
     if value is None:
         raise ValueError(f"{key} is missing")
     if isinstance(value, str):
@@ -231,7 +231,7 @@ def _prompt_value(value: object, key: str) -> str | list[dict[str, str]]:
 def _prompt_text(
     prompt: str | list[dict[str, str]], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, bool]:
-    """Prompt as the engine will see it, and whether the chat template wrote it. Raises ValueError."""
+    """(text that the engine reads, True if the chat template wrote it). Raises ValueError."""
     if not isinstance(prompt, str):
         return _apply_template(prompt, config, tokenizer), True
     text = f"{prompt} {config.instruction}" if config.instruction else prompt
