@@ -1,4 +1,4 @@
-"""Rewards: samples -> the same samples with text, correct and reward filled in. No torch here.
+"""Rewards: samples -> the same samples with text, correct and reward filled in. This package does not import torch.
 
 `RULES` is the table of built-in rules, `custom.py` loads functions of the user; `rollout/collect/collector.py` and
 `rollout/collect/evaluate.py` call the `Scorer`.

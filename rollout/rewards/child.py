@@ -1,8 +1,8 @@
-"""The process that scores: one line of JSON in, one line of JSON out, until its input ends.
+"""The child process that scores: one line of JSON in, one line of JSON out, until the input ends.
 
     python -m rollout.rewards.child FUNCTION MEMORY_BYTES
 
-Started, fed, timed and killed by `rollout/rewards/pool.py`. What it is sent is text; nothing is unpickled.
+`rollout/rewards/pool.py` starts, feeds, times and kills the process. All messages are text; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Judge = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
 
 
 def load(function: str) -> tuple[Judge, dict[str, Any]]:
-    """What judges a list of items, and what the parent is told about it."""
+    """Load a rule or a custom function -> (function that judges a list of items, greeting for the parent)."""
     if not is_custom(function):
         rule = RULES[function]
         rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
@@ -46,7 +46,7 @@ def load(function: str) -> tuple[Judge, dict[str, Any]]:
 
 
 def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The verdicts; a rule that raises is asked again for each item by itself, so that one does not spoil the rest."""
+    """The verdicts. If the rule raises, each item is judged by itself, so that one bad item does not spoil the rest."""
     try:
         return judge(items)
     except Exception as error:
@@ -56,7 +56,7 @@ def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def main(function: str, memory_bytes: int) -> None:
-    """Serve until the input ends."""
+    """Answer requests until the input ends."""
     say = become_child(memory_bytes=memory_bytes)
     try:
         judge, hello = load(function)

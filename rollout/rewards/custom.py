@@ -1,14 +1,14 @@
 """Custom rewards: `reward.function=path.py:name` -> a function that scores responses. Loaded in reward workers only.
 
-The function names what it wants to be given, by its parameters:
+The names of the function's parameters select the values that it receives:
 
     def reward(response, answer): ...                   one response; also prompt=, row=
     def reward(responses, answers): ...                 many at once; also prompts=, rows=; returns a list
     async def reward(response, answer): ...             many at once, concurrently
 
-where `row` is a dict of the other columns of the prompt's row. It returns a bool (correct or not), a number (the
-reward), or a dict with "score" and, if it likes, "correct" (bool) and further numbers, which become metrics
-reward/<key>. It is code of the user and runs with the user's rights.
+where `row` is a dict of the other columns of the prompt's row. The function returns a bool (correct or not), a number
+(the reward), or a dict with "score" and optionally "correct" (bool) and further numbers, which become metrics
+reward/<key>. The function is user code and runs with the user's rights.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from rollout.processes.custom_code import custom_path, load_function
 
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
 MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}
-"""Parameter of a custom function -> what it is given, one or a list of it."""
+"""List parameter of a custom function -> key of an item; the values of all items make up the list."""
 CONCURRENT = 32
-"""Responses that an async function works on at the same time."""
+"""Number of responses that an async function scores at the same time."""
 BATCH = 256
-"""Responses that a function for many is handed at once."""
+"""Number of responses per call of a function that takes lists."""
 
 
 class Kind(Enum):
-    """How a custom function is called."""
+    """Calling convention of a custom function."""
 
     single = "single"
     concurrent = "concurrent"
@@ -46,12 +46,12 @@ class Kind(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class Score:
-    """What a custom function says about one response."""
+    """Score of one response by a custom function."""
 
     score: float | None
-    """The reward; None if the function only says whether the response is correct."""
+    """The reward; None if the function returned only a bool."""
     correct: bool | None
-    """None if the function only gives a number."""
+    """True if the response is correct; None if the function returned only a number."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ class CustomReward:
     kind: Kind
     parameters: dict[str, str]
     sha256: str
-    """Of the file, as it was loaded."""
+    """SHA-256 of the file when it was loaded."""
 
     @property
     def at_once(self) -> int:
@@ -71,9 +71,9 @@ class CustomReward:
         return {Kind.single: 1, Kind.concurrent: CONCURRENT, Kind.batch: BATCH}[self.kind]
 
     def score(self, items: Sequence[Mapping[str, Any]]) -> list[Score | str]:
-        """One Score per item, or what is wrong with what the function returned for it.
+        """One Score per item, or a text that describes the problem with the returned value.
 
-        A function for many that raises, or returns another number of results, fails for all of them.
+        If a function that takes lists raises, or returns a wrong number of results, all its items fail.
         """
         match self.kind:
             case Kind.single:
@@ -110,13 +110,13 @@ class CustomReward:
 
 
 def raised(error: BaseException) -> str:
-    """One line about what a function raised, with file and line of where."""
+    """One line about an exception of the function, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{described(error)} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def checked(result: object) -> Score | str:
-    """What a function returned as a Score, or what is wrong with it."""
+    """The Score of a returned value, or a text that describes the problem with the value."""
     try:
         return as_score(result)
     except (TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ def checked(result: object) -> Score | str:
 
 
 def as_score(result: object) -> Score:
-    """What a function returned, checked. Raises TypeError or ValueError that says what is wrong."""
+    """The Score of a returned value. Raises TypeError or ValueError that describes the problem."""
     if isinstance(result, bool):
         return Score(score=None, correct=result)
     if isinstance(result, Mapping):
@@ -149,7 +149,7 @@ def _number(value: object, name: object) -> float:
 
 
 def load_custom(function: str) -> CustomReward:
-    """Run the file and take the function. Raises ValueError for one that is missing or asks for what it cannot get."""
+    """Run the file and return the function. Raises ValueError if it is missing or requires an unknown parameter."""
     found = load_function(function, key="reward.function")
     if not callable(found):
         raise ValueError(f"reward.function={function} cannot be called")

@@ -1,7 +1,7 @@
 """Equality of mathematical expressions by the math-verify library. Runs in reward workers only.
 
-math-verify bounds its own work with SIGALRM, which a computation in C ignores: its timeouts are off, the deadline of
-`rollout/rewards/pool.py` kills the process instead.
+math-verify bounds its own work with SIGALRM, which a computation in C ignores. So its timeouts are off, and
+`rollout/rewards/pool.py` kills the process at the deadline.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import logging
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 _CONFIG = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-# It says with every call that its timeouts are off.
+# math-verify logs with every call that its timeouts are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def equal_expressions(extracted: str, answer: str) -> bool:
-    """Whether the expression in `extracted` is the reference `answer`: 1/2 is 0.5, {1, 2} is {2, 1}.
+    """True if the expression in `extracted` equals the reference `answer`: 1/2 is 0.5, {1, 2} is {2, 1}.
 
     Raises ValueError for a reference that math-verify cannot read.
     """
-    # Boxed, or parts of a bare reference would be taken for the whole.
+    # The reference is boxed, because parts of a bare reference would be taken for the whole.
     reference = _parsed(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}")
     if not reference:
         raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")

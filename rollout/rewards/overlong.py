@@ -1,4 +1,4 @@
-"""The soft overlong penalty of DAPO: response length -> what `rollout/rewards/scorer.py` adds to the reward."""
+"""The soft overlong penalty of DAPO: response length -> amount that `rollout/rewards/scorer.py` adds to the reward."""
 
 from __future__ import annotations
 

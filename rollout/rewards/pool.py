@@ -1,8 +1,9 @@
 """A pool of killable workers that score: submit(key, item) -> poll() -> (key, Outcome).
 
-Each worker is a process (`rollout/rewards/child.py`) with a thread here that feeds it and watches the clock. A worker
-that passes its deadline, dies or answers nonsense is killed and replaced: a hang, a segfault or an allocation without
-end costs one batch of responses, never the pool. Nothing is scored twice: what hung once would hang again.
+Each worker is a process (`rollout/rewards/child.py`) with a thread of the pool that feeds the process and checks the
+deadline. A worker that passes its deadline, dies or answers nonsense is killed and replaced: a hang, a segfault or an
+endless allocation costs one batch of responses, never the pool. No response is scored twice: a response that hung once
+would hang again.
 """
 
 from __future__ import annotations
@@ -24,32 +25,32 @@ import orjson
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, described
 
 GRACE_S = 30.0
-"""Seconds beyond every deadline after which the pool itself must be broken."""
+"""Seconds after all deadlines; a pool that is silent for longer is broken."""
 READ_BYTES = 1 << 16
 START_TRIES = 3
-"""Processes that a thread starts one after the other until it gives up: a fork can fail for a moment."""
+"""Number of starts of a process before a thread gives up: a fork can fail for a moment."""
 RETRY_S = 1.0
-"""Seconds between them."""
+"""Seconds between two starts."""
 
 
 class Failure(Enum):
-    """Why a response has no score; the value names the metric reward/<value> that counts it."""
+    """Reason why a response has no score; the value names the metric reward/<value> that counts such responses."""
 
     timeout = "timeouts"
-    """No answer within the deadline; the worker was killed."""
+    """The worker did not answer within the deadline and was killed."""
     crash = "crashes"
-    """The worker died: a segfault, an exit, more memory than it may have."""
+    """The worker died: a segfault, an exit, or more memory than allowed."""
     error = "errors"
-    """The function raised, or returned what is no score."""
+    """The function raised, or returned a value that is not a score."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """What became of one response."""
+    """Result of scoring one response."""
 
     failure: Failure | None = None
     message: str = ""
-    """What went wrong."""
+    """Description of the failure; "" without a failure."""
     correct: bool | None = None
     score: float | None = None
     """The reward of a custom function."""
@@ -59,7 +60,7 @@ class Outcome:
 
 
 class RewardPoolError(RuntimeError):
-    """The reward function cannot be used at all; names it and what happened."""
+    """The reward function cannot be used at all; the message names the function and the cause."""
 
 
 class _Task(NamedTuple):
@@ -69,13 +70,13 @@ class _Task(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _Work:
-    """What the threads share with the pool. They do not hold the pool itself, or one that nobody closes never ended."""
+    """State shared by threads and pool. The threads do not reference the pool, or an unclosed pool would never end."""
 
     function: str
     memory_bytes: int
     timeout_s: float
     tasks: queue.SimpleQueue[_Task | None] = field(default_factory=queue.SimpleQueue)
-    """None ends the thread that takes it."""
+    """Tasks in order of submission; None ends the thread that takes it."""
     done: queue.SimpleQueue[tuple[int, Outcome] | RewardPoolError] = field(default_factory=queue.SimpleQueue)
     closing: threading.Event = field(default_factory=threading.Event)
     sha256: str | None = None
@@ -86,7 +87,7 @@ class _Work:
             self.tasks.put(None)
 
     def take(self, count: int) -> list[_Task]:
-        """Up to `count` further tasks, without waiting."""
+        """Up to `count` further tasks, without waiting for new tasks."""
         taken: list[_Task] = []
         while len(taken) < count:
             try:
@@ -101,7 +102,7 @@ class _Work:
 
 
 class RewardPool:
-    """Workers that start with the first item. Usable from one thread."""
+    """A pool of workers that start with the first item. Usable from one thread."""
 
     def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_bytes: int) -> None:
         """`timeout_s` is the deadline of one call of the function; `memory_bytes` bounds a worker's address space."""
@@ -129,7 +130,7 @@ class RewardPool:
         self._work.tasks.put(_Task(key, item))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """What is done since the last call; waits at most `timeout_s` seconds for the first.
+        """Keys and outcomes finished since the last call; waits at most `timeout_s` seconds for the first.
 
         Raises RewardPoolError when the function cannot be loaded.
         """
@@ -146,16 +147,16 @@ class RewardPool:
 
     @property
     def patience_s(self) -> float:
-        """Seconds after which a waiting response has a verdict unless the pool is broken: a start and a call."""
+        """Seconds after which a waiting response must have a verdict: a start, a call and the grace period."""
         return START_TIMEOUT_S + self._work.timeout_s + GRACE_S
 
     @property
     def sha256(self) -> str | None:
-        """Of the file of a custom function, once a worker has loaded it."""
+        """SHA-256 of the file of a custom function, once a worker has loaded the file."""
         return self._work.sha256
 
     def close(self) -> None:
-        """End every worker; safe to call twice. Waits for the call that a worker is in, at most its deadline."""
+        """End every worker; safe to call twice. Waits for the running call of each worker, at most its deadline."""
         self._work.close(len(self._threads))
         for thread in self._threads:
             thread.join(timeout=self._work.timeout_s + START_TIMEOUT_S)
@@ -170,7 +171,7 @@ class RewardPool:
 
 
 def _serve(work: _Work) -> None:
-    """One worker's thread: take tasks and have a process answer them, until the pool is closed."""
+    """Body of a worker's thread: take tasks and let a process answer them, until the pool is closed."""
     worker = _Worker(work)
     try:
         while (task := work.tasks.get()) is not None and not work.closing.is_set():
@@ -179,7 +180,7 @@ def _serve(work: _Work) -> None:
                 batch += work.take(worker.ready().at_once - 1)
                 outcomes = worker.score([each.item for each in batch])
             except Exception as error:
-                # The thread must outlive whatever this was: it is one of the few that score.
+                # The thread must survive any error: the pool has only a few threads.
                 worker.discard()
                 outcomes = [Outcome(failure=Failure.crash, message=described(error))] * len(batch)
                 if isinstance(error, RewardPoolError):
@@ -191,7 +192,7 @@ def _serve(work: _Work) -> None:
 
 
 class _Worker:
-    """A process that is started when it is needed, and replaced after a failure."""
+    """A process that is started on demand, and replaced after a failure."""
 
     def __init__(self, work: _Work) -> None:
         self._work = work
@@ -207,14 +208,14 @@ class _Worker:
             except (_ChildFailed, OSError) as error:
                 self.discard()
                 failed_starts += 1
-                # A function that could not be loaded in all the time there is will not load in the same time again.
+                # A function that did not load within the whole timeout will not load in a second try.
                 out_of_time = isinstance(error, _ChildFailed) and error.failure is Failure.timeout
                 if failed_starts == START_TRIES or out_of_time or self._work.closing.wait(RETRY_S):
                     raise _not_started(self._work.function, error) from error
         return self._child
 
     def score(self, items: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """One outcome per item; a failure of the process is the outcome of all that it was asked."""
+        """One outcome per item; if the process fails, the failure is the outcome of all items."""
         child = self.ready()
         lines = [_line(item) for item in items]
         asked = [line for line in lines if isinstance(line, bytes)]
@@ -234,7 +235,7 @@ class _Worker:
 
 
 def _line(item: Mapping[str, Any]) -> bytes | Outcome:
-    """An item as JSON; the outcome of one that cannot be written, as a row that is nested hundreds deep."""
+    """An item as a line of JSON; a failed Outcome if JSON cannot hold the item, such as a row nested hundreds deep."""
     try:
         return orjson.dumps(item)
     except TypeError as error:
@@ -242,7 +243,7 @@ def _line(item: Mapping[str, Any]) -> bytes | Outcome:
 
 
 def _outcome(reply: object) -> Outcome:
-    """The reply of a worker to one item. Raises _ChildFailed for one that no worker of ours gives."""
+    """The Outcome of a worker's reply to one item. Raises _ChildFailed for a reply that no worker of Parity sends."""
     if not isinstance(reply, dict):
         raise _ChildFailed(Failure.crash, f"the worker answered {reply!r:.100}")
     if "error" in reply:
@@ -278,7 +279,7 @@ class _ChildFailed(Exception):
 
 
 class _Child:
-    """One process, asked one thing at a time."""
+    """One process, which answers one request at a time."""
 
     def __init__(self, function: str, *, memory_bytes: int) -> None:
         self._process = ChildProcess("rollout.rewards.child", function, memory_bytes=memory_bytes)
@@ -288,7 +289,7 @@ class _Child:
         self.at_once = 1
 
     def hello(self) -> dict[str, Any]:
-        """What the process says once it has loaded the function."""
+        """The greeting that the process sends after loading the function."""
         said = self._exchange(b"", timeout_s=START_TIMEOUT_S)
         if not isinstance(said, dict) or not ("failed" in said or "at_once" in said):
             raise _ChildFailed(Failure.crash, f"the worker began with {said!r:.100}")
@@ -298,18 +299,18 @@ class _Child:
         return dict(said)
 
     def ask(self, items: Sequence[bytes], timeout_s: float) -> list[Any]:
-        """One reply per item, each of which is JSON."""
+        """One reply per item; items and replies are JSON."""
         replies = self._exchange(b"[" + b",".join(items) + b"]\n", timeout_s=timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise _ChildFailed(Failure.crash, "the worker answered something else than what it was asked")
         return replies
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and all its descendants."""
         self._process.kill()
 
     def _exchange(self, message: bytes, *, timeout_s: float) -> Any:
-        """Send `message`, return the next line as JSON. Neither side can make this wait beyond the deadline."""
+        """Send `message`, return the next line as JSON. The call ends at the deadline, whatever the process does."""
         deadline = time.monotonic() + timeout_s
         to, of = self._process.input.fileno(), self._process.output.fileno()
         left = memoryview(message)

@@ -1,8 +1,8 @@
-"""Rules: how the built-in rewards judge a response. (response text, reference answer) -> Verdict.
+"""Rules of the built-in rewards: (response text, reference answer) -> Verdict.
 
-A rule extracts an answer from a response and compares it with the reference. Plain string work, nothing is executed;
-only `math` does more than that, and every rule runs in a process that can be killed (`rollout/rewards/pool.py`).
-A new rule is two functions and a row of `RULES`.
+A rule extracts an answer from a response and compares it with the reference. Rules do plain string work and execute
+nothing; only `math` parses expressions. Every rule runs in a process that can be killed (`rollout/rewards/pool.py`). A
+new rule is two functions and a row of `RULES`.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from rollout.data.answers import (
 )
 
 MANY = 64
-"""Responses that a rule of bounded work is handed at once."""
+"""Responses per call of a rule whose work is bounded."""
 
 
 class Verdict(NamedTuple):
-    """What a rule says about one response."""
+    """Judgement of a rule on one response."""
 
     correct: bool
     extracted: str | None
-    """The answer that was found, in a form in which equal answers are equal text; None if none was stated."""
+    """Answer found in the response, in a form in which equal answers are equal text; None if none was found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One way to judge a response."""
+    """A way to judge a response: extract its answer, compare it with the reference."""
 
     extract: Callable[[str], str | None]
-    """The answer that a response states, None if it states none in the form asked for."""
+    """Response -> the answer stated in the required form; None if the response has no such answer."""
     equal: Callable[[str, str], bool]
-    """(extracted, reference) -> whether they are the same answer. Raises ValueError for an unusable reference."""
+    """(extracted, reference) -> True if both are the same answer. Raises ValueError for an unusable reference."""
     at_once: int = MANY
-    """Responses per call of a worker: 1 where a single one can take all the time there is."""
+    """Responses per call of a worker: 1 for a rule that may spend the whole deadline on one response."""
 
     def judge(self, response: str, answer: str) -> Verdict:
-        """Raises ValueError for a reference that the rule cannot use."""
+        """Judge one response. Raises ValueError for a reference that the rule cannot use."""
         extracted = self.extract(response)
-        # The reference is looked at in any case: a useless one must not hide behind responses without an answer.
+        # The reference is parsed in any case: responses without an answer must not hide an unusable reference.
         correct = self.equal("" if extracted is None else extracted, answer)
         return Verdict(correct and extracted is not None, extracted)
 
 
 def same_text(extracted: str, answer: str) -> bool:
-    """Whether two answers are the same text, leading and trailing white space aside."""
+    """True if two answers are the same text, leading and trailing white space ignored."""
     return extracted.strip() == answer.strip()
 
 
 def same_number(extracted: str, answer: str) -> bool:
-    """Whether `extracted` is the number that `answer` is, or that follows the last "####" of `answer`."""
+    """True if `extracted` equals the number `answer`, or the number after the last "####" of `answer`."""
     reference = to_number(answer.rpartition(ANSWER_MARK)[2], whole=True)
     if reference is None:
         raise ValueError(
@@ -69,12 +69,12 @@ def same_number(extracted: str, answer: str) -> bool:
 
 
 def same_normalised(extracted: str, answer: str) -> bool:
-    """Whether two answers are the same text once units, spaces and LaTeX ornaments are gone."""
+    """True if two answers are the same text without units, spaces and LaTeX ornaments."""
     return extracted == normalise(answer)
 
 
 def same_mathematics(extracted: str, answer: str) -> bool:
-    """Whether two expressions are equal, as math-verify sees it."""
+    """True if math-verify finds two expressions equal."""
     from rollout.rewards.mathematics import equal_expressions
 
     return equal_expressions(extracted, answer)
@@ -87,7 +87,7 @@ RULES: dict[str, Rule] = {
     "math": Rule(extract=boxed_or_tail, equal=same_mathematics, at_once=1),
     "math_dapo": Rule(extract=dapo_answer, equal=same_normalised),
 }
-"""Choices of `reward.function`, besides path.py:function."""
+"""Name of a built-in choice of `reward.function` -> rule; path.py:function is the other choice."""
 
 
 def rule_names() -> list[str]:

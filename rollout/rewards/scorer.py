@@ -1,8 +1,8 @@
 """Scorer: samples -> the same samples with text, correct and reward filled in.
 
-Called by `rollout/collect/dispatch.py`, sample by sample, and `rollout/collect/evaluate.py`, all at once. The judging
-happens in the processes of a `RewardPool`, so that what an engine samples meanwhile does not wait for it, and nothing
-that a response makes a reward do stops the run.
+`rollout/collect/dispatch.py` scores sample by sample, `rollout/collect/evaluate.py` all samples at once. The processes
+of a `RewardPool` judge the responses, so that sampling does not wait for rewards, and no response can stop the run
+through its reward.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ POLL_S = 5.0
 
 
 class RewardError(RuntimeError):
-    """Too many responses could not be scored; names the function and the first of them."""
+    """Too many responses could not be scored; the message names the function and the first such responses."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ScoreStats:
-    """What scoring came across since the last look."""
+    """Counts and sums of scoring since the last `take_stats`."""
 
     scored: int = 0
     failures: Counter[Failure] = field(default_factory=Counter)
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums of the further numbers that a custom function returned."""
+    """Sum of each further number that a custom function returned."""
     counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    """The first responses that could not be scored, and why."""
+    """The first responses that could not be scored, each with the reason."""
 
     def metrics(self) -> dict[str, float | None]:
-        """reward/timeouts, crashes, errors; means of what a custom function returned besides."""
+        """reward/timeouts, crashes, errors; means of the further numbers that a custom function returned."""
         counted = {f"reward/{failure.value}": float(self.failures[failure]) for failure in Failure}
         return {**counted, **{f"reward/{key}": self.sums[key] / count for key, count in self.counts.items()}}
 
 
 class Scorer:
-    """reward = reward.correct or reward.incorrect (or what a custom function says), plus the overlong penalty.
+    """Scores samples: reward.correct or reward.incorrect (or a custom score), plus the overlong penalty.
 
-    A response whose judging timed out or killed its worker is wrong and counted. One for which the function raised or
-    returned no score has no reward (`sample.reward` stays None) and is counted.
+    A response whose judging timed out or killed its worker is wrong and counted. If the function raised or returned no
+    score, the response has no reward (`sample.reward` stays None) and is counted.
     """
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int, decode: Callable[[list[int]], str]) -> None:
@@ -80,28 +80,28 @@ class Scorer:
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
         self._early: list[Sample] = []
-        """Scored while `score` waited for others."""
+        """Samples scored while `score` waited for others."""
         self._last_sign = time.monotonic()
-        """When a verdict came, or was asked for while none was expected."""
+        """Time (time.monotonic()) of the last verdict, or of the first submission after a pause."""
         self._stats = ScoreStats()
 
     @property
     def reads_answers(self) -> bool:
-        """Whether the answer of a response is known apart from its verdict, as a majority vote needs it."""
+        """True if the answer of a response is known apart from its verdict, as a majority vote needs."""
         return self._rule is not None
 
     def answer(self, text: str) -> str | None:
-        """The answer that a response gives; equal answers are equal text, None is no answer."""
+        """The answer that a response states; equal answers are equal text, None is no answer."""
         return None if self._rule is None else self._rule.extract(text)
 
     def check_function(self) -> None:
-        """Try to load a custom function, so that a mistake in it costs no start of engines. Raises RewardPoolError."""
+        """Try to load a custom function before any engine starts. Raises RewardPoolError."""
         if self._rule is None:
             self._pool.check()
 
     def submit(self, prompt: Prompt, sample: Sample) -> None:
-        """Begin to score `sample`; it comes back by `poll`."""
-        # From the first sampled token on: what a tool said belongs to the response too.
+        """Begin to score `sample`; `poll` returns the sample when it is scored."""
+        # The text begins at the first sampled token: outputs of tools belong to the response too.
         sample.text = self._decode(sample.token_ids[sample.num_prompt_tokens :].tolist())
         key = next(self._keys)
         if not self._waiting:
@@ -117,7 +117,7 @@ class Scorer:
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
 
-        Raises RewardError if samples are waiting and there was no verdict for longer than any can take.
+        Raises RewardError if samples are waiting and no verdict came for longer than the slowest verdict can take.
         """
         early, self._early = self._early, []
         return early or self._poll_pool(timeout_s)
@@ -142,10 +142,10 @@ class Scorer:
         return len(self._waiting) + len(self._early)
 
     def score(self, groups: Sequence[SampleGroup]) -> None:
-        """Fill in text, correct and reward of every sample, and return when all are done; what was submitted by itself
-        still comes back by `poll`.
+        """Fill in text, correct and reward of every sample of `groups`, and return when all samples are scored.
 
-        Raises RewardError when more than reward.max_error_fraction of them could not be scored.
+        Samples submitted by `submit` still come back by `poll`. Raises RewardError when more than
+        reward.max_error_fraction of the responses could not be scored.
         """
         left: dict[int, Sample] = {}
         for group in groups:
@@ -172,12 +172,12 @@ class Scorer:
             )
 
     def take_stats(self) -> ScoreStats:
-        """What happened since the last call."""
+        """Statistics since the last call; resets them."""
         taken, self._stats = self._stats, ScoreStats()
         return taken
 
     def close(self) -> None:
-        """End the workers; safe to call twice. They start again with the next sample."""
+        """End the workers; safe to call twice. The workers start again with the next sample."""
         self._pool.close()
 
     def _fill(self, sample: Sample, outcome: Outcome) -> None:
@@ -209,7 +209,7 @@ class Scorer:
             return correct, outcome.score
         if outcome.correct:
             return True, config.correct
-        # An answer in the form asked for may be worth something even if it is wrong.
+        # An answer in the required form may earn a reward even if it is wrong.
         has_format = outcome.extracted is not None and config.format_score is not None
         return False, config.format_score if has_format and config.format_score is not None else config.incorrect
 
