@@ -1,4 +1,4 @@
-"""What the collection of one step did, and its metrics. Filled in by `rollout/collect/collector.py`."""
+"""Statistics of collecting one step, and their metrics. `rollout/collect/collector.py` fills them in."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollout.types import FinishReason, GenerateRequest, Sample, SampleGroup
 
 @dataclass(kw_only=True, slots=True)
 class Served:
-    """One round of generation: what the engines were asked for and how long the answers were."""
+    """One round of generation: the requests to the engines and the lengths of the responses."""
 
     requests: list[GenerateRequest] = field(default_factory=list)
-    """As an engine that knows no resumed requests is asked them."""
+    """Requests as an engine receives them that knows no resumed requests."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens that were sampled for each request."""
+    """Number of tokens sampled for each request."""
 
     def add(self, request: GenerateRequest, num_tokens: int) -> None:
         self.requests.append(continuation(request))
@@ -30,42 +30,42 @@ class Served:
 
 @dataclass(kw_only=True, slots=True)
 class CollectStats:
-    """What one step's collection did, since the step before was collected.
+    """Counts and times of collecting one step, from the end of the previous collection.
 
-    "Kept" is what is returned for training. Everything else is cost, or left over for the next step.
+    "Kept" samples are returned for training. All other samples are cost, or left over for the next step.
     """
 
     policy_version: int = 0
-    """Of the weights that the step starts to train with."""
+    """Policy version of the weights at the start of the step's training."""
     rounds: int = 0
     groups_generated: int = 0
     """Groups whose prompts were submitted for the first time."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
-    """By reason of rollout.collect.filters.GROUP_DROP_REASONS."""
+    """Dropped groups by reason, one of rollout.collect.filters.GROUP_DROP_REASONS."""
     groups_left_over: int = 0
-    """Groups under way, or waiting, for the next steps."""
+    """Groups that are unfinished or waiting, for the next steps."""
     samples_generated: int = 0
-    """Responses that ended by themselves."""
+    """Responses that ended without being aborted."""
     samples_dropped: Counter[str] = field(default_factory=Counter)
-    """Invalid samples, by name in rollout.collect.filters.SAMPLE_FILTERS."""
+    """Invalid samples by name of the filter in rollout.collect.filters.SAMPLE_FILTERS."""
     samples_aborted: int = 0
-    """Responses that were stopped because the step had its groups."""
+    """Responses that were aborted because the step had all its groups."""
     samples_resumed: int = 0
-    """Responses that went on from tokens of an earlier step."""
+    """Responses that were resumed from tokens of an earlier step."""
     resumed_tokens: int = 0
-    """Tokens that they began with."""
+    """Tokens with which the resumed responses began."""
     samples_decided: int = 0
-    """Valid samples of the groups that were looked at: those kept, and those dropped for what they are."""
+    """Valid samples of all decided groups, kept or dropped."""
     samples_correct: int = 0
-    """Those among them that passed the task's check."""
+    """Samples among `samples_decided` that passed the task's check."""
     generated_tokens: int = 0
     """Response tokens that the engines returned for the first time."""
     wasted_tokens: int = 0
-    """Response tokens, of this step and earlier ones, that were thrown away."""
+    """Response tokens, of this step and earlier ones, that were discarded."""
     all_lengths: list[int] = field(default_factory=list)
-    """Response tokens so far of every sample of this step, kept, dropped or left over; only if order is completion."""
+    """Response tokens so far of each sample of this step, kept, dropped or left over; only if order is completion."""
     served: list[Served] = field(default_factory=list)
-    """Every round, dropped samples included."""
+    """All rounds of the step, dropped samples included."""
     kept: list[SampleGroup] = field(default_factory=list)
     waited_s: float = 0.0
     """Seconds in which the driver waited for the engines."""
@@ -75,21 +75,20 @@ class CollectStats:
     """Seconds in which the driver waited for rewards."""
     seen_versions: set[int] = field(default_factory=set)
     scoring: ScoreStats = field(default_factory=ScoreStats)
-    """What scoring came across; responses without a score are not trained on."""
+    """Statistics of the scorer; responses without a score are not trained on."""
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which the engines sampled while the driver did something else."""
+        """Seconds in which the engines sampled while the driver did other work."""
         return max(0.0, self.sampling_s - self.waited_s - self.reward_s)
 
     @property
     def generated_accuracy(self) -> float:
-        """Share of correct samples among those of all groups that were looked at, kept or not."""
+        """Share of correct samples in all decided groups, kept or not."""
         return self.samples_correct / max(1, self.samples_decided)
 
     def metrics(self) -> dict[str, float | None]:
-        """rollout/*, reward/* and perf/* of the step. Means, std (population), maximum and fractions are over kept
-        samples."""
+        """Metrics rollout/*, reward/* and perf/* of the step; means, std (population), maximum, fractions over kept."""
         samples = [sample for group in self.kept for sample in group.samples]
         lengths = np.array([sample.num_response_tokens for sample in samples])
         rewards = np.array([reward for group in self.kept for reward in group.rewards])
@@ -136,7 +135,7 @@ class CollectStats:
 
 
 def _lags(samples: Sequence[Sample], num_tokens: int, *, policy_version: int) -> dict[str, float]:
-    """How far behind the step's weights its tokens are, in optimizer steps."""
+    """Lag of the sampled tokens behind the step's weights, in optimizer steps."""
     total, oldest, mixed = 0, policy_version, 0
     for sample in samples:
         versions = sample.response_versions

@@ -1,11 +1,11 @@
 """Collector: prompts -> rewarded, filtered SampleGroups of one step.
 
-    PromptStream -> GenerateRequests -> Sampler (the engines) -> Generations, one by one as they end
-                 -> sample filters -> Scorer -> group filters -> Collected(groups, stats)
+    PromptStream -> GenerateRequests -> Sampler (the engines) -> Generations, one by one as they end -> sample filters
+                 -> Scorer -> group filters -> Collected(groups, stats)
 
-Called by `trainer/run/loop.py`. Groups are admitted in the order in which they were submitted, unless the config asks
-for the order of completion, which prefers short answers. In the order of submission, which groups of one submission are
-kept depends on their tokens alone, never on the clock.
+`trainer/run/loop.py` calls the collector. Groups are admitted in the order of submission, unless the config asks for
+the order of completion, which prefers short answers. In the order of submission the choice of kept groups depends on
+their tokens alone, never on the clock.
 """
 
 from __future__ import annotations
@@ -36,46 +36,46 @@ from rollout.types import GenerateRequest, Prompt, SampleGroup
 
 
 class Surplus(Enum):
-    """What becomes of the groups that are under way when a step has its own."""
+    """Treatment of the groups that are unfinished when a step has all its groups."""
 
     drop = "drop"
-    """They are aborted and thrown away."""
+    """Abort the groups and discard them."""
     resume = "resume"
-    """They are aborted and go on in the next step, first."""
+    """Abort the groups and resume them at the start of the next step."""
     run = "run"
-    """The engines go on with them."""
+    """Let the engines continue with the groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectPlan:
-    """The shape of a step."""
+    """Shape of a step."""
 
     prompts_per_step: int
     group_size: int
     """Samples per prompt."""
     seed: int
-    """Run seed; with step, prompt and sample index it decides every sampling seed."""
+    """Run seed; the sampling seed of a response follows from run seed, step, prompt and sample index."""
     stop_token_ids: tuple[int, ...]
     min_group_size: int
-    """Valid samples without which a group cannot be trained on: 2 where the group is the baseline."""
+    """Minimum of valid samples for a group to be trained on: 2 where the group is the baseline."""
     max_lag_steps: int = 0
-    """Steps that the weights which sampled a token may be behind those that the step starts to train."""
+    """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
     surplus: Surplus = Surplus.drop
 
 
 class Collected(NamedTuple):
-    """The groups of one step and how they came about."""
+    """The groups of one step and the statistics of their collection."""
 
     groups: list[SampleGroup]
-    """In the order in which they were admitted."""
+    """Groups in the order of their admission."""
     stats: CollectStats
 
 
 class Collector:
-    """Collects the groups of one step after the other; between steps it holds those that are under way.
+    """Collects the groups of each step; between steps the collector keeps the unfinished groups.
 
-    `start` submits and returns, `finish` waits for the groups of a step, `collect` hands them out; each does what has
-    not been done yet.
+    `start` submits and returns, `finish` waits for the groups of a step, `collect` returns them; each method first does
+    the work that an earlier one has not done yet.
     """
 
     def __init__(
@@ -102,30 +102,30 @@ class Collector:
             self._max_rounds = collect.max_rounds
             self._least = min(collect.min_prompts or plan.prompts_per_step, plan.prompts_per_step)
         self._pending: list[PendingGroup] = []
-        """Not decided yet, in the order of submission."""
+        """Undecided groups in the order of submission."""
         self._kept: list[PendingGroup] = []
-        """Kept for the step that is being collected."""
+        """Groups kept for the step that is being collected."""
         self._stats = CollectStats()
         self._finished_step = 0
         self._seeds = SeedSource(plan.seed, step=0)
         self._versions: dict[int, int] = {}
-        """Policy version at the start of the last steps."""
+        """Step -> policy version at its start, for the last steps."""
         self._sampling_s = 0.0
         self._reward_s = 0.0
 
-    # ---------------------------------------------------------------- what the loop calls
+    # ---------------------------------------------------------------- called by the loop
 
     def start(self, step: int, policy_version: int, *, num_steps: int = 1) -> None:
-        """Submit what the `num_steps` steps from `step` on still need; returns at once.
+        """Submit the groups that the `num_steps` steps from `step` on still need; returns at once.
 
-        The engines hold weights of `policy_version`. What is left over from earlier steps goes first.
+        The engines hold weights of `policy_version`. Groups left over from earlier steps go first.
         """
         self._seeds = self._seeds_of(step)
         wanted = num_steps * math.ceil(self._collect.over_sampling * self._plan.prompts_per_step)
         self._submit(max(0, wanted - len(self._pending)), policy_version)
 
     def finish(self, step: int, policy_version: int) -> None:
-        """Wait until the groups of `step` are there; the engines hold weights of `policy_version`.
+        """Wait until the groups of `step` are complete; the engines hold weights of `policy_version`.
 
         collect=fixed keeps plan.prompts_per_step groups, fewer only where invalid samples left a group with less than
         plan.min_group_size. collect=dynamic samples until that many groups disagree about the answer. Raises
@@ -163,7 +163,7 @@ class Collector:
         self._finished_step = step
 
     def collect(self, step: int, policy_version: int) -> Collected:
-        """The groups of `step`, which starts to train weights of `policy_version`; the engines hold them too."""
+        """The groups of `step`, which starts to train weights of `policy_version`, also the version in the engines."""
         oldest_step = step - self._plan.max_lag_steps
         self._versions = {k: v for k, v in self._versions.items() if k >= oldest_step} | {step: policy_version}
         self.finish(step, policy_version)
@@ -171,17 +171,17 @@ class Collector:
         stats.policy_version = policy_version
         stats.groups_left_over = len(self._pending)
         sampling_s = self._sampler.sampling_s()
-        # An engine that was started again counts from 0.
+        # A restarted engine counts its sampling seconds from 0.
         stats.sampling_s, self._sampling_s = max(0.0, sampling_s - self._sampling_s), sampling_s
         return Collected(groups=stats.kept, stats=stats)
 
     def take_reward_s(self) -> float:
-        """Seconds of `finish` and `collect` that were spent on rewards since this was asked last."""
+        """Seconds that `finish` and `collect` spent on rewards since the last call."""
         seconds, self._reward_s = self._reward_s, 0.0
         return seconds
 
     def state_dict(self) -> CollectorState:
-        """What `load_state_dict` needs so that no prompt, and no token that has come back, is lost."""
+        """The state for `load_state_dict`: no prompt and no returned token is lost."""
         return CollectorState(
             started_step=self._seeds.step,
             versions=[[step, version] for step, version in self._versions.items()],
@@ -190,9 +190,10 @@ class Collector:
         )
 
     def load_state_dict(self, state: CollectorState) -> None:
-        """Go on with the groups that were under way; the prompt stream must have been restored.
+        """Continue with the unfinished groups of a checkpoint; the caller restores the prompt stream first.
 
-        Their responses begin again where the config allows no older tokens, or has another temperature or group size.
+        The responses start again from the prompt if the config allows no older tokens, or has another temperature or
+        group size.
         """
         self._versions = {step: version for step, version in state["versions"]}
         self._pending = unpack_groups(
@@ -208,16 +209,16 @@ class Collector:
                 if response.generation is not None and not response.is_done:
                     self._dispatcher.score(group, response)
 
-    # ---------------------------------------------------------------- what is submitted
+    # ---------------------------------------------------------------- submission
 
     def _seeds_of(self, step: int) -> SeedSource:
-        """Seeds that no request which is under way has."""
+        """Seeds for `step`, different from the seeds of all unfinished requests."""
         seeds = SeedSource(self._plan.seed, step=step)
         seeds.reserve(response.request.sampling.seed for group in self._pending for response in group.responses)
         return seeds
 
     def _submit(self, num_new: int, policy_version: int) -> None:
-        """Have the engines do all that they do not do yet: what is left over, then `num_new` more groups."""
+        """Submit every response that the engines do not have yet: groups left over first, then `num_new` new groups."""
         if num_new:
             self._pending += [PendingGroup(prompt=prompt) for prompt in self._prompts.take(num_new)]
             self._stats.rounds += 1
@@ -242,10 +243,10 @@ class Collector:
             sampling=sampling_params(self._sampling, seed=seed, stop_token_ids=self._plan.stop_token_ids),
         )
 
-    # ---------------------------------------------------------------- what is kept
+    # ---------------------------------------------------------------- admission
 
     def _decide(self, step: int) -> None:
-        """Keep or drop the groups whose turn it is and whose rewards are there."""
+        """Keep or drop the scored groups in the order of admission."""
         stats = self._stats
         while len(self._kept) < self._plan.prompts_per_step and (group := self._next()) is not None:
             self._pending.remove(group)
@@ -262,14 +263,14 @@ class Collector:
                 stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
 
     def _next(self) -> PendingGroup | None:
-        """The group that is decided next, None while it is not scored."""
+        """The next group to decide; None while that group is not scored."""
         if self._collect.order is CollectOrder.submission:
             return self._pending[0] if self._pending and self._pending[0].is_scored else None
         scored = [group for group in self._pending if group.is_scored]
         return min(scored, key=lambda group: group.rank, default=None)
 
     def _is_too_old(self, group: PendingGroup, step: int) -> bool:
-        """Whether it has a token of older weights than `step` may train on."""
+        """True if `group` has a token of older weights than `step` may train on."""
         oldest, known = group.oldest_version, self._versions.values()
         allowed = self._versions.get(step - self._plan.max_lag_steps, min(known, default=0))
         return oldest is not None and oldest < allowed
@@ -287,7 +288,7 @@ class Collector:
         self._dispatcher.stop(old, step=step, stats=self._stats)
 
     def _end_surplus(self, step: int) -> None:
-        """The step has its groups: deal with those that are under way."""
+        """Treat the unfinished groups by the plan's `surplus`, after the step has all its groups."""
         surplus = list(self._pending)
         if self._plan.surplus is Surplus.drop:
             self._pending = []
@@ -299,7 +300,7 @@ class Collector:
             responses = [response for group in [*self._kept, *surplus] for response in group.responses]
             self._stats.all_lengths = [each.num_tokens for each in responses if each.num_tokens]
 
-    # ---------------------------------------------------------------- what ends the run
+    # ---------------------------------------------------------------- errors that end the run
 
     def _check_invalid(self, step: int, policy_version: int) -> None:
         stats = self._stats

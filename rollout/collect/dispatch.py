@@ -1,8 +1,7 @@
 """Dispatcher: pending groups -> engines -> samples -> rewards, each response by itself as it ends.
 
-Used by `rollout/collect/collector.py`, which decides what is submitted and which groups are kept. Engines have the
-requests of a whole round and more in their queues, and rewards are made in processes of their own: neither waits for
-the other.
+`rollout/collect/collector.py` decides which groups are submitted and which are kept. Engines have the requests of a
+whole round and more in their queues, and rewards are computed in their own processes: neither waits for the other.
 """
 
 from __future__ import annotations
@@ -20,61 +19,61 @@ from rollout.rewards import Scorer
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 POLL_S = 1.0
-"""Seconds for which a look waits where only engines, or only rewards, are expected."""
+"""Seconds of waiting per poll, where only engines, or only rewards, are expected."""
 TURN_S = 0.02
-"""Seconds for which it waits for the engines where both are."""
+"""Seconds of waiting per poll of the engines, where engines and rewards are expected."""
 ABORT_TIMEOUT_S = 60.0
-"""Deadline in seconds for the engines to return what they were told to stop."""
+"""Deadline in seconds for the engines to return aborted responses."""
 
 
 class Sampler(Protocol):
-    """Whatever answers generate requests: the engine group, or one engine."""
+    """An object that answers generate requests: the engine group, or one engine."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests."""
         ...
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
-        """Queue requests and return at once; a ticket for each, unique in the run."""
+        """Queue requests and return at once; returns a ticket for each, unique in the run."""
         ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll, each once; waits at most `timeout_s` for the first."""
+        """The responses that have ended since the last poll, each once; waits at most `timeout_s` for the first."""
         ...
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """Stop the unfinished ones among `tickets`; `poll` returns them with what they have."""
+        """Stop the unfinished requests among `tickets`; `poll` returns each with its tokens so far."""
         ...
 
     @property
     def unfinished(self) -> int:
-        """Tickets that `poll` has not returned yet."""
+        """Number of tickets that `poll` has not returned yet."""
         ...
 
     def sampling_s(self) -> float:
-        """Seconds in which the engines have sampled what was submitted, since they started; mean over engines."""
+        """Seconds that the engines have sampled submitted requests since their start; mean over engines."""
         ...
 
 
 class Dispatcher:
-    """Keeps the books between engines, scorer and pending groups."""
+    """Passes responses between engines, scorer and pending groups."""
 
     def __init__(self, sampler: Sampler, scorer: Scorer) -> None:
         self._sampler = sampler
         self._scorer = scorer
         self._asked: dict[int, tuple[PendingGroup, PendingResponse]] = {}
-        """What the engines have, by ticket."""
+        """Ticket -> response that an engine is sampling."""
         self._unscored: dict[int, tuple[PendingGroup, PendingResponse]] = {}
-        """What the scorer has, by id of the sample."""
+        """id() of the sample -> response that is being scored."""
         self._num_scored_groups = 0
         self._engine_version = 0
 
     def submit(
         self, groups: Iterable[PendingGroup], *, policy_version: int, seeds: SeedSource, stats: CollectStats
     ) -> None:
-        """Ask the engines, which hold weights of `policy_version`, for every response that they do not have yet.
+        """Submit every response that the engines do not have yet; the engines hold weights of `policy_version`.
 
-        One that is resumed gets a new seed: the draws of the old one are used up.
+        A resumed response gets a new seed: the random numbers of its old seed are used up.
         """
         self._engine_version = policy_version
         asked: list[tuple[PendingGroup, PendingResponse]] = []
@@ -95,7 +94,7 @@ class Dispatcher:
             self._asked.update(zip(tickets, asked, strict=True))
 
     def look(self, step: int, stats: CollectStats) -> None:
-        """Take what the engines have ended and what has been scored; waits at most POLL_S for the first of it."""
+        """Receive finished responses and scored samples; waits at most POLL_S seconds for the first."""
         if self._asked:
             for completion in self._sampler.poll(TURN_S if self._unscored else POLL_S):
                 if completion.ticket in self._asked:
@@ -110,7 +109,7 @@ class Dispatcher:
             raise RuntimeError(f"step {step}: {len(self._asked)} of the responses that were asked for never came back")
 
     def score(self, group: PendingGroup, response: PendingResponse) -> None:
-        """Have a response that ended well scored."""
+        """Submit a valid finished response to the scorer."""
         if response.generation is None:
             raise RuntimeError("a response is scored when it has ended")
         response.sample = make_sample(response.request, response.generation)
@@ -118,7 +117,7 @@ class Dispatcher:
         self._scorer.submit(group.prompt, response.sample)
 
     def stop(self, groups: Sequence[PendingGroup], *, step: int, stats: CollectStats) -> None:
-        """Abort what the engines have of `groups`, and wait until it is back: dropped, or ready to be resumed."""
+        """Abort the unfinished responses of `groups`, and wait until the engines return them: dropped, or resumable."""
         stopped = {id(group) for group in groups}
         tickets = [ticket for ticket, (group, _) in self._asked.items() if id(group) in stopped]
         self._unscored = {key: each for key, each in self._unscored.items() if not each[0].is_dropped}
@@ -140,7 +139,7 @@ class Dispatcher:
     def _receive(
         self, group: PendingGroup, response: PendingResponse, generation: Generation, stats: CollectStats
     ) -> None:
-        """A response has ended, by itself or because it was stopped."""
+        """Take in a response that has ended or was stopped."""
         request, stopping = response.request, response.is_stopping
         response.is_asked = response.is_stopping = False
         num_begun = 0 if request.resumed is None else len(request.resumed.token_ids)
@@ -156,7 +155,7 @@ class Dispatcher:
             response.generation = generation
             stats.wasted_tokens += num_new  # the rest was counted when the group was dropped
             return
-        # A response that was stopped is as good as a truncated one, if that much of it is right.
+        # A stopped response counts as a truncated one, if its tokens so far are valid.
         judged = replace(generation, finish_reason=FinishReason.length) if is_cut else generation
         reason = invalid_reason(request, judged, policy_version=self._engine_version, oldest_version=response.since)
         if is_cut:

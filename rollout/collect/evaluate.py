@@ -1,7 +1,7 @@
 """Evaluation: prompts -> one greedy and k sampled responses each -> accuracy, avg@k, pass@k, maj@k.
 
-Called by `trainer/run/evaluation.py`, in a run and by `parity eval`. Nothing that training reads is touched: prompts
-come from a list and not from the stream, and seeds are those of `EVALUATION_STEP`, which no training step has.
+`trainer/run/evaluation.py` calls it, in a run and for `parity eval`. Evaluation changes no state of the training:
+prompts come from a list and not from the stream, and seeds belong to `EVALUATION_STEP`, which is no training step.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from rollout.rewards import Scorer
 from rollout.types import FinishReason, GenerateRequest, Prompt, Sample, SampleGroup
 
 EVALUATION_STEP = -1
-"""Stands for the step in sampling seeds: no training step has it, and every evaluation draws the same."""
+"""Step number in sampling seeds of evaluations: no training step has it, and every evaluation draws the same seeds."""
 GREEDY = 0
-"""Sample index of the greedy response to a prompt; the sampled ones follow."""
+"""Sample index of the greedy response to a prompt; sampled responses have higher indices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPlan:
-    """How a set is evaluated."""
+    """Sampling of an evaluation set."""
 
     sampling: SamplingConfig
-    """Of the sampled responses; the greedy one has its length limit."""
+    """Parameters of the sampled responses; the greedy response has the same length limit."""
     num_samples: int
-    """Sampled responses per prompt: k."""
+    """Number of sampled responses per prompt: k."""
     seed: int
     stop_token_ids: tuple[int, ...]
     name: str = ""
-    """Of a named set, so that it does not share its draws with another; empty for the task's own held-out set."""
+    """Name of the set, so that two sets do not share draws; empty for the task's own held-out set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalResult:
-    """What one evaluation found. Lengths and truncation are over all responses, greedy and sampled."""
+    """Accuracies of one evaluation. Lengths and truncation are over all responses, greedy and sampled."""
 
     accuracy: float
     """Share of prompts whose greedy response is correct."""
@@ -51,10 +51,10 @@ class EvalResult:
     pass_at: dict[int, float]
     """pass@k by k, for 1, 2, 4, .. and the number of samples: mean over prompts of `pass_at_k`."""
     majority: float | None
-    """maj@k: mean over prompts of `majority_vote`; None where the reward function tells no answer from a response."""
+    """maj@k: mean over prompts of `majority_vote`; None where the reward function extracts no answer."""
     num_prompts: int
     num_samples: int
-    """Sampled responses per prompt."""
+    """Number of sampled responses per prompt."""
     response_tokens_mean: float
     truncated_frac: float
     policy_version: int
@@ -62,7 +62,7 @@ class EvalResult:
     """All responses, scored: per prompt the greedy one, then the sampled ones."""
 
     def metrics(self, prefix: str = "eval") -> dict[str, float | None]:
-        """<prefix>/*. With one sample avg@1, pass@1 and maj@1 are accuracy_sampled, and are left out."""
+        """All metrics <prefix>/*. With one sample avg@1, pass@1 and maj@1 equal accuracy_sampled, and are left out."""
         found: dict[str, float | None] = {
             "accuracy": self.accuracy,
             "accuracy_sampled": self.accuracy_sampled,
@@ -89,10 +89,10 @@ class EvalResult:
 
 
 def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: EvalPlan) -> EvalResult:
-    """Answer every prompt once greedily and `plan.num_samples` times as the plan says, in one generate call.
+    """Answer every prompt once greedily and `plan.num_samples` times by sampling, in one generate call.
 
-    A seed depends on the plan's seed and name, the prompt and the index of the sample only: more samples leave the
-    first ones as they were.
+    A seed depends on the plan's seed and name, the prompt and the index of the sample only: with a larger k the first
+    samples stay the same.
 
     Raises:
         ValueError: there are no prompts.
@@ -147,7 +147,7 @@ def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[Gener
 
 
 def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, policy_version: int) -> EvalResult:
-    """Scored responses -> the result."""
+    """Scored responses -> EvalResult."""
     samples = [sample for group in groups for sample in group.samples]
     sampled = [group.samples[GREEDY + 1 :] for group in groups]
     counts = [num_correct(each) for each in sampled]
@@ -168,12 +168,12 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
 
 
 def num_correct(samples: Sequence[Sample]) -> int:
-    """Samples that passed the task's check."""
+    """Number of samples that passed the task's check."""
     return sum(sample.correct is True for sample in samples)
 
 
 def pass_at_k(num_samples: int, correct: int, k: int) -> float:
-    """Probability that one of k responses is correct, without bias from n of which c are: 1 - C(n-c, k) / C(n, k).
+    """Probability that one of k responses is correct, unbiased from c correct of n: 1 - C(n-c, k) / C(n, k).
 
     Source: Chen et al., "Evaluating Large Language Models Trained on Code", eq. 1, https://arxiv.org/abs/2107.03374.
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
@@ -184,17 +184,17 @@ def pass_at_k(num_samples: int, correct: int, k: int) -> float:
 
 
 def majority_vote(votes: Sequence[tuple[str | None, bool]]) -> float:
-    """Probability that the most frequent answer is correct; votes are (answer or None, whether it is correct).
+    """Probability that the most frequent answer is correct; votes are (answer or None, True if correct).
 
-    Responses without an answer do not vote; without any vote it is 0. Of answers that are equally frequent one is taken
-    at random, so the result is the share of correct ones among them.
+    Responses without an answer do not vote; without any vote the result is 0. One of several equally frequent answers
+    is taken at random, so the result is the share of correct answers among them.
     """
     counts = Counter(answer for answer, _ in votes if answer is not None)
     if not counts:
         return 0.0
     most = max(counts.values())
     tied = {answer for answer, count in counts.items() if count == most}
-    # A reward function may judge more than the answer, and two votes for one answer differently.
+    # A reward function may judge more than the answer, so that two votes for one answer differ.
     return sum(correct for answer, correct in votes if answer in tied) / (most * len(tied))
 
 
@@ -208,5 +208,5 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def _seed_step(name: str) -> int:
-    """What stands for the step in the seeds of a set: negative, and another one for every name."""
+    """Step number in the seeds of a set: negative, and different for every name."""
     return EVALUATION_STEP - (xxhash.xxh3_64_intdigest(name.encode()) >> 2 if name else 0)

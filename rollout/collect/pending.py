@@ -1,8 +1,8 @@
-"""Groups between submission and admission: what the engines still owe, and how it survives the end of the process.
+"""Groups between submission and admission: their responses, and their state in a checkpoint.
 
-Owned by `rollout/collect/collector.py`. A group is *ended* when every response has ended, and *scored* when the reward
-of every valid one is there. `pack_groups` and `unpack_groups` turn the groups into JSON values for a checkpoint and
-back.
+`rollout/collect/collector.py` owns the groups. A group is *ended* when every response has ended, and *scored* when
+every valid response has a reward. `pack_groups` and `unpack_groups` turn the groups into JSON values for a checkpoint
+and back.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class PendingResponse:
     """One response of a group, from its request to its reward."""
 
     request: GenerateRequest
-    """With the tokens of an aborted part as `resumed`."""
+    """The request; `resumed` holds the tokens of an aborted part."""
     since: int = 0
-    """Version of the engines' weights when it was submitted last: no new token can be older."""
+    """Version of the engines' weights at the last submission: no new token can be older."""
     is_asked: bool = False
-    """Whether an engine has it."""
+    """True while an engine has the request."""
     is_stopping: bool = False
-    """Whether the engine was told to abort it."""
+    """True if the engine was told to abort the request."""
     generation: Generation | None = None
-    """The whole response, once it has ended by itself."""
+    """The whole response; None until it has ended."""
     sample: Sample | None = None
-    """The same as a sample, if it is valid."""
+    """The response as a sample, if it is valid."""
     is_done: bool = False
-    """Whether nothing is expected any more: it is invalid, or was scored (which may have failed)."""
+    """True if no further event is expected: the response is invalid, or was scored (scoring may have failed)."""
 
     @property
     def tokens_so_far(self) -> Generation | None:
-        """What is known of the response; None before its first token came back."""
+        """The known part of the response; None before the first token came back."""
         return self.request.resumed if self.generation is None else self.generation
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens that are known, those that the model did not sample left out."""
+        """Number of known response tokens, without tokens that the model did not sample."""
         return 0 if self.tokens_so_far is None else self.tokens_so_far.num_sampled
 
 
@@ -54,11 +54,11 @@ class PendingGroup:
 
     prompt: Prompt
     responses: list[PendingResponse] = field(default_factory=list)
-    """In the order of their sample index."""
+    """Responses in the order of their sample index."""
     is_dropped: bool = False
-    """Whether what still comes back is thrown away."""
+    """True if responses that still come back are discarded."""
     rank: int = 0
-    """Among the groups that were scored, for admission in the order of completion."""
+    """Rank among the scored groups, for admission in the order of completion."""
 
     @property
     def is_scored(self) -> bool:
@@ -66,12 +66,12 @@ class PendingGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens that are known."""
+        """Number of known response tokens."""
         return sum(response.num_tokens for response in self.responses)
 
     @property
     def oldest_version(self) -> int | None:
-        """Of all tokens that are known; None without one."""
+        """Oldest policy version of all known tokens; None without tokens."""
         known = [response.tokens_so_far for response in self.responses]
         return min(
             (min(each.token_versions) for each in known if each is not None and each.token_versions), default=None
@@ -90,13 +90,13 @@ class ResponseState(TypedDict):
     tokens: str
     """[R] int32, little-endian bytes in base64, like `logprobs`."""
     logprobs: str | None
-    """[R] float64; None if the engine returned none."""
+    """[R] float64, encoded like `tokens`; None if the engine returned none."""
     versions: list[list[int]]
     """[version, number of tokens] of every run of equal versions."""
     ended: str | None
     """The finish reason; None while the response is unfinished."""
     valid: bool
-    """Whether it ended as a sample that can be trained on."""
+    """True if the response ended as a sample that can be trained on."""
 
 
 class GroupState(TypedDict):
@@ -107,20 +107,20 @@ class GroupState(TypedDict):
 
 
 class CollectorState(TypedDict):
-    """What a checkpoint keeps of a collector, as JSON values."""
+    """The state of a collector in a checkpoint, as JSON values."""
 
     started_step: int
     """The last step whose prompts have been submitted."""
     versions: list[list[int]]
     """[step, policy version at its start] of the last steps."""
     temperature: float
-    """At which the tokens were sampled."""
+    """Sampling temperature of the tokens."""
     groups: list[GroupState]
-    """Under way, in the order of submission."""
+    """Unfinished groups in the order of submission."""
 
 
 def pack_groups(groups: Iterable[PendingGroup]) -> list[GroupState]:
-    """What a checkpoint keeps: every prompt, seed and token that is known. Rewards are computed again."""
+    """Pack every known prompt, seed and token for a checkpoint. Rewards are computed again after loading."""
     return [
         GroupState(prompt_id=group.prompt.prompt_id, responses=[_pack(response) for response in group.responses])
         for group in groups
@@ -135,10 +135,10 @@ def unpack_groups(
     keeps_tokens: bool,
     group_size: int,
 ) -> list[PendingGroup]:
-    """The groups of a checkpoint; nothing of them is at an engine.
+    """The groups of a checkpoint; no engine has a request of theirs.
 
-    `prompt(prompt_id)` finds a prompt; `request(prompt, sample index, seed)` makes a request. Unless `keeps_tokens`,
-    or if the group has not `group_size` responses, all its responses begin again.
+    `prompt(prompt_id)` finds a prompt; `request(prompt, sample index, seed)` makes a request. Unless `keeps_tokens`, or
+    if a group does not have `group_size` responses, all responses of the group start again from the prompt.
     """
     groups = []
     for state in states:

@@ -1,4 +1,4 @@
-"""What is asked of an engine and what becomes of its answer: seeds, sampling parameters, samples.
+"""Requests to engines and samples from their answers: seeds, sampling parameters, samples.
 
 Used by `rollout/collect/collector.py`, `rollout/collect/dispatch.py` and `rollout/collect/evaluate.py`.
 """
@@ -32,7 +32,7 @@ class SeedSource:
         return self._step
 
     def reserve(self, seeds: Iterable[int]) -> None:
-        """Give none of `seeds`: requests that are under way have them."""
+        """Exclude `seeds`, which unfinished requests use, from later draws."""
         self._used.update(seeds)
 
     def draw(self, prompt_id: int, sample_index: int) -> int:
@@ -73,7 +73,7 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
 
 
 def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How one response is sampled during training."""
+    """Sampling parameters of one training response."""
     return SamplingParams(
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
