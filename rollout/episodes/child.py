@@ -2,9 +2,10 @@
 
     python -m rollout.episodes.child FUNCTION@TOKENIZER_FILE MEMORY_BYTES
 
-Started, fed, timed and killed by `rollout/episodes/sampler.py`. In: {"start": id, token_ids, answer, row,
-max_new_tokens}, {"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before code of the user runs,
-so that who hangs is known, {"generate": id, observed, stop_token_ids, max_new_tokens} and {"end": id, observed, error}.
+`rollout/episodes/sampler.py` starts, feeds, times and kills the process. In: {"start": id, token_ids, answer, row,
+max_new_tokens}, {"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before user code runs, so
+that a hanging episode is known, {"generate": id, observed, stop_token_ids, max_new_tokens} and {"end": id, observed,
+error}.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from rollout.processes.child_process import become_child, described, own_argumen
 from rollout.processes.custom_code import is_custom, load_function
 
 SEPARATOR = "@"
-"""Between the function and the tokenizer file on the command line."""
+"""Separator of the function and the tokenizer file on the command line."""
 
 
 def load(function: str) -> RolloutFn:
-    """The rollout function of this name or file."""
+    """The rollout function with this name, built-in or in a file."""
     found = load_function(function, key="episode.function") if is_custom(function) else ROLLOUTS[function]
     return check_rollout_fn(found, name=function)
 
 
 class Server:
-    """Runs episodes and passes on what they want."""
+    """Runs episodes and sends their requests to the parent."""
 
     def __init__(self, rollout: RolloutFn, tokenizer_file: str, say: Callable[[object], None]) -> None:
-        # The library behind every fast tokenizer: a worker has no need for transformers and torch.
+        # The library behind every fast tokenizer, because a worker needs neither transformers nor torch.
         from tokenizers import Tokenizer
 
         self._rollout = rollout
@@ -45,7 +46,7 @@ class Server:
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Until the input ends."""
+        """Handle messages until the input ends."""
         while line := await reader.readline():
             message = orjson.loads(line)
             if "start" in message:
@@ -91,7 +92,7 @@ class Server:
 
 
 async def main(function: str, memory_bytes: int) -> None:
-    """Load the function, say so, serve."""
+    """Load the function, report that it is loaded, serve."""
     say = become_child(memory_bytes=memory_bytes)
     name, _, tokenizer_file = function.rpartition(SEPARATOR)
     try:

@@ -14,10 +14,10 @@ from rollout.processes.custom_code import custom_problem, is_custom
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeConfig(Checked):
-    """What happens between the turns of a response: tools, environments. By default a response has one turn."""
+    """Tools and environments between the turns of a response. By default a response has one turn."""
 
     function: str | None = None
-    """calculator, or a rollout function of yours as path/to/file.py:name; null for responses of one turn."""
+    """calculator, or a custom rollout function as path/to/file.py:name; null for responses of one turn."""
     num_workers: int = ruled(1, at_least(1))
     """Processes that run rollout functions; each runs many episodes at a time and can be killed."""
     timeout_s: float = ruled(30.0, above(0))
@@ -29,11 +29,11 @@ class EpisodeConfig(Checked):
 
 
 EPISODE_MEMORY_BYTES = 16 * 2**30
-"""Address space of a process that runs rollout functions: far above what tools need; only a leak meets it."""
+"""Address space of a process that runs rollout functions, bytes: only a leak reaches it."""
 
 
 def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator[Problem]:
-    """Rules between episodes and how a step's groups are gathered."""
+    """Rules between episodes and the collection of a step's groups."""
     if episode.function is not None and collect.partial:
         yield Problem(
             key="collect.partial",

@@ -8,9 +8,9 @@
                 return
             episode.observe(run(call))
 
-`generate` samples what comes next, `observe` appends what the model is shown. The sampled tokens go from the engine to
-the trainer as they are: a rollout function reads them and cannot change them. Observed tokens are off the response
-mask: no log-prob, no weight, no loss, no entropy. Runs in the processes of `rollout/episodes/child.py`.
+`generate` samples the next turn, `observe` appends tokens that the model is shown. The sampled tokens go unchanged from
+the engine to the trainer: a rollout function can read but not change them. Observed tokens are off the response mask:
+no log-prob, no weight, no loss, no entropy. Rollout functions run in the processes of `rollout/episodes/child.py`.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ RolloutFn = Callable[["Episode"], Awaitable[None]]
 
 
 class EpisodeError(RuntimeError):
-    """A rollout function asked for what cannot be."""
+    """A rollout function made an invalid request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What one `generate` sampled."""
+    """Tokens sampled by one `generate`."""
 
     token_ids: list[int]
     text: str
-    """Decoded without special tokens."""
+    """Sampled text, decoded without special tokens."""
     stopped: bool
-    """Whether the model ended its turn; False where it ran out of tokens."""
+    """True if the model ended its turn; False if the tokens ran out."""
     stop_token_id: int | None
-    """The token with which it ended its turn."""
+    """Token that ended the turn; None if the tokens ran out."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """One response in the making."""
+    """One response while it is being built."""
 
     prompt: str
     """The prompt as text."""
     answer: str
-    """The reference answer, for environments that tell how near the model is."""
+    """The reference answer, for environments that report the distance to it."""
     row: dict[str, Any]
     """The other columns of the prompt's row, as plain JSON values."""
     tokens_left: int
-    """Sampled and observed tokens that the response may still have: sampling.max_new_tokens at its beginning."""
+    """Number of tokens, sampled or observed, that the response may still have; at first sampling.max_new_tokens."""
     encode: Callable[[str], list[int]]
     """Text -> token ids, without special tokens."""
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text, without special tokens."""
     ask: Callable[[Episode, dict[str, Any]], Awaitable[dict[str, Any]]]
-    """Sends what is wanted to the parent and returns its reply; for `generate` only."""
+    """Sends a request to the parent and returns its reply; for `generate` only."""
     token_id: Callable[[str], int | None]
-    """Id of a token, None if the vocabulary has none of this name."""
+    """Token -> its id; None if the vocabulary does not have the token."""
     observed: list[int] = field(default_factory=list)
-    """Observed tokens that the parent has not been sent yet."""
+    """Observed tokens that were not sent to the parent yet."""
     ended: bool = False
-    """Whether nothing can follow: the model ran out of tokens."""
+    """True if no token can follow: the tokens ran out."""
 
     async def generate(self, *, stop: Sequence[str | int] = (), max_new_tokens: int | None = None) -> Turn:
         """Sample until the model ends its response, or emits a token of `stop` (names or ids), or runs out of tokens.
 
-        The stop token is part of the turn. Raises EpisodeError where nothing can follow, or for an unknown token.
+        The stop token is part of the turn. Raises EpisodeError if no token can follow, or for an unknown token.
         """
         if self.ended or self.tokens_left < 1:
             raise EpisodeError("there are no tokens left: look at episode.tokens_left or Turn.stopped")
@@ -91,9 +91,9 @@ class Episode:
         )
 
     def observe(self, shown: str | Sequence[int]) -> int:
-        """Append text or token ids that the model did not write; returns how many tokens fitted in.
+        """Append text or token ids that the model did not write; returns the number of tokens appended.
 
-        What does not fit into `tokens_left` is cut off, and the response then ends as one that ran out of tokens.
+        Tokens beyond `tokens_left` are cut off, and the response then ends as truncated.
         """
         ids = self.encode(shown) if isinstance(shown, str) else list(shown)
         kept = ids[: self.tokens_left]
@@ -115,7 +115,7 @@ class Episode:
 
 
 def check_rollout_fn(found: object, *, name: str) -> RolloutFn:
-    """`found` as a rollout function; raises ValueError saying what it should be."""
+    """Return `found` if it is a rollout function; raises ValueError with the required signature if not."""
     if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) != 1:
         raise ValueError(f"episode.function={name} must be `async def` with one parameter, the episode")
     return found

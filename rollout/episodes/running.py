@@ -1,6 +1,6 @@
-"""One episode while it runs: what was sampled and observed so far, and what is asked next.
+"""One running episode: its sampled and observed tokens so far, and its next request.
 
-Kept by `rollout/episodes/sampler.py`, out of reach of the rollout function.
+`rollout/episodes/sampler.py` keeps the record, out of reach of the rollout function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout.types import FinishReason, GenerateRequest, Generation
 
 @dataclass(kw_only=True, slots=True)
 class RunningEpisode:
-    """One episode: its transcript, and who has it now."""
+    """One episode: its transcript, its worker and its request to the engines."""
 
     ticket: int
     request: GenerateRequest
@@ -31,9 +31,9 @@ class RunningEpisode:
     num_turns: int = 0
     last: FinishReason = FinishReason.failed
     engine_ticket: int | None = None
-    """While the engines sample a turn."""
+    """Ticket of the turn that the engines are sampling; None between turns."""
     since: float = 0.0
-    """When the rollout function was given its last turn; time.monotonic()."""
+    """Time (time.monotonic()) at which the rollout function received its last turn."""
 
     @property
     def tokens_left(self) -> int:
@@ -44,7 +44,7 @@ class RunningEpisode:
         return f"prompt {self.request.prompt_id}/{self.request.sample_index}"
 
     def next_turn(self, wish: Mapping[str, Any]) -> GenerateRequest:
-        """What the engines are asked for, when the rollout function wants `wish`."""
+        """The request to the engines for the turn that the rollout function asks for with `wish`."""
         request, sampling = self.request, self.request.sampling
         return replace(
             request,
@@ -58,7 +58,7 @@ class RunningEpisode:
         )
 
     def add(self, generation: Generation) -> None:
-        """A turn that was sampled."""
+        """Append a sampled turn."""
         self.token_ids += generation.token_ids
         self.token_versions += generation.token_versions
         self.sampled += [True] * len(generation.token_ids)
@@ -68,7 +68,7 @@ class RunningEpisode:
         self.last = generation.finish_reason
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """What the model is shown: no log-prob, and the version of what came before."""
+        """Append tokens that the model is shown: no log-prob, and the version of the previous token."""
         shown = token_ids[: self.tokens_left]
         self.token_ids += shown
         self.token_versions += [self.token_versions[-1] if self.token_versions else 0] * len(shown)
@@ -77,7 +77,7 @@ class RunningEpisode:
             self.logprobs += [0.0] * len(shown)
 
     def generation(self, reason: FinishReason) -> Generation:
-        """The transcript. What was observed before the first turn has the version of that turn."""
+        """The transcript. Tokens observed before the first turn have the version of that turn."""
         first = self.sampled.index(True) if True in self.sampled else 0
         return Generation(
             token_ids=self.token_ids,
@@ -89,7 +89,7 @@ class RunningEpisode:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The sampling seed of a turn: that of the request for the first one, then hashes of it, in [0, 2**31)."""
+    """Sampling seed of a turn, in [0, 2**31): the seed of the request for the first turn, then hashes of it."""
     if turn == 0:
         return seed
     return xxhash.xxh3_64_intdigest(struct.pack("<2q", seed, turn)) & 0x7FFFFFFF

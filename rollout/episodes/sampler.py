@@ -1,8 +1,8 @@
 """EpisodeSampler: requests -> responses of several turns, between the collector and the engines.
 
-To the collector it is a sampler like the engines. Every turn is a request of its own to the engines, whose prompt is
-everything before it; between turns the rollout function decides. The transcript is kept here: a rollout function
-cannot change what was sampled.
+The collector uses it as a sampler like the engines. Every turn is a separate request to the engines, whose prompt is
+the response up to that turn; between turns the rollout function runs. The sampler keeps the transcript: a rollout
+function cannot change sampled tokens.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
-"""How often an episode is begun whose worker was lost through no fault that can be shown to be its own."""
+"""Number of starts of an episode whose worker was lost without a fault that is known to be the episode's."""
 TICK_S = 0.02
-"""Both sides are waited for in turns of this length while both have something to do."""
+"""Seconds of waiting per poll of the engines, while rollout functions may also send messages."""
 
 
 class EpisodeFunctionError(RuntimeError):
-    """The rollout function cannot be used at all; names it and what happened."""
+    """The rollout function cannot be used at all; the message names the function and the cause."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EpisodeStats:
-    """What happened since the last look."""
+    """Counts of episodes since the last `take_stats`."""
 
     ended: int = 0
     turns: int = 0
@@ -51,21 +51,21 @@ class EpisodeStats:
     last_failure: str = ""
 
     def metrics(self) -> dict[str, float | None]:
-        """episode/turns_mean, failed, restarted."""
+        """The metrics episode/turns_mean, failed and restarted."""
         mean = self.turns / self.ended if self.ended else None
         return {"episode/turns_mean": mean, "episode/failed": self.failed, "episode/restarted": self.restarted}
 
     def warn(self) -> None:
-        """Log that episodes failed, if any did."""
+        """Log a warning if any episode failed."""
         if self.failed:
             logger.warning("%d of %d episodes failed; the last was %s", self.failed, self.ended, self.last_failure)
 
 
 class EpisodeSampler:
-    """Implements `rollout.collect.dispatch.Sampler` over another one. Usable from one thread."""
+    """Implements `rollout.collect.dispatch.Sampler` over another sampler. Usable from one thread."""
 
     def __init__(self, sampler: Sampler, config: EpisodeConfig, *, tokenizer_file: Path) -> None:
-        """`tokenizer_file` is the tokenizer.json of the model."""
+        """`tokenizer_file` is the path of the model's tokenizer.json."""
         if config.function is None:
             raise ValueError("episode.function is null: responses of one turn need no EpisodeSampler")
         self._sampler = sampler
@@ -76,15 +76,15 @@ class EpisodeSampler:
         self._workers: list[EpisodeWorker] = []
         self._episodes: dict[int, RunningEpisode] = {}
         self._turns: dict[int, GenerateRequest] = {}
-        """By episode: what rollout functions want sampled, until it is submitted."""
+        """Episode -> request for its next turn, until the request is submitted."""
         self._of_engine_ticket: dict[int, int] = {}
         self._done: list[Completion] = []
         self._stats = EpisodeStats()
         self._alone: dict[int, EpisodeStats] = {}
-        """By ticket, where the episodes that somebody waits for in `generate` are counted."""
+        """Ticket -> statistics of the `generate` call that waits for the episode."""
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
-        """Begin an episode for each request; their tickets."""
+        """Begin an episode for each request; returns their tickets."""
         tickets = []
         for request in requests:
             if request.resumed is not None:
@@ -99,7 +99,7 @@ class EpisodeSampler:
     def poll(self, timeout_s: float) -> list[Completion]:
         """The episodes that have ended since the last poll; waits at most `timeout_s` for the first.
 
-        Raises EpisodeFunctionError if the rollout function cannot be loaded, and what the engines raise.
+        Raises EpisodeFunctionError if the rollout function cannot be loaded, and any error of the engines.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -112,7 +112,7 @@ class EpisodeSampler:
                 return done
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """End the unfinished episodes among `tickets`, None for all; `poll` returns what they have so far."""
+        """End the unfinished episodes among `tickets`, None for all; `poll` returns their tokens so far."""
         chosen = list(self._episodes) if tickets is None else [each for each in tickets if each in self._episodes]
         for episode in (self._episodes[ticket] for ticket in chosen):
             self._let_go(episode)
@@ -120,13 +120,13 @@ class EpisodeSampler:
 
     @property
     def unfinished(self) -> int:
-        """Tickets that `poll` has not returned yet."""
+        """Number of tickets that `poll` has not returned yet."""
         return len(self._episodes) + len(self._done)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One response per request, in their order; `poll` returns what else ends meanwhile.
+        """One response per request, in the order of the requests; `poll` returns other episodes that end meanwhile.
 
-        As an evaluation is no part of a step, `take_stats` does not count these episodes; those that fail are logged.
+        As an evaluation is no part of a step, `take_stats` does not count these episodes; failed episodes are logged.
         """
         others: list[Completion] = []
         tickets = self.submit(requests)
@@ -141,22 +141,22 @@ class EpisodeSampler:
             stats.warn()
 
     def sampling_s(self) -> float:
-        """Seconds in which the engines have sampled since they started; mean over engines."""
+        """Seconds that the engines have sampled since their start; mean over engines."""
         return self._sampler.sampling_s()
 
     def take_stats(self) -> EpisodeStats:
-        """What happened since the last call."""
+        """Statistics since the last call; resets them."""
         taken, self._stats = self._stats, EpisodeStats()
         return taken
 
     def close(self) -> None:
-        """End the workers; safe to call twice. They start again with the next episode."""
+        """End the workers; safe to call twice. The workers start again with the next episode."""
         for worker in self._workers:
             worker.kill()
         self._workers = []
 
     def _worker(self, ticket: int) -> EpisodeWorker:
-        """The worker of an episode, by turns; all are started with the first episode."""
+        """The worker of an episode, round robin; the first episode starts all workers."""
         while len(self._workers) < self._config.num_workers:
             self._workers.append(self._start())
         return self._workers[ticket % len(self._workers)]
@@ -179,7 +179,7 @@ class EpisodeSampler:
         return episode
 
     def _hear_workers(self, timeout_s: float) -> None:
-        """Act on what rollout functions want; waits for the first message only if the engines have nothing to do."""
+        """Act on messages of rollout functions; waits for the first message only if the engines have no request."""
         self._heed_all(timeout_s)
         if self._turns:  # one call for all of them: each is a round trip to the engines
             numbers, turns = list(self._turns), list(self._turns.values())
@@ -220,7 +220,7 @@ class EpisodeSampler:
     def _hear_engines(self, remaining: float) -> None:
         if not self._of_engine_ticket:
             return
-        # Whatever a rollout function wants next should not wait behind the longest turn.
+        # The next message of a rollout function must not wait for the longest turn.
         between_turns = len(self._episodes) > len(self._of_engine_ticket)
         wait_s = min(remaining, TICK_S) if between_turns else remaining
         for ticket, generation in self._sampler.poll(max(0.0, wait_s)):
@@ -258,7 +258,7 @@ class EpisodeSampler:
         self._done.append(Completion(episode.ticket, episode.generation(reason)))
 
     def _let_go(self, episode: RunningEpisode) -> None:
-        """Nobody is to work on the episode any more."""
+        """Withdraw the episode from its worker and from the engines."""
         self._turns.pop(episode.ticket, None)
         if episode.engine_ticket is not None:
             self._sampler.abort([episode.engine_ticket])
@@ -279,12 +279,12 @@ class EpisodeSampler:
                 if each.worker is worker and each.engine_ticket is None and now - each.since > limit
             ]
             if late:
-                # Code that never gives way makes all others late.
+                # Code that does not yield delays all other episodes of its worker.
                 blamed = [each for each in late if each.ticket == worker.running] or late
                 self._replace(worker, f"no answer within {limit:g} s after a turn", blamed=blamed)
 
     def _replace(self, worker: EpisodeWorker, what: str, *, blamed: Sequence[RunningEpisode]) -> None:
-        """A worker is lost: the episodes that it hung in fail, the others of it begin anew in another one."""
+        """Replace a lost worker: its `blamed` episodes fail, its other episodes start again in another worker."""
         worker.kill()
         self._workers.remove(worker)
         for episode in [each for each in self._episodes.values() if each.worker is worker]:
@@ -293,7 +293,7 @@ class EpisodeSampler:
                 self._end(episode, what)
                 continue
             self._stats_of(episode).restarted += 1
-            # Who is to blame is out of the way now; if nobody is known to be, it may be this one.
+            # With a blamed episode the cause is gone; without one this episode may be the cause, so the attempt counts.
             attempt = episode.attempt + (not blamed)
             anew = RunningEpisode(
                 ticket=episode.ticket, request=episode.request, worker=self._worker(episode.ticket), attempt=attempt
@@ -303,7 +303,7 @@ class EpisodeSampler:
 
 @contextmanager
 def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) -> Iterator[Sampler]:
-    """`sampler` as it is, or behind an EpisodeSampler if the config names a rollout function."""
+    """Yield `sampler` itself, or an EpisodeSampler over it if the config names a rollout function."""
     if config.function is None:
         yield sampler
         return
@@ -315,7 +315,7 @@ def with_episodes(sampler: Sampler, config: EpisodeConfig, *, model_path: Path) 
 
 
 def episode_metrics(sampler: Sampler) -> dict[str, float | None]:
-    """episode/* since the last call, and a warning if any failed; nothing for responses of one turn."""
+    """Metrics episode/* since the last call, with a warning if any episode failed; empty for responses of one turn."""
     if not isinstance(sampler, EpisodeSampler):
         return {}
     stats = sampler.take_stats()

@@ -1,4 +1,4 @@
-"""Built-in rollout functions. A new one is an async function and a row of `ROLLOUTS`."""
+"""Built-in rollout functions. A new rollout function is an async function and a row of `ROLLOUTS`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SUM = re.compile(r"(?:[0-9]{1,18}\+){1,8}[0-9]{1,18}=$")
 async def calculator(episode: Episode) -> None:
     """The model writes a sum and "=", the calculator writes its value: the tool of the arithmetic task.
 
-    What is not a sum of plain numbers is left without a result; after MAX_CALLS nobody answers.
+    An expression that is not a sum of plain numbers gets no result; nor does any expression after MAX_CALLS calls.
     """
     for _ in range(MAX_CALLS):
         turn = await episode.generate(stop=[EQUALS])
@@ -30,4 +30,4 @@ async def calculator(episode: Episode) -> None:
 
 
 ROLLOUTS: dict[str, RolloutFn] = {"calculator": calculator}
-"""Choices of `episode.function`, besides path.py:name."""
+"""Name of a built-in choice of `episode.function` -> rollout function; path.py:name is the other choice."""

@@ -1,4 +1,4 @@
-"""One process of rollout functions, as its parent sees it: say(message), and its messages in a common inbox."""
+"""The parent's side of one process of rollout functions: say(message), and its messages in a common inbox."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Said(NamedTuple):
 
     worker: EpisodeWorker
     message: dict[str, Any] | None
-    """None: the worker's output has ended."""
+    """The message as JSON values; None if the worker's output has ended."""
 
 
 Inbox = queue.SimpleQueue[Said]
@@ -30,9 +30,9 @@ class EpisodeWorker:
         self._inbox = inbox
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.ready = False
-        """Whether it has loaded its function."""
+        """True once the worker has loaded its function."""
         self.running: int | None = None
-        """The episode whose code it ran last, as far as it could say so."""
+        """Episode whose user code the worker reported last."""
         for target, name in ((self._read, "reads"), (self._write, "writes")):
             threading.Thread(target=target, name=f"parity-episodes-{name}", daemon=True).start()
 
@@ -41,12 +41,12 @@ class EpisodeWorker:
         self._outbox.put(orjson.dumps(message) + b"\n")
 
     def kill(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and all its descendants."""
         self._outbox.put(None)
         self._process.kill()
 
     def death(self) -> str:
-        """How it ended."""
+        """Describe the end of the process."""
         return self._process.death()
 
     def _read(self) -> None:
@@ -54,7 +54,7 @@ class EpisodeWorker:
             for line in self._process.output:
                 self._inbox.put(Said(self, orjson.loads(line)))
         except (OSError, ValueError):
-            # The pipe was closed by `kill`, or the process wrote nonsense; either way it is done.
+            # The pipe was closed by `kill`, or the process wrote invalid data; the worker has ended either way.
             self._inbox.put(Said(self, None))
             return
         self._inbox.put(Said(self, None))
