@@ -1,1 +1,1 @@
-"""The one door to Hugging Face transformers. Imports nothing itself; see `transformers.py`."""
+"""The only door to Hugging Face transformers. This file imports nothing; see `transformers.py`."""

@@ -1,18 +1,18 @@
-"""What a Hugging Face decoder may not need: engine and trainer refuse the same models, for the same reasons."""
+"""Limits of supported Hugging Face decoders: engine and trainer refuse the same models, for the same reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 ALTERED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are not head(hidden): the plain head would be wrong for them."""
+"""Config fields of models whose logits are not head(hidden): head(hidden) alone would be wrong for such models."""
 
 UNSUPPORTED_ATTENTION = ("softcap", "s_aux")
-"""Attention variants (logit soft-capping, sinks) that neither attention of ours computes."""
+"""Attention options (logit soft-capping, sinks) that neither attention of Parity computes."""
 
 
 def altered_logits(hf_config: object) -> str | None:
-    """What a model does to its logits behind the head, as "field=value"; None if nothing."""
+    """The change that a model makes to the logits after the head, as "field=value"; None if there is none."""
     for name in ALTERED_LOGITS:
         value = getattr(hf_config, name, None)
         if value not in (None, 1, 1.0):
@@ -21,7 +21,7 @@ def altered_logits(hf_config: object) -> str | None:
 
 
 def check_attention(options: Mapping[str, object], *, longest: int, name: str) -> None:
-    """Raise ValueError if a layer asks with its `options` for what attention `name` does not compute.
+    """Raise ValueError if the `options` of a layer require a feature that attention `name` does not compute.
 
     `longest` is the length of the longest sequence, tokens.
     """

@@ -17,11 +17,11 @@ _MISSING_OPERATORS = {
 
 
 def declare_torchvision_operators() -> bool:
-    """Make a CUDA build of torchvision importable under a CPU build of torch; True if something was declared.
+    """Make a CUDA build of torchvision importable under a CPU build of torch; returns True if operators were declared.
 
-    SGLang imports torchvision at start. The compiled part of a CUDA wheel cannot be loaded without CUDA, and the
-    Python part then stops at operators that nobody declared. Declaring their schemas is enough: a text model never
-    calls them. Does nothing with a CUDA build of torch, with a CPU build of torchvision, or without torchvision.
+    SGLang imports torchvision at start. The compiled part of a CUDA wheel cannot be loaded without CUDA, and the Python
+    part then stops at undeclared operators. Declaring their schemas is enough: a text model never calls them. Does
+    nothing with a CUDA build of torch, with a CPU build of torchvision, or without torchvision.
     """
     import torch
 
@@ -36,7 +36,7 @@ def declare_torchvision_operators() -> bool:
 
 
 def _torchvision_is_cuda_build() -> bool:
-    """Whether the installed torchvision is a CUDA build, read from its version file without importing it."""
+    """True if the installed torchvision is a CUDA build, read from its version file without importing it."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return False

@@ -1,8 +1,8 @@
 """The names of Hugging Face transformers that Parity uses; import them from here.
 
-transformers imports torchvision with any model class. Where torchvision is a CUDA build and torch is not (SGLang
-on a CPU needs torchvision's wheel, which exists only in that form), this import fails unless a few operators are
-declared first; importing through this file makes sure that they are.
+transformers imports torchvision with any model class. Where torchvision is a CUDA build and torch is not (SGLang on a
+CPU needs torchvision's wheel, which exists only in that form), this import fails unless a few operators are declared
+first; importing through this file declares the operators.
 """
 
 from rollout.hf.torchvision_operators import declare_torchvision_operators
