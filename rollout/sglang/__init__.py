@@ -1,1 +1,1 @@
-"""The SGLang engine: `engine.py` is what the rest of the project uses."""
+"""The SGLang engine: `engine.py` is the entry for the rest of the project."""

@@ -1,7 +1,7 @@
 """HTTP client of one SGLang server: (route, body, deadline) -> parsed reply, or ClientError.
 
 Every call carries a key, has a deadline and checks the status. `rollout/sglang/server.py` owns the server;
-`rollout/sglang/engine.py` decides what to ask. Samples go through `rollout/sglang/request_stream.py`.
+`rollout/sglang/engine.py` makes the calls. Samples go through `rollout/sglang/request_stream.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.config import LOOPBACK
 
 HOST = "127.0.0.1"
 SHOWN_REPLY_CHARS = 2000
-"""An error shows this much of the server's reply."""
+"""Number of characters of the server's reply in an error."""
 READ_BYTES = 1 << 20
 
 ADMIN_ROUTES = frozenset(
@@ -39,11 +39,11 @@ ADMIN_ROUTES = frozenset(
         "/weights_checker",
     }
 )
-"""Routes that SGLang guards with the admin key once there is one; the others take the ordinary key."""
+"""Routes that SGLang guards with the admin key if one is set; other routes take the ordinary key."""
 
 
 class ClientError(RuntimeError):
-    """A call failed. `status` is the HTTP status of the reply, None if there was none."""
+    """A call failed. `status` is the HTTP status of the reply, or None without a reply."""
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
@@ -52,17 +52,17 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where a server is and what opens it."""
+    """Address and keys of a server."""
 
     address: str
     """Scheme, host and port: "http://127.0.0.1:30000"."""
     api_key: str = field(repr=False)
-    """Empty where the server asks for none."""
+    """Key of the server; empty if the server requires none."""
     admin_api_key: str = field(repr=False)
 
     @property
     def is_local(self) -> bool:
-        """Whether the server is on this machine."""
+        """True if the server is on this machine."""
         return urlsplit(self.address).hostname in LOOPBACK
 
     def headers(self, route: str) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Endpoint:
 
 
 class SGLangClient:
-    """Calls one server. One connection per call: nothing is left half-read after an error."""
+    """Calls one server. Each call opens a connection, so that an error leaves no half-read reply."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -81,11 +81,11 @@ class SGLangClient:
         return frozenset(self.call("/openapi.json", timeout_s=timeout_s)["paths"])
 
     def call(self, route: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
-        """GET `route`, or POST `body` to it as JSON; the parsed reply.
+        """GET `route`, or POST `body` as JSON; returns the parsed reply.
 
         A reply that is not JSON comes back as text (`/flush_cache`). Raises ClientError when the server cannot be
-        reached, does not answer completely within `timeout_s` seconds, answers with a status other than 200, or
-        answers {"success": false}.
+        reached, does not answer completely within `timeout_s` seconds, answers with a status other than 200, or answers
+        {"success": false}.
         """
         method = "GET" if body is None else "POST"
         what = f"{method} {route}"
@@ -115,7 +115,7 @@ class SGLangClient:
 
 
 def parse_reply(what: str, raw: bytes, *, status: int, content_type: str) -> Any:
-    """The reply to `what`, parsed if it is JSON, else as text; raises ClientError for a refusal."""
+    """The reply to the request `what`, parsed if it is JSON, else as text; raises ClientError for a refusal."""
     text = raw[:SHOWN_REPLY_CHARS].decode("utf-8", errors="replace")
     if status != http.HTTPStatus.OK:
         raise ClientError(f"{what}: HTTP {status}: {text}", status=status)
@@ -131,9 +131,10 @@ def parse_reply(what: str, raw: bytes, *, status: int, content_type: str) -> Any
 
 
 def _read(response: http.client.HTTPResponse, wire: socket.socket, deadline: float) -> bytes:
-    """The whole body. A socket timeout bounds each read; this bounds their sum."""
+    """The whole body. A socket timeout bounds each read; `deadline` bounds their sum."""
     parts: list[bytes] = []
-    # http.client closes a chunked response, and with it the socket, at its end; `length` is what is still to come.
+    # http.client closes a chunked response, and with it the socket, at its end; `length` is the number of bytes to
+    # come.
     while not response.isclosed() and response.length != 0:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:

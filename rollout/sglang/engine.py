@@ -1,8 +1,8 @@
 """The SGLang engine: a real server in its own processes behind the Engine protocol.
 
-Implements `rollout.engine.Engine`; hosted by `rollout/group/worker.py`. Tokens in, tokens out. `server.py` owns the
-processes (`external.py`: there are none), `request_stream.py` sends samples, `replies.py` reads them, `client.py` makes
-the other calls, `weight_update.py` does the weight sync.
+Implements `rollout.engine.Engine`; `rollout/group/worker.py` hosts it. Tokens in, tokens out. `server.py` owns the
+processes (`external.py` stands for a server without them), `request_stream.py` sends requests, `replies.py` reads
+replies, `client.py` makes the other calls, `weight_update.py` does the weight sync.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from rollout.weights.buckets import DTYPES, check_buckets
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4
-"""`max_req_input_len` plus this is the longest prompt and response together that SGLang serves without cutting it."""
+"""Sum of prompt and response that SGLang serves uncut, minus `max_req_input_len`, tokens."""
 
 logger = logging.getLogger(__name__)
 
 
 class SGLangEngine(Engine):
-    """One SGLang server with a full copy of the weights; started here, or one of `rollout.servers`.
+    """One SGLang server with a full copy of the weights; started by this engine, or one of `rollout.servers`.
 
     Seeds: on a CPU every response is drawn from its own `SamplingParams.seed` (see
     `rollout/sglang/cpu/srt_platform.py`). On a GPU SGLang uses the seed only with
@@ -59,9 +59,9 @@ class SGLangEngine(Engine):
         num_threads: int | None,
         sleeps: bool = False,
     ) -> None:
-        """`num_threads` bounds the compute threads of the server; None leaves the choice to it.
+        """`num_threads` bounds the compute threads of the server; None leaves the number to the server.
 
-        `sleeps` has the server allocate so that `sleep` can give the memory back.
+        `sleeps` makes the server allocate memory so that `sleep` can release it.
         """
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
@@ -80,16 +80,16 @@ class SGLangEngine(Engine):
         self._context_length = 0
         self._vocab_size = 0
         self._version = 0
-        """Of the weights that were verified last."""
+        """Policy version of the weights that were verified last."""
         self._newest_version = 0
-        """Of the weights that were sent last."""
+        """Policy version of the weights that were sent last."""
         self._broken = ""
-        """Why the weights are unusable."""
+        """Reason why the weights are unusable; "" if they are usable."""
 
     def start(self, model_path: Path) -> EngineInfo:
         """Start a server on the model in a local directory; policy version 0. Raises EngineError.
 
-        Also checks, before any training, that a weight sync of this model can be verified.
+        The start also checks, before any training, that a weight sync of this model can be verified.
         """
         begin = time.monotonic()
         if self._server is not None:
@@ -127,10 +127,10 @@ class SGLangEngine(Engine):
         stream.submit(jobs)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll. See `Engine.poll`.
+        """Responses that have ended since the last poll. See `Engine.poll`.
 
-        Also raises EngineError when the server refuses a request or answers something else than what was asked. After
-        an error nothing is unfinished.
+        Also raises EngineError when the server refuses a request or its reply does not match the request. After an
+        error no request is unfinished.
         """
         stream = self._stream("generate")
         if self._broken and stream.num_unfinished:
@@ -149,11 +149,11 @@ class SGLangEngine(Engine):
         self._stream("abort").abort(tickets)
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
-        """Replace all weights, drop the prefix cache, verify what SGLang holds bit by bit, set the version.
+        """Replace all weights, drop the prefix cache, verify the weights in SGLang bit by bit, set the version.
 
-        What becomes of unfinished requests is `rollout.pause_mode`. Nothing is sent unless version, names and digests
-        of the buckets are right. After a failure no sampling until a later sync has succeeded. Raises WeightSyncError
-        naming tensors, both digests and both versions.
+        `rollout.pause_mode` determines the treatment of unfinished requests. Nothing is sent unless version, names and
+        digests of the buckets are right. After a failure the engine refuses requests until a later sync succeeds.
+        Raises WeightSyncError naming tensors, both digests and both versions.
         """
         server, stream = self._running("load_weights"), self._stream("load_weights")
         begin = time.monotonic()
@@ -169,13 +169,13 @@ class SGLangEngine(Engine):
             cause = f"the new weights were not loaded: {error}"
             lost = error.status is None
             text = server.error("load_weights", cause, policy_version=self._version, lost=lost)
-            # A server that is gone says nothing about the weights: another one may hold them.
+            # The loss of a server says nothing about the weights: another server may hold them.
             raise (EngineError if lost else WeightSyncError)(text) from error
         report.verify_s += prepared_s
         return report
 
     def _replace(self, buckets: Sequence[WeightBucket], version: int, stream: RequestStream) -> WeightReport:
-        """The part of a sync after which the old weights are gone; nothing is sent to the server meanwhile."""
+        """The part of a sync after which the old weights are gone; no request is sent to the server meanwhile."""
         mode = self._config.pause_mode
         if mode is PauseMode.abort:
             stream.abort(None)
@@ -200,7 +200,7 @@ class SGLangEngine(Engine):
         return report
 
     def sleep(self) -> None:
-        """Give weights, cache and CUDA graphs back; the weights are lost: generate() refuses until the next sync."""
+        """Release weights, cache and CUDA graphs; the weights are lost: generate() refuses until the next sync."""
         if self._stream("sleep").num_unfinished:
             raise EngineError(f"{self._name} sleep: requests are unfinished; poll or abort them first")
         if not self._memory.is_released:
@@ -211,7 +211,7 @@ class SGLangEngine(Engine):
                 raise self._failure("sleep", error) from error
 
     def wake(self) -> None:
-        """Take the memory of the weights; that of the cache follows when they are loaded, so both copies fit."""
+        """Take the memory of the weights; the cache follows after the weights are loaded, so that both copies fit."""
         self._running("wake")
         try:
             self._memory.take(WEIGHT_TAGS)
@@ -219,7 +219,7 @@ class SGLangEngine(Engine):
             raise self._failure("wake", error) from error
 
     def verify_weights(self) -> None:
-        """Prove again that the engine holds the last weights that it was sent; raises WeightSyncError if not."""
+        """Verify again that the engine holds the weights of the last sync; raises WeightSyncError if not."""
         self._running("verify_weights")
         try:
             self._weights.verify(policy_version=self._version)
@@ -235,7 +235,7 @@ class SGLangEngine(Engine):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights, asked from the server. Raises EngineError while no verified version is loaded."""
+        """Version of the weights, as the server reports it. Raises EngineError while no verified version is loaded."""
         server = self._running("policy_version")
         try:
             reported = server.client().call("/model_info", timeout_s=INFO_TIMEOUT_S)["weight_version"]
@@ -246,9 +246,9 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} policy_version: {error}") from error
 
     def stop(self) -> None:
-        """End every process of the server and remove what it left; safe to call twice.
+        """End every process of the server and remove its files; safe to call twice.
 
-        A server that was there before only loses our requests.
+        A server that Parity did not start loses only the requests of this run.
         """
         if self._requests is not None:
             self._requests.close()
@@ -285,7 +285,7 @@ class SGLangEngine(Engine):
 
     def _new_server(self, model_path: Path) -> SGLangServer | ExternalServer:
         if self._config.servers:
-            # What it holds is unknown until the first sync.
+            # The weights of such a server are unknown until the first sync.
             self._broken = "none have been sent to this server yet"
             return ExternalServer(self._config.servers[self._index], index=self._index)
         try:
@@ -305,7 +305,7 @@ class SGLangEngine(Engine):
         return SGLangServer(setup, server_args=arguments)
 
     def _examine(self, server: SGLangServer | ExternalServer, model_path: Path) -> str:
-        """After the start: what the server is, and that the checkpoint's names make up its parameters; its release."""
+        """Check a started server: its options, and that the checkpoint's names make up its parameters; its release."""
         client = server.client()
         hf_config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         try:
@@ -315,8 +315,8 @@ class SGLangEngine(Engine):
             self._weights = self._new_weight_update(client, info, hf_config)
             self._memory = ServerMemory(client, timeout_s=self._config.sync_timeout_s)
             if isinstance(server, SGLangServer):
-                # SGLang tries this itself, before its own port is open. Without it every cache flush, which collects
-                # garbage on a CPU, walks through a million objects.
+                # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
+                # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
             self._weights.fusion(sent_names(checkpoint_names(model_path), self._quantization))
             self._requests = RequestStream(
@@ -348,7 +348,7 @@ class SGLangEngine(Engine):
         )
 
     def _check_request(self, request: GenerateRequest) -> None:
-        """`request` holds in its prompt what was resumed."""
+        """Check a request whose prompt already includes resumed tokens; raises ValueError."""
         sampling = request.sampling
         num_prompt_tokens = len(request.prompt_token_ids)
         problem = ""
@@ -370,7 +370,7 @@ class SGLangEngine(Engine):
             raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
 
     def _completion(self, answer: Answer) -> Completion:
-        """Raises EngineError, and ends everything, if the server answered something else than what was asked."""
+        """The Completion of an answer. Raises EngineError, and ends all requests, if reply and request do not match."""
         job, reply = answer
         if reply is None:
             return Completion(job.ticket, whole_response(job.request, no_tokens()))
@@ -390,5 +390,5 @@ class SGLangEngine(Engine):
 
 
 def _maps_memory(client: SGLangClient, info: dict[str, Any]) -> bool:
-    """Whether a server that we did not start can read our memory: it has our loader and runs on this machine."""
+    """True if a server that Parity did not start can read this machine's memory: it has the loader and runs here."""
     return LOADER in (info.get("custom_weight_loader") or []) and client.endpoint.is_local

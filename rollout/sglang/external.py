@@ -1,6 +1,6 @@
-"""A server that somebody else started, in the place of `rollout/sglang/server.py`: address and keys, no process.
+"""A server that Parity did not start, in the place of `rollout/sglang/server.py`: address and keys, no process.
 
-Nothing is started and nothing is ended; what the server is told to do for us is undone by `rollout/sglang/engine.py`.
+No process is started or ended; `rollout/sglang/engine.py` undoes its changes to the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 10.0
 UNAUTHORIZED = 401
 
 REFUSED_OPTIONS = ("dp_size", "pp_size", "ep_size", "quantization", "speculative_algorithm", "enable_lora")
-"""Options under which the weights that a server holds cannot be verified; 1, false and null are fine."""
+"""Options under which the weights of a server cannot be verified; the values 1, false and null are allowed."""
 
 
 class ExternalServer:
@@ -42,19 +42,19 @@ class ExternalServer:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """None of its processes are ours."""
+        """Empty: no process of the server belongs to Parity."""
         return ()
 
     @property
     def end_cause(self) -> str:
-        """Unknown here: a server that is gone shows when it is asked something."""
+        """Empty: the end of such a server shows only at the next call."""
         return ""
 
     def client(self) -> SGLangClient:
         return SGLangClient(self._endpoint)
 
     def start(self, *, timeout_s: float) -> None:
-        """Return when the server answers. Raises EngineError."""
+        """Wait until the server answers. Raises EngineError."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -71,9 +71,9 @@ class ExternalServer:
             time.sleep(READY_INTERVAL_S)
 
     def check(self, info: Mapping[str, Any], config: SGLangConfig) -> None:
-        """Whether a server with this /server_info can be an engine of the run. Raises EngineError naming the option."""
+        """Check that a server with this /server_info can serve the run. Raises EngineError naming the option."""
         check_release(str(info.get("version", "0")))
-        # With "auto" the type is that of the checkpoint; the digests of the first sync show which it is.
+        # With "auto" the type is that of the checkpoint; the digests of the first sync verify the type.
         if info.get("dtype") not in ("auto", config.dtype.value):
             raise EngineError(f"the server computes in {info.get('dtype')}, rollout.dtype is {config.dtype.value}")
         if not info.get("skip_tokenizer_init"):
@@ -85,10 +85,10 @@ class ExternalServer:
             raise EngineError("the server runs with enable_custom_logit_processor: it executes code sent to it")
 
     def stop(self) -> None:
-        """Nothing: the server was there before us."""
+        """Does nothing: the server was running before the run."""
 
     def error(self, phase: str, cause: str, *, policy_version: int, lost: bool = False) -> str:
-        """Text of an error; `lost` is what a server of ours needs to know."""
+        """Text of an error; `lost` is accepted for the interface of SGLangServer and ignored."""
         return (
             f"engine {self._index} (sglang, policy version {policy_version}) {phase}: {cause}. "
             f"The server at {self.address} is not ours: look into its own log"

@@ -1,8 +1,8 @@
-"""What SGLang must hold after a weight sync: (HF tensors, names of the engine's parameters) -> digest per parameter.
+"""Expected weights in SGLang after a sync: (HF tensors, names of the engine's parameters) -> digest per parameter.
 
-SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded
-parameter, so the same is computed here from the tensors that the trainer sent. `rollout/sglang/weight_update.py`
-compares the two.
+SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded parameter,
+so this file computes the same digest from the tensors that the trainer sent. `rollout/sglang/weight_update.py` compares
+both digests.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 
 VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
-"""SGLang pads the rows of these parameters with zeros to a multiple of this."""
+"""Multiple to which SGLang pads the rows of vocabulary parameters with zeros."""
 
 ROW_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Modules whose rows (and biases) tensor parallelism divides among ranks."""
+"""Modules whose rows (and biases) tensor parallelism splits among ranks."""
 KV_MODULES = ("k_proj", "v_proj")
 COLUMN_SPLIT = ("o_proj", "down_proj")
-"""Modules whose columns (and scales of blocks) it divides; biases and scales of channels are whole on every rank."""
+"""Modules whose columns (and block scales) it splits; biases and channel scales are whole on every rank."""
 
 TIED_NAME = "lm_head.weight"
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 TILE_WORDS = 8192
-"""The GPU digest sums 32-bit words per tile of this many."""
+"""32-bit words per tile of the GPU digest."""
 TILES_PER_CHUNK = 16
-"""Tiles that one thread mixes at a time: 512 KiB stay in its cache."""
+"""Tiles that one thread mixes at a time: 512 KiB, which stay in the thread's cache."""
 HASH_SEED = 0x243F6A88
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusion:
-    """Which HF tensors make up each parameter of the engine."""
+    """The HF tensors that make up each parameter of the engine."""
 
     sources: dict[str, tuple[str, ...]]
     """Engine parameter -> HF tensors, stacked along the first dimension."""
     tied: bool
-    """lm_head was sent although the engine has none of its own: its bytes must be those of the embedding."""
+    """True if lm_head was sent although the engine has no such parameter: its bytes must equal the embedding's."""
 
 
 class FusionError(ValueError):
@@ -61,8 +61,8 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
         held: names of the engine's parameters.
         sent: names of the HF tensors.
 
-    Raises FusionError naming every tensor that is missing or unknown, and engine parameters that no rule explains
-    (a model whose fusing is unknown here).
+    Raises FusionError naming every tensor that is missing or unknown, and engine parameters that no rule explains (a
+    model with unknown fusing).
     """
     available = set(sent)
     sources: dict[str, tuple[str, ...]] = {}
@@ -98,15 +98,15 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """Which part of every parameter one rank of a tensor-parallel engine holds."""
+    """The part of every parameter that one rank of a tensor-parallel engine holds."""
 
     rank: int = 0
     size: int = 1
     num_kv_heads: int = 1
-    """With fewer heads than ranks, several ranks hold the same head."""
+    """Number of key/value heads; with fewer heads than ranks, several ranks hold the same head."""
 
     def of(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's part of the HF tensor `source`; the vocabulary is padded before it is divided."""
+        """The rank's part of the HF tensor `source`; the vocabulary is padded before the split."""
         module, _, kind = source.rpartition(".")
         layer = module.rpartition(".")[2]
         if source.endswith(VOCABULARY_PARAMETERS):
@@ -129,7 +129,7 @@ def expected_digests(
         tensors: HF name -> tensor on the CPU, any float dtype.
         dtype: type of the engine's parameters; tensors are cast as the engine's copy casts them.
         device: "cpu" or "cuda": SGLang digests with different functions.
-        share: what the rank holds; `Share()` for an engine on one GPU or CPU.
+        share: part of the rank; `Share()` for an engine on one GPU or CPU.
     """
     digest = DIGESTS[device]
     return {
@@ -170,7 +170,7 @@ def tile_digest(pieces: Sequence[np.ndarray]) -> str:
 
 
 DIGESTS: dict[str, Callable[[Sequence[np.ndarray]], str]] = {"cpu": host_digest, "cuda": tile_digest}
-"""Device of the engine -> how SGLang digests a parameter there."""
+"""Device of the engine -> function with which SGLang digests a parameter there."""
 
 
 def _sum_tiles(words: np.ndarray, start: int, stop: int) -> int:
@@ -199,13 +199,13 @@ def _fmix32(value: np.ndarray) -> np.ndarray:
 
 
 def _raw(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    """[num_bytes] uint8 of the tensor in the engine's type."""
+    """Bytes [num_bytes] uint8 of the tensor in the engine's type."""
     flat: np.ndarray = tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
     return flat
 
 
 def _padded_vocabulary(tensor: torch.Tensor, num_ranks: int) -> torch.Tensor:
-    """With rows of zeros up to a multiple of 64, and of 64 * `num_ranks` if the ranks could not share that evenly."""
+    """The tensor with rows of zeros up to a multiple of 64, or of 64 * `num_ranks` if ranks could not share evenly."""
     multiple = VOCABULARY_MULTIPLE
     if (tensor.shape[0] + -tensor.shape[0] % multiple) % num_ranks:
         multiple *= num_ranks
@@ -224,7 +224,7 @@ def _unstack(name: str) -> tuple[str, ...]:
 
 
 def _looks_plain(name: str, parts: Sequence[str]) -> bool:
-    """Whether a rule covers the parameter, so that absent parts are missing tensors and not an unknown model."""
+    """True if a rule covers the parameter, so that absent parts are missing tensors and not an unknown model."""
     plain = (
         ".norm.weight",
         "_proj.weight",

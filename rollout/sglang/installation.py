@@ -1,6 +1,6 @@
-"""What an SGLang server of ours is started with: the installed release, its environment, its arguments.
+"""Checks and settings for starting an SGLang server: the installed release, its environment, its arguments.
 
-`rollout/sglang/engine.py` asks; `rollout/sglang/server.py` starts.
+`rollout/sglang/engine.py` calls these functions; `rollout/sglang/server.py` starts the server.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from rollout.sglang.memory import memory_args
 from rollout.sglang.quantized import quantized_server_args
 
 MINIMUM_SGLANG = (0, 5, 23)
-"""Earlier releases execute code sent to their weight-update routes."""
+"""Minimum release; earlier releases execute code sent to their weight-update routes."""
 
 CPU_SERVER_ARGS: dict[str, Any] = {
     "attention_backend": ATTENTION_BACKEND,
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
-    # SGLang would take most of the machine's memory for the cache: 65536 tokens of a 0.5B model are 0.8 GB in bf16.
+    # Without a limit SGLang takes most of the machine's memory for the cache: 65536 tokens of a 0.5B model are 0.8 GB
+    # in bf16.
     "max_total_tokens": 65536,
     "max_running_requests": 512,
 }
-"""Defaults on a CPU; rollout.engine_args override them."""
+"""Default arguments on a CPU; rollout.engine_args override them."""
 
 
 def check_release(version: str) -> None:
@@ -59,22 +60,22 @@ def check_installation(*, device: str) -> str:
 
 
 def server_environment(config: SGLangConfig, *, device: str, num_threads: int | None) -> dict[str, str]:
-    """What the server's processes see besides this process's environment."""
+    """Environment variables of the server, in addition to this process's environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # FastAPI warns about SGLang's route names by the dozen.
+        # FastAPI prints dozens of warnings about SGLang's route names.
         "PYTHONWARNINGS": "ignore::UserWarning",
     }
     if device == "cpu":
         environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        # Threads that spin while they wait take the cores from the trainer: on a busy machine decoding with two
-        # threads was six times slower that way.
+        # Threads that spin while waiting take the cores from the trainer: on a busy machine decoding with two threads
+        # was six times slower with spinning.
         environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
         num_ranks = config.engine_args.get("tp_size", 1)
         if num_ranks > 1:
-            # SGLang wants a NUMA node for every rank, or to be told which cores; ours may use all that we may.
+            # SGLang wants a NUMA node or a list of cores for every rank; each rank gets all cores of this process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
     if num_threads is not None:
@@ -91,7 +92,7 @@ def server_args(
     sleeps: bool,
     quantization: Quantization = Quantization.none,
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, without host, port and keys; `quantization` is that of its weights."""
+    """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights."""
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",

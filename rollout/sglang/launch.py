@@ -1,8 +1,8 @@
 """Starts one SGLang server in this process: a JSON request on stdin -> `sglang.launch_server`'s own code.
 
-`rollout/sglang/server.py` runs it as `python -m rollout.sglang.launch`. The server's arguments come through stdin
-because two of them are keys, which must not be readable in the process list. The processes that SGLang spawns import
-this file again before anything else, so what stands at the top of it holds in all of them.
+`rollout/sglang/server.py` runs this file as `python -m rollout.sglang.launch`. The server's arguments come through
+stdin because two of them are keys, which must not be readable in the process list. The processes that SGLang spawns
+import this file again before any other module, so code at its top runs in all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; leave at once if it has ended."""
+    """Have the kernel kill this process when the thread that started it ends; exit at once if that thread is gone."""
     libc = ctypes.CDLL("libc.so.6", use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -1,8 +1,8 @@
-"""Runs inside the SGLang server: takes one bucket of weights out of shared memory into the model.
+"""Weight loader inside the SGLang server: copies one bucket of weights from shared memory into the model.
 
 SGLang calls `load_bucket` for the requests of `rollout/sglang/weight_update.py`, because `rollout/sglang/engine.py`
-names it as `custom_weight_loader`. With tensor parallelism every rank calls it and maps the same memory. The model's
-own `load_weights` does the fusing and takes the rank's share, as for a checkpoint.
+sets `custom_weight_loader` to its name. With tensor parallelism every rank calls `load_bucket` and maps the same
+memory. The model's own `load_weights` does the fusing and takes the rank's share, as for a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rollout.weights.buckets import DTYPES
 from rollout.weights.shared_weights import MappedRegion
 
 LOADER = "rollout.sglang.loader.load_bucket"
-"""What `load_format` of a request says, and what the server must have been started with."""
+"""Value of a request's `load_format`, and of the server's `custom_weight_loader`."""
 
 
 def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load the bucket that the one tensor describes: [n] uint8, a JSON text with region, version, start, tensors
-    and whether these are the values and scales of quantised weights.
+    """Load one bucket; `named_tensors` holds a single tensor [n] uint8, a JSON text with region, version, start,
+    tensors and a flag for values and scales of quantised weights.
 
-    The engine that sent the request holds the region's lock. An error here ends the server, with the traceback in its
-    log: a half-loaded model must not serve.
+    The engine that sent the request holds the region's lock. An error in this function ends the server, with the
+    traceback in its log: a half-loaded model must not serve.
     """
     ((_, description),) = named_tensors
     request = json.loads(bytes(description.cpu().numpy()))
@@ -42,7 +42,7 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
 
 @functools.lru_cache(maxsize=2)
 def _mapped(address: RegionAddress) -> MappedRegion:
-    """Mapping costs more than reading; the trainer and the engine use the same regions again and again."""
+    """The mapped region at `address`, cached: mapping costs more than reading, and trainer and engine reuse regions."""
     return MappedRegion(address)
 
 

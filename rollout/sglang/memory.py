@@ -1,7 +1,7 @@
-"""GPU memory of one SGLang server: what it is started with, what it gives back and takes again, by SGLang's tags.
+"""GPU memory of one SGLang server: start arguments, and release and return of memory by SGLang's tags.
 
-Used by `rollout/sglang/engine.py`. SGLang ends its process when it is asked twice for the same, so what was given back
-is written down here. On a CPU the routes work and nothing is given back. Not yet run on a GPU.
+`rollout/sglang/engine.py` uses this class. SGLang ends its process when the same memory is released or taken twice, so
+the class records the released tags. On a CPU the routes work and no memory is released. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CACHE_TAGS = ("kv_cache", "cuda_graph")
 
 
 class ServerMemory:
-    """The memory of a server that nothing is running on."""
+    """Releases and takes the memory of a server without running requests."""
 
     def __init__(self, client: SGLangClient, *, timeout_s: float) -> None:
         self._client = client
@@ -26,17 +26,17 @@ class ServerMemory:
 
     @property
     def is_released(self) -> bool:
-        """Whether anything was given back and not yet taken again."""
+        """True if some memory is released."""
         return bool(self._released)
 
     def release(self) -> None:
-        """Give everything back; the weights are lost. Raises ClientError."""
+        """Release all memory; the weights are lost. Raises ClientError."""
         tags = [*WEIGHT_TAGS, *CACHE_TAGS]
         self._client.call("/release_memory_occupation", body={"tags": tags}, timeout_s=self._timeout_s)
         self._released = tags
 
     def take(self, tags: Sequence[str]) -> None:
-        """Take again what of `tags` was given back. Raises ClientError."""
+        """Take the released memory among `tags` again. Raises ClientError."""
         released = [tag for tag in tags if tag in self._released]
         if released:
             self._client.call("/resume_memory_occupation", body={"tags": released}, timeout_s=self._timeout_s)
@@ -44,7 +44,7 @@ class ServerMemory:
 
 
 def memory_args(config: SGLangConfig, *, device: str, sleeps: bool) -> dict[str, Any]:
-    """Server arguments on a part of a GPU: no more memory than that part, and an allocator that can give it back."""
+    """Server arguments on a part of a GPU: a limit of memory, and an allocator that can release memory."""
     if device != "cuda" or config.gpus_per_engine >= 1:
         return {}
     return {"mem_fraction_static": config.gpus_per_engine, **({"enable_memory_saver": True} if sleeps else {})}

@@ -1,11 +1,11 @@
-"""Weights on SGLang's 8-bit linear layers: server options, the layout of values and scales, what the server must hold.
+"""Weights on SGLang's 8-bit linear layers: server options, layout of values and scales, expected digests.
 
 int8 is SGLang's `w8a8_int8`, fp8 its `fp8` with blocks of 128 x 128; both round activations anew for every token. The
 trainer sends each projection as `*.weight` with its scales (`rollout/weights/quantization.py`);
-`rollout/sglang/loader.py` loads them like others, `rollout/sglang/weight_update.py` verifies them. Read against SGLang
-0.5.23: layers/quantization/{w8a8_int8,fp8}.py, utils/weight_checker*.py. Not yet run on a GPU.
+`rollout/sglang/loader.py` loads them like other tensors, `rollout/sglang/weight_update.py` verifies them. Read against
+SGLang 0.5.23: layers/quantization/{w8a8_int8,fp8}.py, utils/weight_checker*.py. Not yet run on a GPU.
 
-What SGLang holds, and digests, after a load:
+Parameters that SGLang holds, and digests, after a load:
     int8    weight [I, O], a view of the [O, I] that was loaded; weight_scale [O, 1] float32
     fp8     weight [O, I]; weight_scale_inv [ceil(O / 128), ceil(I / 128)] float32. Its digest is that of the product of
             both in bfloat16, and that of the scales alone is not reported.
@@ -30,16 +30,16 @@ SESSION_ROUTE = "/begin_weight_update"
 
 
 def engine_quantization(config: EngineConfig) -> Quantization:
-    """The format in which SGLang itself holds the weights; none if it is sent plain tensors."""
+    """The format in which SGLang itself holds the weights; Quantization.none for plain tensors."""
     return config.quantization if config.takes_quantized else Quantization.none
 
 
 def quantized_server_args(quantization: Quantization) -> dict[str, Any]:
-    """SGLang options; the weights that it starts with are made up, the first sync brings the policy's."""
+    """SGLang options; the server starts with random weights, and the first sync brings the policy's weights."""
     if quantization is Quantization.int8:
         return {"quantization": "w8a8_int8", "load_format": "dummy"}
     if quantization is Quantization.fp8:
-        # Blocks exist for checkpoints that say so in their config.json; ours does not.
+        # SGLang accepts blocks only for checkpoints that state them in config.json; this checkpoint does not.
         checkpoint = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         overrides = json.dumps({"quantization_config": checkpoint})
         return {"quantization": "fp8", "load_format": "dummy", "json_model_override_args": overrides}
@@ -60,7 +60,7 @@ def plan_quantized(held: Iterable[str], *, sent: Iterable[str], quantization: Qu
     scales = {scale_name(name, quantization) for name in names if is_projection(name)}
     if missing := sorted(scales - names):
         raise FusionError(f"missing scales: {', '.join(missing[:5])}")
-    # The scales of fp8 are digested with their weights, under the names of the weights.
+    # SGLang digests the scales of fp8 with their weights, under the names of the weights.
     return plan_fusion(held, sent=names - scales if quantization is Quantization.fp8 else names)
 
 
@@ -82,7 +82,7 @@ def quantized_digests(
 
 
 def unquantized(fusion: Fusion, quantization: Quantization) -> Fusion:
-    """The part of `fusion` that is held in the engine's own type: embeddings, head, norms, biases."""
+    """The part of `fusion` with parameters in the engine's own type: embeddings, head, norms, biases."""
     plain = {
         name: sources
         for name, sources in fusion.sources.items()
@@ -92,10 +92,10 @@ def unquantized(fusion: Fusion, quantization: Quantization) -> Fusion:
 
 
 def open_layers(model: Any) -> None:
-    """Give the int8 layers of a served model their loaders and the layout [O, I] of a checkpoint back, in place.
+    """Restore the loaders and the checkpoint layout [O, I] of a served model's int8 layers, in place.
 
-    SGLang's layer turns its weight round after a load and forgets the loaders. The memory stays where it is, as CUDA
-    graphs need it; when the update session is closed SGLang turns the weights again. Safe to call for every bucket.
+    SGLang's layer transposes its weight after a load and forgets the loaders. The memory stays in place, as CUDA graphs
+    require; SGLang transposes the weights again when the update session is closed. Safe to call for every bucket.
     """
     from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 

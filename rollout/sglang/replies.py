@@ -1,7 +1,7 @@
-"""What a sample looks like on SGLang's wire: GenerateRequest -> body of /generate; its reply -> Generation.
+"""SGLang's wire format of a sample: GenerateRequest -> body of /generate; reply -> Generation.
 
-A reply that contradicts itself or the request raises ReplyError. One whose tokens are right but whose log-probs are
-missing, too few or not numbers is passed on as it is, and dropped and counted by `rollout/collect/filters.py`.
+A reply that contradicts itself or the request raises ReplyError. A reply with valid tokens and missing, too few or
+non-numeric log-probs is passed on unchanged; `rollout/collect/filters.py` drops and counts it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rollout.types import FinishReason, GenerateRequest, Generation
 
 
 class ReplyError(ValueError):
-    """The server answered something else than what was asked."""
+    """The server's reply does not match the request."""
 
 
 def body_of(request: GenerateRequest) -> dict[str, Any]:
-    """`request` must have no resumed part: see `rollout.engine.continuation`."""
+    """The body of /generate; `request` must have no resumed part: see `rollout.engine.continuation`."""
     sampling = request.sampling
     return {
         "input_ids": request.prompt_token_ids,
@@ -40,7 +40,7 @@ def generation_of(
 ) -> Generation:
     """The response in `reply`.
 
-    `sent_version` is what the engine held when the request was sent, `newest_version` the newest that it was ever sent.
+    `sent_version` is the engine's version when the request was sent, `newest_version` the newest version sent to it.
     Raises ReplyError.
     """
     meta = _field(reply, "meta_info")
@@ -67,12 +67,12 @@ def generation_of(
 
 
 def no_tokens() -> Generation:
-    """What a request comes to that was aborted before it began."""
+    """The Generation of a request that was aborted before its first token."""
     return Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
 
 
 def parse_version(reported: object) -> int:
-    """Policy version of what the server calls its weight version; raises ReplyError."""
+    """Policy version in the server's weight version; raises ReplyError."""
     if not isinstance(reported, str) or not reported.isdecimal():
         raise ReplyError(f"the server holds weights of version {reported!r}, which no completed sync set")
     return int(reported)
@@ -92,7 +92,7 @@ def _finish_reason(reported: Mapping[str, Any] | None) -> FinishReason:
 
 
 def _logprobs(meta: Mapping[str, Any], token_ids: list[int]) -> list[float] | None:
-    """[R] as reported; NaN for a null, which is how JSON spells what is no number. None if there are none at all."""
+    """Log-probs [R] as reported; NaN for a JSON null, which stands for a non-finite number. None without log-probs."""
     scored = meta.get("output_token_logprobs") or []
     if len(scored) == len(token_ids) and [entry[1] for entry in scored] != token_ids:
         raise ReplyError("the log-probs are those of other tokens than the response")
@@ -102,7 +102,7 @@ def _logprobs(meta: Mapping[str, Any], token_ids: list[int]) -> list[float] | No
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int, *, sent_version: int, newest_version: int) -> list[int]:
-    """[R] from the spans of the reply, or from its one version where the server knows no spans."""
+    """Versions [R] from the spans of the reply, or from its single version if the server reports no spans."""
     if num_tokens == 0:
         return []
     spans = meta.get("weight_versions")

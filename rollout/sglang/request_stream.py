@@ -1,6 +1,6 @@
-"""Requests under way to one SGLang server: jobs in, replies out as they end. One HTTP request per sample.
+"""Requests to one SGLang server: jobs in, replies out as they end. One HTTP request per sample.
 
-A thread with an event loop of its own sends them over pooled connections, in the order of submission, as many at a
+A thread with its own event loop sends the requests over pooled connections, in the order of submission, as many at a
 time as the server runs together. `rollout/sglang/engine.py` makes the requests and reads the replies
 (`rollout/sglang/replies.py`); the other calls go through `rollout/sglang/client.py`.
 """
@@ -26,35 +26,35 @@ from rollout.sglang.client import ClientError, Endpoint, parse_reply
 from rollout.types import GenerateRequest
 
 KEEP_ALIVE_S = 2.0
-"""Idle connections are closed after this, before the server closes them (5 s) while a request is on its way."""
+"""Seconds after which an idle connection is closed, before the server closes it (5 s) under a new request."""
 CONNECT_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 0.2
 ABORT_REPEAT_S = 1.0
-"""A server forgets an abort that overtook its request; it is sent again after this."""
+"""Seconds after which an abort is sent again: a server forgets an abort that overtook its request."""
 ABORT_TIMEOUT_S = 20.0
-"""An aborted request that has not ended by then is given up without its tokens."""
+"""Seconds after which an aborted request that has not ended is given up without its tokens."""
 HANDOVER_TIMEOUT_S = 30.0
-"""Deadline of handing something to the thread."""
+"""Deadline in seconds for handing work to the thread."""
 DEFAULT_WINDOW = 256
-"""Requests on their way at a time, to a server that does not say how many it runs together."""
+"""Maximum of unanswered requests to a server that does not report how many it runs together."""
 WINDOW_SLACK = 1.125
-"""So many times what a server runs together are sent, that a slot is filled without waiting for us."""
+"""Ratio of sent requests to requests that the server runs together, so that free slots are filled without delay."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Job:
-    """One request on its way."""
+    """One request to the server."""
 
     ticket: int
     request: GenerateRequest
     body: Mapping[str, Any]
-    """Of /generate, without rid."""
+    """Body of /generate, without rid."""
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
-    """SGLang aborts by prefix: all have the same length."""
+    """Id of the request. SGLang aborts by prefix, so all ids have the same length."""
     sent_at: float = 0.0
-    """On the clock of the stream."""
+    """Time of sending on the stream's clock."""
     version: int = 0
-    """What the engine held when the request was sent."""
+    """Policy version of the engine when the request was sent."""
     task: asyncio.Task[None] | None = None
     aborted_at: float | None = None
     """Monotonic time of the first abort."""
@@ -62,23 +62,23 @@ class Job:
 
 
 class Answer(NamedTuple):
-    """The end of a job."""
+    """A job that has ended, with its reply."""
 
     job: Job
     reply: dict[str, Any] | None
-    """What the server answered; None if the job was aborted before it was sent, or never answered its abort."""
+    """The server's reply; None if the job was aborted before it was sent, or never answered its abort."""
 
 
 class RequestStream:
     """The requests of one engine. `submit`, `poll` and `abort` may be called by any thread.
 
-    A failure ends everything that is under way: `poll` raises it once, after what had ended before.
+    A failure ends all unfinished jobs: `poll` raises the error once, after returning the jobs that had ended before.
     """
 
     def __init__(self, endpoint: Endpoint, *, window: int, timeout_s: float, is_shared: bool) -> None:
-        """`window` bounds the requests that are sent and unanswered; each may take `timeout_s` seconds from then on.
+        """`window` bounds the sent and unanswered requests; each may take `timeout_s` seconds after it was sent.
 
-        `is_shared` says that others use the server too, so that only requests of this stream may be aborted.
+        `is_shared` is True if the server has other users, so that only requests of this stream may be aborted.
         """
         self._endpoint = endpoint
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -86,16 +86,16 @@ class RequestStream:
         self._timeout_s = timeout_s
         self._is_shared = is_shared
         self.extra_key: str | None = None
-        """Keeps the prefixes of one policy version apart from those of another; None where they are dropped."""
+        """Cache key that separates the prefixes of policy versions; None where prefixes are dropped at a sync."""
         self.version = 0
-        """Policy version that new requests meet."""
-        # What the condition guards:
+        """Policy version for new requests."""
+        # Guarded by the condition:
         self._changed = threading.Condition()
         self._ended: list[Answer] = []
         self._failure: ClientError | None = None
         self._num_unfinished = 0
         self._busy = BusyClock()
-        # What belongs to the thread:
+        # Used by the thread only:
         self._waiting: deque[Job] = deque()
         self._sent: dict[int, Job] = {}
         self._errands: set[asyncio.Task[Any]] = set()
@@ -112,13 +112,13 @@ class RequestStream:
 
     @property
     def sampling_s(self) -> float:
-        """Seconds in which there were jobs that had not ended."""
+        """Seconds with unfinished jobs."""
         with self._changed:
             return self._busy.seconds
 
     @property
     def num_unfinished(self) -> int:
-        """Jobs that have neither ended nor failed."""
+        """Number of jobs that have neither ended nor failed."""
         with self._changed:
             return self._num_unfinished
 
@@ -130,7 +130,7 @@ class RequestStream:
         self._loop.call_soon_threadsafe(self._take, list(jobs))
 
     def poll(self, timeout_s: float) -> list[Answer]:
-        """What has ended since the last call; waits at most `timeout_s` seconds for the first.
+        """Jobs that have ended since the last call; waits at most `timeout_s` seconds for the first.
 
         Raises ClientError if the server cannot be reached, refused a request or did not answer one in time.
         """
@@ -147,7 +147,7 @@ class RequestStream:
         self._loop.call_soon_threadsafe(self._abort, None if tickets is None else set(tickets))
 
     def drop(self, cause: ClientError | None = None) -> None:
-        """End everything that is under way without an answer; `poll` raises `cause` once, if there is one."""
+        """End all unfinished jobs without an answer; `poll` raises `cause` once, if given."""
         self._call(self._drop(cause))
 
     def drain(self, deadline: float) -> None:
@@ -159,7 +159,7 @@ class RequestStream:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Send nothing for the block, and let no time pass for what is under way."""
+        """Send no request inside the block, and stop the clock of sent requests."""
         self._call(self._hold(True))
         try:
             yield
@@ -167,7 +167,7 @@ class RequestStream:
             self._call(self._hold(False))
 
     def close(self) -> None:
-        """End everything and the thread; safe to call twice."""
+        """End all jobs and the thread; safe to call twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(HANDOVER_TIMEOUT_S)
@@ -190,7 +190,7 @@ class RequestStream:
 
     async def _main(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        # Each request has a deadline of its own, which stands still while weights are replaced.
+        # Each request has its own deadline, whose clock stands still while weights are replaced.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         async with aiohttp.ClientSession(self._endpoint.address, connector=connector, timeout=timeout) as session:
             self._session = session
@@ -269,7 +269,7 @@ class RequestStream:
             self._run_errand("/abort_request", {"rid": job.rid})
 
     def _run_errand(self, route: str, body: Mapping[str, Any]) -> None:
-        """Post without waiting. What an abort achieves shows in the replies to the aborted; so does a dead server."""
+        """Post without waiting. The replies to aborted requests show the effect of an abort, or a dead server."""
 
         async def post() -> None:
             try:
@@ -283,7 +283,7 @@ class RequestStream:
         task.add_done_callback(self._errands.discard)
 
     def _watch(self) -> None:
-        """Deadlines, and aborts that were lost or are never answered."""
+        """Check deadlines, and repeat or give up aborts without an answer."""
         now, clock = time.monotonic(), self._clock()
         for job in list(self._sent.values()):
             if clock - job.sent_at > self._timeout_s:
@@ -301,7 +301,7 @@ class RequestStream:
                 self._run_errand("/abort_request", {"rid": job.rid})
 
     async def _drop(self, cause: ClientError | None, *, but: Job | None = None) -> None:
-        """`but` is the job whose own task this runs in."""
+        """End all jobs; `but` is the job whose own task calls this."""
         jobs = [*self._sent.values(), *self._waiting]
         self._sent.clear()
         self._waiting.clear()
@@ -313,7 +313,7 @@ class RequestStream:
             self._busy.set(is_busy=self._num_unfinished > 0)
             self._failure = self._failure or cause
             self._changed.notify_all()
-        # The server notices that nobody waits any more, and ends the requests.
+        # The server notices the closed connections and ends the requests.
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _hold(self, on: bool) -> None:
@@ -325,12 +325,12 @@ class RequestStream:
             self._send()
 
     def _clock(self) -> float:
-        """Seconds that do not pass while requests are held."""
+        """Seconds on a clock that stands still while requests are held."""
         return (time.monotonic() if self._held_since is None else self._held_since) - self._held_s
 
 
 def window_of(info: dict[str, Any]) -> int:
-    """Requests that may be on their way to a server with this /server_info."""
+    """Maximum of unanswered requests to a server with this /server_info."""
     states = info.get("internal_states") or [{}]
     running = states[0].get("effective_max_running_requests_per_dp") or info.get("max_running_requests")
     return int(running * WINDOW_SLACK) if running else DEFAULT_WINDOW

@@ -1,7 +1,7 @@
-"""What one server leaves on the machine outside of its memory: a private temporary directory and named shared memory.
+"""Traces of one server on the machine: a private temporary directory and named shared memory.
 
-`rollout/sglang/server.py` makes a `Scratch` per server and removes it. A process that is killed with SIGKILL removes
-nothing, so the next server that starts sweeps away what killed owners have left.
+`rollout/sglang/server.py` makes a `Scratch` per server and removes it. A process killed with SIGKILL removes nothing,
+so the next server to start removes the traces of killed owners.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ LOCK = "owner.lock"
 SEGMENTS = "segments.txt"
 SHARED_MEMORY = Path("/dev") / "shm"
 OWN_SEGMENTS = ("sglang_", "sgl_", "sem.mp-", "psm_", "torch_")
-"""Beginnings of the names that SGLang's processes give to shared memory."""
+"""Prefixes of the names that SGLang's processes give to shared memory."""
 
 
 class Scratch:
-    """The directory and the segments of one server; the lock in it is held for as long as this process lives."""
+    """The directory and the segments of one server; this process holds the lock in the directory while it lives."""
 
     def __init__(self) -> None:
-        """Sweeps, then makes a directory that only this user can read. Raises OSError."""
+        """Sweep, then make a directory that only this user can read. Raises OSError."""
         sweep()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.segments: set[Path] = set()
-        # Locked before it gets its name: a sweeper never sees a lock that is not held yet.
+        # The directory is locked before it gets its name: a sweeper never sees an unlocked directory of a living owner.
         unlocked = self.path / f"{LOCK}.new"
         self._lock = os.open(unlocked, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(self.path / LOCK)
 
     def note_segments(self, processes: Iterable[psutil.Process]) -> None:
-        """Remember, also for a sweeper, the shared memory that the processes have mapped now."""
+        """Record, also for a sweeper, the shared memory that the processes map now."""
         found = {segment for process in processes for segment in mapped_segments(process.pid)}
         if found <= self.segments or not self.path.is_dir():
             return
@@ -56,7 +56,7 @@ class Scratch:
 
 
 def sweep() -> None:
-    """Remove what servers of this user left whose owner was killed; those of living owners are locked."""
+    """Remove the traces of servers of this user whose owner was killed; traces of living owners are locked."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():

@@ -1,7 +1,7 @@
-"""Owns the process tree of one SGLang server: arguments and environment -> running server -> nothing left behind.
+"""Owns the process tree of one SGLang server: arguments and environment -> running server -> nothing left.
 
-`rollout/sglang/launch.py` is what the process runs; `rollout/sglang/client.py` talks to it; `rollout/sglang/engine.py`
-holds one of these per engine.
+The process runs `rollout/sglang/launch.py`; `rollout/sglang/client.py` calls the server; `rollout/sglang/engine.py`
+holds one SGLangServer per engine.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ LOG_TAIL_BYTES = 256 * 1024
 SPAWN_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 6.0
 TRACKER_TIMEOUT_S = 1.0
-"""Python's resource tracker is left alive this long after the others, to remove the semaphores that they used."""
+"""Seconds that Python's resource tracker outlives the other processes, to remove the semaphores that they used."""
 WATCH_INTERVAL_S = 0.2
 NOTICE_TIMEOUT_S = 1.0
-"""After a connection broke, an error waits this long for the end of the server, to say how it ended."""
+"""Seconds that an error waits, after a connection broke, for the end of the server, to report its cause."""
 READY_INTERVAL_S = 0.25
 PORTS = range(20_000, 32_000)
-"""Below the range from which the kernel picks ports of outgoing connections, so none can take ours meanwhile."""
+"""Ports below the range that the kernel gives to outgoing connections, so that no connection can take a chosen port."""
 LOG_NOISE = re.compile(r"nanobind|leaked (function|type|instance|keep_alive)|\.\.\. skipped remainder|^\s*$")
-"""Lines that a dying server prints by the hundred and that explain nothing."""
+"""Lines that a dying server prints by the hundred and that explain no error."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSetup:
-    """How the processes of one server are run; the arguments of SGLang itself come on top."""
+    """Settings for the processes of one server, besides the arguments of SGLang itself."""
 
     index: int
-    """Which engine this is: 0 .. num_engines - 1."""
+    """Index of the engine: 0 .. num_engines - 1."""
     log_dir: Path
-    """Receives engine-<index>.log."""
+    """Directory of the log engine-<index>.log."""
     environment: dict[str, str]
-    """Added to the environment of this process."""
+    """Variables added to the environment of this process."""
 
     @property
     def log_path(self) -> Path:
@@ -64,7 +64,7 @@ class ServerSetup:
 
 
 class SGLangServer:
-    """One server: started once, stopped for good. The keys are random and exist only in this object and the server."""
+    """One server, started once and stopped for good. Its random keys exist only in this object and the server."""
 
     def __init__(self, setup: ServerSetup, *, server_args: Mapping[str, Any]) -> None:
         """`server_args` are SGLang's ServerArgs by name, without host, port and keys."""
@@ -89,9 +89,9 @@ class SGLangServer:
         """Size of the log when this server began to write to it."""
         self._end_noticed = threading.Event()
         self._end_cause = ""
-        """Set before `_end_noticed` is."""
+        """Cause of the end; set before the event `_end_noticed`."""
         self._ended = threading.Event()
-        """Nothing of the server runs any more, or it cannot be killed."""
+        """Set when no process of the server runs any more, or one cannot be killed."""
         self._stopping = threading.Lock()
 
     @property
@@ -100,7 +100,7 @@ class SGLangServer:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """All processes of the server, as they were when it became ready."""
+        """Process ids of the server at the time when it became ready."""
         return tuple(member.pid for member in self._members)
 
     def client(self) -> SGLangClient:
@@ -108,11 +108,11 @@ class SGLangServer:
 
     @property
     def end_cause(self) -> str:
-        """How the server ended; empty while it runs."""
+        """Description of the server's end; empty while it runs."""
         return self._end_cause if self._end_noticed.is_set() else ""
 
     def start(self, *, timeout_s: float) -> None:
-        """Start the processes and return when the server answers. Raises EngineError; then nothing is left running."""
+        """Start the processes and return when the server answers. Raises EngineError, after ending all processes."""
         deadline = time.monotonic() + timeout_s
         try:
             self._setup.log_dir.mkdir(parents=True, exist_ok=True)
@@ -128,17 +128,17 @@ class SGLangServer:
             raise
         self._members = self._session()
         self._scratch.note_segments(self._members)
-        # Helpers of helpers may come and go; the direct children are SGLang's scheduler and detokenizer.
+        # Helpers of helpers may come and go; SGLang's scheduler and detokenizer are direct children.
         self._parts = [m for m in self._members if m.ppid() == self._leader and not _is_tracker(m)]
 
     def stop(self) -> None:
-        """Kill every process of the server and remove what they left; safe to call twice.
+        """Kill every process of the server and remove their traces; safe to call twice.
 
         Raises EngineError if a process survives SIGKILL for 6 seconds.
         """
         with self._stopping:
             if self._process is not None and not self._ended.is_set():
-                # The keeper thread sees the end and finishes the work.
+                # The keeper thread notices the end and finishes the work.
                 self._kill_all()
                 self._ended.wait(timeout=2 * STOP_TIMEOUT_S)
             if self._scratch is not None:
@@ -151,9 +151,9 @@ class SGLangServer:
                 )
 
     def error(self, phase: str, cause: str, *, policy_version: int, lost: bool = False) -> str:
-        """Text of an error: engine, policy version, phase, cause, how the server ended, the end of its log.
+        """Text of an error: engine, policy version, phase, cause, the cause of the server's end, the end of its log.
 
-        `lost` says that the connection broke, which is often noticed before the end of the process behind it.
+        `lost` is True if the connection broke, which is often noticed before the end of the process.
         """
         text = f"engine {self._setup.index} (sglang, policy version {policy_version}) {phase}: {cause}"
         if self._end_noticed.wait(timeout=NOTICE_TIMEOUT_S if lost else 0.0):
@@ -162,7 +162,7 @@ class SGLangServer:
         return f"{text}\nlast {LOG_TAIL_LINES} lines of {self._setup.log_path}:\n{self._log_tail()}"
 
     def _spawn(self) -> None:
-        """Start the process from a thread that stays: the kernel ties its life to that thread, not to the caller's."""
+        """Start the process from a thread that stays alive: the kernel ends the process together with that thread."""
         started = threading.Event()
         failure: list[OSError] = []
         threading.Thread(
@@ -174,12 +174,12 @@ class SGLangServer:
             raise EngineError(f"engine {self._setup.index} (sglang) start: {failure[0]}") from failure[0]
 
     def _keep(self, started: threading.Event, failure: list[OSError]) -> None:
-        """Body of the keeper thread: start the process, then end all of the server as soon as a part of it is gone."""
+        """Body of the keeper thread: start the process, and end the whole server as soon as one part is gone."""
         assert self._scratch is not None
         environment = {**os.environ, **self._setup.environment, "TMPDIR": str(self._scratch.path)}
         request = {"parent_pid": os.getpid(), "server_args": self._server_args}
         try:
-            # The log may quote arguments of requests: readable by this user only.
+            # Readable by this user only, because the log may quote arguments of requests.
             descriptor = os.open(self._setup.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as log:
                 os.fchmod(descriptor, 0o600)
@@ -240,7 +240,7 @@ class SGLangServer:
             time.sleep(READY_INTERVAL_S)
 
     def _session(self) -> list[psutil.Process]:
-        """Every live process that the server started, orphans included: they share the session of the first one."""
+        """Every live process of the server, orphans included: all share the session of the first process."""
         members = []
         for process in psutil.process_iter():
             try:
@@ -256,7 +256,7 @@ class SGLangServer:
         return self._process.pid
 
     def _kill_all(self) -> set[int]:
-        """Kill the whole session; process ids that are still there when the deadline passes."""
+        """Kill the whole session; returns the ids of processes that are still alive at the deadline."""
         assert self._process is not None and self._scratch is not None
         deadline = time.monotonic() + STOP_TIMEOUT_S
         members = self._session()
@@ -292,7 +292,7 @@ class SGLangServer:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on. Raises EngineError if a hundred random ones are all taken."""
+    """A free loopback port. Raises EngineError if a hundred random ports are all taken."""
     for port in (secrets.choice(PORTS) for _ in range(100)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:

@@ -1,9 +1,9 @@
 """One weight sync of one SGLang server: checked buckets -> loaded, verified bit by bit, or WeightSyncError.
 
-Pause, open the update, load every bucket, close it, drop the prefix cache, ask SGLang for the digests of what it
-holds, compare, set the version, go on. Requests may be unfinished meanwhile. `rollout/sglang/engine.py` calls it;
-`rollout/sglang/fusing.py` says what the digests must be; `rollout/sglang/loader.py` is the other end of shared memory,
-and a server that cannot map it gets the bytes themselves, in SGLang's own format.
+Pause, open the update, load every bucket, close it, drop the prefix cache, ask SGLang for the digests of its weights,
+compare, set the version, continue. Requests may be unfinished meanwhile. `rollout/sglang/engine.py` starts the sync;
+`rollout/sglang/fusing.py` computes the expected digests; `rollout/sglang/loader.py` reads the shared memory in the
+server, and a server that cannot map the memory gets the bytes themselves, in SGLang's own format.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ REQUIRED_ROUTES = frozenset(
         "/weights_checker",
     }
 )
-"""Without these an engine cannot be driven; /begin_weight_update is used where it is there."""
+"""Routes without which an engine cannot be driven; /begin_weight_update is used if the server has it."""
 
 
 class WeightUpdate:
-    """Loads weights into one server and proves that they arrived. Knows nothing of processes and logs."""
+    """Loads weights into one server and verifies them. Does not handle processes and logs."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class WeightUpdate:
         maps_memory: bool = True,
         quantization: Quantization = Quantization.none,
     ) -> None:
-        """`device` ("cpu" or "cuda") and `dtype` are those of the engine; `timeout_s` bounds a whole sync.
+        """`device` ("cpu" or "cuda") and `dtype` are the engine's; `timeout_s` bounds a whole sync.
 
-        `maps_memory` says that the server has our loader and can open memory of this machine's processes;
-        `quantization` is the format in which it holds its projections. Asks the server for its routes and
-        parameters. Raises ClientError, WeightSyncError if it lacks a route.
+        `maps_memory` is True if the server has Parity's loader and can open memory of this machine's processes;
+        `quantization` is the format of its projections. The constructor asks the server for its routes and parameters.
+        Raises ClientError, or WeightSyncError if the server lacks a route.
         """
         self._client = client
         self._maps_memory = maps_memory
@@ -98,7 +98,7 @@ class WeightUpdate:
         self._expected: list[dict[str, str]] = []
 
     def prepare(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
-        """Match the tensors with the engine's parameters and work out the digests to expect; sends no weights.
+        """Match the tensors with the engine's parameters and compute the expected digests; sends no weights.
 
         `buckets` have passed `check_buckets`. Raises WeightSyncError for missing or unknown tensors.
         """
@@ -116,13 +116,13 @@ class WeightUpdate:
         self._fusion = fusion
 
     def fusion(self, sent: Iterable[str]) -> Fusion:
-        """Which of the tensors `sent` make up each parameter of the engine; raises FusionError."""
+        """The tensors among `sent` that make up each parameter of the engine; raises FusionError."""
         if self._quantization is Quantization.none:
             return plan_fusion(self.parameter_names, sent=sent)
         return plan_quantized(self.parameter_names, sent=sent, quantization=self._quantization)
 
     def _expect(self, fusion: Fusion, tensors: Mapping[str, torch.Tensor], share: Share) -> dict[str, str]:
-        """The digests that one rank must report."""
+        """The expected digests of one rank."""
         kind, digests = self._quantization, {}
         if kind is not Quantization.none:
             digests = quantized_digests(fusion, tensors=tensors, quantization=kind, device=self._device, share=share)
@@ -130,12 +130,12 @@ class WeightUpdate:
         return digests | expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
 
     def load(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool = False) -> WeightReport:
-        """Replace all weights with those that were prepared, verify, set the version; the receipt.
+        """Replace all weights with the prepared ones, verify, set the version; returns the report.
 
-        Unfinished requests are retracted: they go on with the new weights after these have read what they have so far.
-        With `keeps_cache` they go on with what the old weights made of it. The version is set after the verification,
-        so a server that failed in between reports no valid version. Raises WeightSyncError (the engine does not hold
-        what was sent) or ClientError (the server refused or is gone).
+        Unfinished requests are retracted: they continue with the new weights, which first read the tokens so far. With
+        `keeps_cache` they continue with the cache of the old weights. The version is set after the verification, so a
+        server that failed in between reports no valid version. Raises WeightSyncError (the engine does not hold the
+        sent weights) or ClientError (the server refused or is gone).
         """
         begin = time.monotonic()
         self._send(buckets, policy_version=policy_version, keeps_cache=keeps_cache)
@@ -154,7 +154,7 @@ class WeightUpdate:
         )
 
     def verify(self, *, policy_version: int) -> None:
-        """Compare what the engine holds now with the last weights that were sent; raises WeightSyncError."""
+        """Compare the engine's weights with the weights of the last sync; raises WeightSyncError."""
         self._deadline = time.monotonic() + self._timeout_s
         self._compare(policy_version=policy_version)
 
@@ -189,7 +189,7 @@ class WeightUpdate:
                 self._post(
                     "/update_weights_from_tensor",
                     {
-                        # One entry per tensor-parallel rank: each takes its share of the bucket.
+                        # One entry per tensor-parallel rank: each rank takes its share of the bucket.
                         "serialized_named_tensors": [payload] * len(self._shares),
                         "load_format": LOADER if self._maps_memory else None,
                         "flush_cache": False,
@@ -203,21 +203,21 @@ class WeightUpdate:
         return describe_bucket(self._shared(bucket), quantized=self._quantization is not Quantization.none)
 
     def _shared(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket in memory that the server can map: as it came, or staged if it is memory of this process alone."""
+        """The bucket in memory that the server can map: unchanged, or staged if only this process can read it."""
         if bucket.region is not None:
             return bucket
         if self._staging is None or self._staging.data.nbytes < bucket.data.nbytes:
             self._staging = WeightRegion(bucket.data.nbytes)
         if not self._staging.try_lock():
             raise WeightSyncError("the memory in which weights are staged is in use")
-        # The server answers a request when it has read the bucket before, so the next may take its place.
+        # The server answers a request after reading its bucket, so the next bucket may take the same place.
         with self._staging.writing(bucket.policy_version) as data:
             data[: bucket.data.nbytes] = bucket.data
         return replace(bucket, region=self._staging.address, start=0)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Releases since 0.5.23 refuse updates outside of a session; earlier ones do not know sessions."""
+        """An update session, if the server has the route: releases since 0.5.23 refuse updates outside of a session."""
         if SESSION_ROUTE not in self._routes:
             yield
             return
@@ -225,15 +225,15 @@ class WeightUpdate:
         try:
             yield
         except BaseException:
-            # Close it, or the next sync is refused; the first error is the one to report.
+            # Close the session, or the server refuses the next sync; the first error is the one to report.
             with suppress(ClientError):
-                # With a time limit of its own: the sync's may be what has just run out.
+                # A separate time limit, because the limit of the sync may have just run out.
                 self._client.call("/end_weight_update", body={}, timeout_s=CLOSE_TIMEOUT_S)
             raise
         self._post("/end_weight_update", {})
 
     def _held_digests(self) -> list[dict[str, str]]:
-        """What each tensor-parallel rank holds, by parameter."""
+        """Digests of each tensor-parallel rank, by parameter."""
         return [rank["checksums"] for rank in self._post("/weights_checker", {"action": "checksum"})["ranks"]]
 
     def _post(self, route: str, body: Mapping[str, object]) -> Any:
@@ -241,9 +241,9 @@ class WeightUpdate:
 
 
 def describe_bucket(bucket: WeightBucket, *, quantized: bool = False) -> str:
-    """What crosses HTTP instead of the weights: where they lie and what they are, in the form that SGLang unpacks.
+    """The text that crosses HTTP instead of weights: place and layout of the tensors, in SGLang's own format.
 
-    SGLang accepts pickled tensors only, from an exact list of types; this is one [n] uint8 tensor holding JSON.
+    SGLang accepts pickled tensors only, from an exact list of types; the text is one tensor [n] uint8 that holds JSON.
     """
     if bucket.region is None:
         raise ValueError(f"weight bucket {bucket.index} is not in shared memory")
@@ -262,14 +262,14 @@ def describe_bucket(bucket: WeightBucket, *, quantized: bool = False) -> str:
 
 
 def inline_bucket(bucket: WeightBucket) -> str:
-    """The bucket as SGLang unpacks it without our loader: pickled named tensors in base64, 4/3 of their bytes."""
-    # Copies: a pickled view would carry the storage of the whole bucket.
+    """The bucket as SGLang unpacks it without Parity's loader: pickled named tensors in base64, 4/3 of their bytes."""
+    # Copies, because a pickled view would include the storage of the whole bucket.
     named = [(spec.name, tensor.clone()) for spec, tensor in unpack(bucket)]
     return _pickled(named)
 
 
 def _pickled(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
-    """What SGLang's unpickler, which admits tensors only, makes a list of named tensors of."""
+    """Bytes from which SGLang's unpickler, which admits tensors only, makes a list of named tensors."""
     return base64.b64encode(pickle.dumps(named_tensors)).decode()
 
 

@@ -1,1 +1,1 @@
-"""Code that runs inside SGLang's processes on a CPU: its platform, attention in batches, seeded draws."""
+"""Code for SGLang's processes on a CPU: a platform, attention in batches, seeded draws."""

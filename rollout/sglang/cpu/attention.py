@@ -1,8 +1,8 @@
 """The attention backend `parity_batched` of a CPU server: `batched_attention.py` and `running_cache.py` for SGLang.
 
-Loaded by SGLang only; `srt_platform.py` registers it. It computes what SGLang's `torch_native` computes, without its
-loop over sequences. What it does not know (cross attention, encoders, a separate cache for sliding windows) is left to
-`torch_native`, from which it inherits.
+Only SGLang loads this file; `srt_platform.py` registers the backend. The backend computes the same as SGLang's
+`torch_native`, without its loop over sequences. Unsupported cases (cross attention, encoders, a separate cache for
+sliding windows) run in `torch_native`, its base class.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._blocks: dict[int | None, list[Block]] = {}
-        """Of this forward, by sliding window."""
+        """Sliding window -> blocks of the current forward."""
         self._running = RunningCache(num_layers=self.token_to_kv_pool.layer_num)
         self._is_running = False
-        """Whether `_running` holds the sequences of this forward."""
+        """True if `_running` holds the sequences of the current forward."""
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Called before every forward."""
+        """Prepare the cache for a forward; SGLang calls this before every forward."""
         super().init_forward_metadata(forward_batch)
         self._blocks.clear()
         self._is_running = False
@@ -93,7 +93,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         )
 
     def _is_plain(self, layer: RadixAttention, forward_batch: ForwardBatch) -> bool:
-        """Whether this is causal self-attention over the one cache."""
+        """True for causal self-attention over the single cache."""
         return (
             layer.attn_type == AttentionType.DECODER
             and not layer.is_cross_attention
@@ -110,7 +110,7 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
         prefix_lens: torch.Tensor,
         extend_lens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Store keys and values, unless there are none, and attend: [T, query heads x value size]."""
+        """Store keys and values, if given, and attend: [T, query heads x value size]."""
         q, k, v = qkv
         if k is not None and v is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)

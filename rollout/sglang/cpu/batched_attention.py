@@ -1,7 +1,7 @@
 """Attention of many sequences over a paged cache in a few large operators: (queries, cache) -> outputs. Torch only.
 
-`rollout/sglang/cpu/attention.py` puts it behind SGLang's attention interface. SGLang's own `torch_native` backend runs
-about ten operators per sequence and layer; here sequences of similar length share them.
+`rollout/sglang/cpu/attention.py` adapts these functions to SGLang's attention interface. SGLang's own `torch_native`
+backend runs about ten operators per sequence and layer; here sequences of similar length share the operators.
 
 Words: a slot is the place of one token in the cache; an item is a run of consecutive queries of one sequence (one query
 while decoding); a block is a set of items that are padded to one shape and computed together.
@@ -17,45 +17,45 @@ import torch.nn.functional as F
 
 BLOCK_NUMBERS = 1 << 18
 """Bound on the float32 keys of a block, 1 MiB: keys and values then stay in a core's cache between the operators that
-read them, and a long sequence never makes short ones pay for its padding."""
+read them, and short sequences are not padded to the length of a long one."""
 QUERIES_PER_ITEM = 256
-"""A longer prompt is cut into items of so many queries: the mask stays small, and keys after an item are not read."""
+"""Queries per item; longer prompts are cut into items: the mask stays small, and keys after an item are not read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """b items, n queries each, L keys each, of which some are padding."""
+    """b items, n queries each, L keys each; some keys are padding."""
 
     queries: torch.Tensor
-    """[b * n] int64: index of each query among the queries of the batch; padding repeats the last one of its item."""
+    """[b * n] int64: index of each query among the queries of the batch; padding repeats the last query of its item."""
     real: torch.Tensor | None
-    """[number of queries that are no padding] int64, index into `queries`; None where all are real."""
+    """[number of queries that are no padding] int64, index into `queries`; None if no query is padding."""
     slots: torch.Tensor
-    """[b * L] integer: where in the cache each key lies; padding repeats the last one of its item."""
+    """[b * L] integer: slot of each key in the cache; padding repeats the last key of its item."""
     mask: torch.Tensor | None
-    """[b, 1, n, L] float32, 0 or -inf, added to the scores; None where every query may see every key."""
+    """[b, 1, n, L] float32, 0 or -inf, added to the scores; None if every query sees every key."""
     num_items: int
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """b, n, L."""
+        """Sizes b, n and L."""
         return self.num_items, len(self.queries) // self.num_items, len(self.slots) // self.num_items
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Items:
-    """[I] int64 each."""
+    """All items of a batch; each field is [I] int64."""
 
     sequence: torch.Tensor
-    """Index into the batch."""
+    """Index of the sequence in the batch."""
     query: torch.Tensor
     """Index of the first query among all queries of the batch."""
     position: torch.Tensor
-    """Of the first query in its sequence."""
+    """Position of the first query in its sequence."""
     count: torch.Tensor
-    """Queries, at least 1."""
+    """Number of queries, at least 1."""
     first_key: torch.Tensor
-    """Position of the first key that the first query may see."""
+    """Position of the first key that the first query sees."""
 
     @property
     def num_keys(self) -> torch.Tensor:
@@ -71,18 +71,19 @@ def plan_blocks(
     window: int | None = None,
     numbers_per_key: int,
 ) -> list[Block]:
-    """Cut a batch into blocks; the same for all layers of a forward, so make it once.
+    """Cut a batch into blocks; all layers of a forward use the same blocks.
 
     Args:
         req_to_token: [requests, positions] integer, contiguous: slot of each token of each request.
         requests: [B] row of `req_to_token` of each sequence.
         prefix_lens: [B] tokens before the first query.
-        extend_lens: [B] queries per sequence, in the order of the queries of the batch; None for one each (decoding).
-        window: a query sees itself and so many keys before it; None for all.
+        extend_lens: [B] queries per sequence, in the order of the queries of the batch; None for one query each
+            (decoding).
+        window: Number of keys before a query that the query sees besides itself; None for all keys.
         numbers_per_key: key heads x head size, for the size of the blocks.
     """
     items = _make_items(prefix_lens.to(torch.int64), extend_lens, window)
-    # Items of equally many queries next to each other, and among them those of similar length.
+    # Items with the same number of queries are neighbours, and among them items of similar length.
     order = torch.argsort((items.count << 32) + items.num_keys)
     items = _Items(
         sequence=items.sequence[order],
@@ -104,9 +105,10 @@ def attend(
 
     Args:
         query: [T, query heads, head size].
-        keys: [slots, key heads, head size]; query heads are a multiple of key heads, neighbours share one.
+        keys: [slots, key heads, head size]; query heads are a multiple of key heads, neighbouring query heads share a
+            key head.
         values: [slots, key heads, value size].
-        scale: of the scores.
+        scale: Factor of the scores.
 
     Returns:
         [T, query heads, value size] in the type of `query`.
@@ -117,7 +119,7 @@ def attend(
     flat_keys, flat_values = keys.flatten(1), values.flatten(1)
     for block in blocks:
         b, n, length = block.shape
-        # Query heads that share a key head stand side by side as queries: nothing is repeated.
+        # Query heads that share a key head are laid out as further queries, so that no key is repeated.
         q = query.index_select(0, block.queries).float().view(b, n, num_kv_heads, group, -1)
         q = q.permute(0, 2, 3, 1, 4).reshape(b, num_kv_heads, group * n, -1)
         k = flat_keys.index_select(0, block.slots).float().view(b, length, num_kv_heads, -1).transpose(1, 2)
@@ -176,7 +178,7 @@ def _make_block(
     num_queries = int(count.max())
     length = int((last_key - first_key).max()) + 1
     key_positions = first_key + torch.arange(length)
-    # Padding repeats a token of its own sequence: a number that is not finite stays within the sequence.
+    # Padding repeats a token of the same sequence, so that a non-finite number stays within its sequence.
     slots = flat.index_select(0, (rows[part, None] + key_positions.clamp(max=last_key)).view(-1))
     nth = torch.arange(num_queries)
     nth_kept = torch.minimum(nth, count - 1)
@@ -193,7 +195,7 @@ def _make_block(
 
 
 def _make_mask(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """[b, n] and [b, L] positions -> [b, 1, n, L]: a query sees no later key, and none from before its window."""
+    """[b, n] and [b, L] positions -> [b, 1, n, L]: a query sees no later key and no key before its window."""
     seen = keys[:, None, None, :] <= queries[:, None, :, None]
     if window is not None:
         seen &= keys[:, None, None, :] >= queries[:, None, :, None] - window

@@ -13,7 +13,7 @@ import os
 from rollout.hf.torchvision_operators import declare_torchvision_operators
 
 PLATFORM_NAME = "parity_cpu"
-"""Name of the entry point, and the value of SGLANG_PLATFORM that selects it."""
+"""Name of the entry point; also the value of SGLANG_PLATFORM that selects the platform."""
 
 ATTENTION_BACKEND = "parity_batched"
 """Value of SGLang's `attention_backend` for `rollout/sglang/cpu/attention.py`, the default on a CPU."""
@@ -22,10 +22,10 @@ PLATFORM_CLASS = "rollout.sglang.cpu.srt_platform.ParityCpuPlatform"
 
 
 def activate() -> str | None:
-    """Qualified name of the platform class, or None where it must not be used.
+    """Qualified name of the platform class, or None where the platform must not be used.
 
-    None unless SGLANG_PLATFORM names this platform (a user's own SGLang is left alone), and None where torch sees a
-    CUDA device. Before SGLang goes on to import torchvision, this makes that import possible.
+    None unless SGLANG_PLATFORM names this platform (other SGLang servers of the user stay unchanged), and None if torch
+    sees a CUDA device. The function also makes the import of torchvision possible, which SGLang does next.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None

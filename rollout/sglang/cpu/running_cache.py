@@ -2,8 +2,9 @@
 
 While the same sequences decode, a step adds one token to each. Gathering all keys and values from the paged cache again
 in every step and layer costs more than the attention itself for a small model. So sequences of similar length share a
-`Bucket`; a step writes the new tokens into it and attends. Sequences that end leave dead rows behind, until half of a
-bucket is dead; new ones get buckets of their own, until there are too many. `rollout/sglang/cpu/attention.py` uses it.
+`Bucket`; a step writes the new tokens into the bucket and attends. Sequences that end leave dead rows behind, until
+half of a bucket is dead; new sequences get new buckets, until there are too many buckets.
+`rollout/sglang/cpu/attention.py` uses the cache.
 """
 
 from __future__ import annotations
@@ -13,43 +14,43 @@ from collections.abc import Sequence
 import torch
 
 MAX_BYTES = 256 << 20
-"""Of the copy. Sequences that need more are gathered in every step, as `batched_attention.attend` does."""
+"""Maximum size of the copy, bytes. Larger batches are gathered in every step, as `batched_attention.attend` does."""
 ROOM = 64
-"""Positions kept free for new tokens when a bucket is made; a full one gets twice its capacity."""
+"""Free positions for new tokens in a new bucket; a full bucket doubles its capacity."""
 FREE_NUMBERS = 1 << 18
-"""Padding is not avoided in a bucket whose keys are fewer numbers than this: another bucket would cost more."""
+"""Size of a bucket's keys, in numbers, below which padding is accepted: another bucket would cost more."""
 MAX_PADDING = 1.25
-"""Padded over real length, in a larger bucket."""
+"""Maximum ratio of padded to real length in a larger bucket."""
 MAX_EXTRA_BUCKETS = 4
-"""So many buckets of sequences that came later; then all are sorted into buckets anew."""
+"""Maximum number of buckets added for new sequences; then all sequences are sorted into buckets again."""
 
 GONE = -1
 
 Pool = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer: [slots, key heads, size]."""
 KEY_POSITIONS, VALUE_POSITIONS = 3, 2
-"""Dimension of the positions in a bucket's keys and values. Keys lie transposed: a matrix product with one query reads
-them faster so (torch's attention kernel, made for many queries, is slower with either layout)."""
+"""Dimension of the positions in a bucket's keys and values. Keys are stored transposed: a matrix product with one query
+reads that layout faster (torch's attention kernel, made for many queries, is slower with either layout)."""
 
 
 class Bucket:
     """b sequences with room for `capacity` tokens each."""
 
     def __init__(self, requests: list[int], lens: torch.Tensor, slots: torch.Tensor) -> None:
-        """`slots` [b, longest] of all tokens so far; beyond a sequence's end they repeat its last one."""
+        """`slots` [b, longest] of all tokens so far; after the end of a sequence its last slot is repeated."""
         self.requests = requests
         """Row of `req_to_token` of each sequence; GONE for a dead row."""
         self.lens = lens
-        """[b] int64, tokens of each sequence in the running step."""
+        """[b] int64, tokens of each sequence in the current step."""
         self._slots: torch.Tensor | None = slots
-        """Only in the step in which the bucket is made: each layer fills its part then."""
+        """Slots in the step that makes the bucket, in which each layer copies its part; None afterwards."""
         self._kept: dict[int, Pool] = {}
-        """By layer, float32: keys [b, key heads, size, capacity] and values [b, key heads, capacity, size]."""
+        """Layer -> float32 keys [b, key heads, size, capacity] and values [b, key heads, capacity, size]."""
         self._make_room(slots.shape[1] + ROOM)
         self.alive: torch.Tensor | None = None
-        """[rows that still decode] int64; None where all do."""
+        """[rows that still decode] int64; None if all rows do."""
         self.batch_rows = torch.empty(0, dtype=torch.int64)
-        """[rows that still decode] int64: index of each in the batch."""
+        """[rows that still decode] int64: index of each row in the batch."""
 
     @property
     def num_positions(self) -> int:
@@ -67,7 +68,7 @@ class Bucket:
         }
 
     def advance(self) -> None:
-        """One more token per sequence, dead ones included; to be called before the first layer of a step."""
+        """Count one more token per sequence, dead rows included; called before the first layer of a step."""
         if self.longest == self.capacity:
             self._make_room(2 * self.capacity)
         self._slots = None
@@ -76,7 +77,7 @@ class Bucket:
         self.longest += 1
 
     def keep(self, rows: list[int]) -> None:
-        """All other rows are dead from now on; they are dropped when they are more than half."""
+        """Mark all other rows as dead; dead rows are removed when they are more than half."""
         if len(rows) == len(self.requests):
             self.alive = None
         elif 2 * len(rows) < len(self.requests):
@@ -96,7 +97,7 @@ class Bucket:
         """Outputs [alive, query heads, value size] float32 of `query` [alive, query heads, size]; `new` likewise."""
         kept = self._kept.get(layer)
         if kept is None:
-            # The slots include those of the new tokens.
+            # The slots include the slots of the new tokens.
             kept = self._kept[layer] = self._gather(pool)
         else:
             rows = torch.arange(len(self.requests)) if self.alive is None else self.alive
@@ -133,32 +134,32 @@ class RunningCache:
         self._requests = torch.empty(0, dtype=torch.int64)
         self._lens = torch.empty(0, dtype=torch.int64)
         self._num_sorted = 0
-        """Buckets when all were sorted last."""
+        """Number of buckets after the last complete sorting."""
 
     def forget(self, requests: Sequence[int]) -> None:
-        """These rows of `req_to_token` are filled by a prefill: whatever decoded there before has ended."""
+        """Mark rows of `req_to_token` that a prefill fills as dead: the sequences that decoded there have ended."""
         gone = set(requests)
         for bucket in self.buckets:
             if not gone.isdisjoint(bucket.requests):
                 bucket.requests = [GONE if request in gone else request for request in bucket.requests]
-                # The next step has to look which rows are left.
+                # Makes the next step look for the remaining rows.
                 self._requests = self._requests[:0]
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self.buckets.clear()
         self._requests = self._lens = torch.empty(0, dtype=torch.int64)
 
     def begin(
         self, req_to_token: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor, *, numbers_per_token: int
     ) -> bool:
-        """Before the first layer of a decode step; False where the copy would be too large, and then there is none.
+        """Prepare a decode step, before its first layer; returns False, without a copy, if the copy would be too large.
 
         Args:
             req_to_token: [requests, positions] integer: slot of each token.
             requests: [B] row of each sequence.
-            lens: [B] tokens of each sequence, the one of this step included.
-            numbers_per_token: keys and values of one token in one layer.
+            lens: [B] tokens of each sequence, including the token of this step.
+            numbers_per_token: Size of the keys and values of one token in one layer, in numbers.
         """
         requests, lens = requests.to(torch.int64), lens.to(torch.int64)
         same = torch.equal(requests, self._requests)
@@ -177,10 +178,10 @@ class RunningCache:
     def attend(
         self, layer: int, query: torch.Tensor, pool: Pool, new_slots: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
-        """Outputs [B, query heads, value size] of one decode step; `new_slots` [B] hold its keys and values already."""
+        """Outputs [B, query heads, value size] of one decode step; `new_slots` [B] hold the new keys and values."""
         output = query.new_empty(*query.shape[:2], pool[1].shape[2])
         queries = query.float()
-        # Read back, so that the copy is what the cache holds, rounding included.
+        # Read back from the cache, so that the copy has the same rounding.
         new = tuple(numbers.index_select(0, new_slots).float() for numbers in pool)
         for bucket in self.buckets:
             rows = bucket.batch_rows
@@ -192,7 +193,7 @@ class RunningCache:
     def _change(
         self, req_to_token: torch.Tensor, requests: torch.Tensor, lens: torch.Tensor, numbers_per_token: int
     ) -> None:
-        """Sequences have ended or come: keep the buckets of those that go on, make buckets for the others."""
+        """Keep the buckets of continuing sequences and make buckets for new ones, after sequences ended or came."""
         row_of = {request: row for row, request in enumerate(requests.tolist())}
         len_of = lens.tolist()
         kept = []
@@ -226,7 +227,7 @@ class RunningCache:
         rows: list[int],
         numbers_per_token: int,
     ) -> None:
-        """Sort the sequences in these rows of the batch into new buckets."""
+        """Sort the sequences in the batch rows `rows` into new buckets."""
         len_of, request_of = lens.tolist(), requests.tolist()
         rows = sorted(rows, key=len_of.__getitem__)
         for part in _cut([len_of[row] for row in rows], numbers_per_token):
@@ -240,7 +241,7 @@ class RunningCache:
 
 
 def _cut(lens: list[int], numbers_per_token: int) -> list[slice]:
-    """Ascending lengths -> parts that are padded to their longest."""
+    """Cut ascending lengths into parts; each part is padded to its longest sequence."""
     parts, begin, real = [], 0, 0
     for index, length in enumerate(lens):
         padded = (index + 1 - begin) * length
@@ -254,7 +255,7 @@ def _cut(lens: list[int], numbers_per_token: int) -> list[slice]:
 
 
 def _widen(numbers: torch.Tensor, dim: int, capacity: int) -> torch.Tensor:
-    """Contiguous, with `capacity` entries along `dim`; zeros at the end."""
+    """Contiguous copy with `capacity` entries along `dim`; the added entries are zeros."""
     wide = numbers.new_zeros(*numbers.shape[:dim], capacity, *numbers.shape[dim + 1 :])
     wide.narrow(dim, 0, numbers.shape[dim]).copy_(numbers)
     return wide

@@ -1,7 +1,7 @@
 """Draws tokens from probabilities with one seed per sample: (probabilities, seeds, positions) -> token ids. Torch only.
 
-`rollout/sglang/cpu/srt_platform.py` uses it inside SGLang's scheduler. A draw depends on nothing but the sample's own
-seed, the position and its probabilities: not on the other samples of the batch, not on the order in which they arrived.
+`rollout/sglang/cpu/srt_platform.py` uses it inside SGLang's scheduler. A draw depends only on the sample's own seed,
+the position and the probabilities: not on the other samples of the batch, not on their order of arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def uniforms(seeds: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [B] float64 with 53 random bits. Two rounds of SplitMix64: the first scatters the seed, so that neighbouring
-        seeds at neighbouring positions do not share numbers.
+        seeds at neighbouring positions do not share random numbers.
     """
     state = _splitmix64(seeds.to(torch.int64))
     state = _splitmix64(state + positions.to(torch.int64) * _GOLDEN_GAMMA)
@@ -42,13 +42,13 @@ def draw(probs: torch.Tensor, *, uniform: torch.Tensor) -> torch.Tensor:
     """
     cumulated = probs.to(torch.float64).cumsum(dim=-1)
     total = cumulated[:, -1:]
-    # Rounding may lift uniform * total up to total itself; stay below it, so that a token is always found.
+    # Rounding may lift uniform * total up to total itself; the clamp below total ensures that a token is always found.
     target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulated, target, right=True).squeeze(-1)
 
 
 def truncate(probs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Probabilities with everything outside top-k, top-p and min-p set to 0; not renormalised.
+    """Probabilities with all tokens outside top-k, top-p and min-p set to 0; not renormalised.
 
     Args:
         probs: [B, V]. top_k: [B] integer (1 is greedy). top_p: [B] in (0, 1]. min_p: [B] in [0, 1].
@@ -73,5 +73,5 @@ def _splitmix64(state: torch.Tensor) -> torch.Tensor:
 
 
 def _logical_shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift int64 right without dragging the sign bit along."""
+    """Shift int64 right and fill with zeros instead of the sign bit."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)

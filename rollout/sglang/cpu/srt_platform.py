@@ -1,7 +1,8 @@
 """The SGLang platform class behind `platform.activate`: attention in batches, and a seed for every sample.
 
-Loaded by SGLang only, inside the server's processes. It uses SGLang's own extension points: the out-of-tree platform,
-`register_attention_backend`, `register_sampler_backend` and the plugin hook registry. Nothing of SGLang is edited.
+Only SGLang loads this file, inside the server's processes. The file uses SGLang's own extension points: the out-of-tree
+platform, `register_attention_backend`, `register_sampler_backend` and the plugin hook registry. SGLang's own files are
+not changed.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         return "native"
 
     def init_backend(self) -> None:
-        """Called by SGLang once in each worker, after it applied the hooks of plugins: install what is ours."""
+        """Install hooks, attention and sampler; SGLang calls this once per worker, after the hooks of plugins."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
         register_attention_backend(ATTENTION_BACKEND)(_make_attention)
-        # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler takes that name.
+        # SGLang forces sampling_backend=pytorch on a CPU, so the seeded sampler is registered under that name.
         _register_sampler()
         source = HookSource(plugin_name=PLATFORM_NAME, dist_name="parity-rl")
         HookRegistry.register(_SEED_HOOK_TARGET, attach_seeds, HookType.AFTER, source=source)
@@ -69,7 +70,7 @@ class ParityCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_args: Any, **_kwargs: Any) -> None:
     """Give every request of a new batch its `sampling_seed`; SGLang fills the field only in deterministic mode.
 
-    SGLang carries the field along when it filters and merges batches.
+    SGLang keeps the field when it filters and merges batches.
     """
     info.sampling_seed = torch.tensor(
         [request.sampling_params.sampling_seed or 0 for request in batch.reqs], dtype=torch.int64
@@ -77,7 +78,7 @@ def attach_seeds(info: SamplingBatchInfo, _cls: type, batch: ScheduleBatch, *_ar
 
 
 def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """[B] slot of the last token before each extension, -1 where there is none.
+    """[B] slot of the last token before each extension, -1 without such a token.
 
     SGLang's own function starts a Triton kernel for every attention backend whose name it does not know.
     """
@@ -86,7 +87,7 @@ def last_slots(req_to_token: torch.Tensor, requests: torch.Tensor, prefix_lens: 
 
 
 def _make_attention(model_runner: Any) -> Any:
-    """SGLang calls this once per worker when the cache exists."""
+    """Make the attention backend; SGLang calls this once per worker when the cache exists."""
     from rollout.sglang.cpu.attention import BatchedAttention
 
     return BatchedAttention(model_runner)
