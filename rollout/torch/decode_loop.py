@@ -1,8 +1,7 @@
-"""The thread in which the embedded engine samples: a queue of requests in front, completions behind.
+"""The sampling thread of the embedded engine: requests in, completions out.
 
 `rollout/torch/engine.py` owns the model and pauses the thread while it replaces weights; `rollout/torch/decoding.py`
-does the sampling. The thread lives while there are unfinished requests, and everything that others see changes under
-one lock.
+does the sampling. The thread lives while there are unfinished requests, and all shared state changes under one lock.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from rollout.types import Completion, GenerateRequest
 logger = logging.getLogger(__name__)
 
 IDLE_S = 60.0
-"""Seconds after which a thread that waits looks around, though nobody woke it."""
+"""Seconds after which a waiting thread checks its state without being woken."""
 GATHER_S = 0.02
 """Seconds that a poll waits for further completions."""
 
 
 class _Work(NamedTuple):
-    """What the thread is told before a token."""
+    """Input of the thread before a token."""
 
     decoder: Decoder
     policy_version: int
@@ -41,9 +40,9 @@ class _Work(NamedTuple):
 
 
 class DecodeLoop:
-    """Samples what is submitted with the decoder that it is given. All methods may be called by any thread.
+    """Samples submitted requests with a decoder. All methods may be called by any thread.
 
-    After a failure nothing is sampled, and `submit` and `poll` raise it, until `load` is called.
+    After a failure nothing is sampled, and `submit` and `poll` raise the error, until `load` is called.
     """
 
     def __init__(self, *, name: str, num_slots: int, request_timeout_s: float) -> None:
@@ -55,17 +54,17 @@ class DecodeLoop:
         self._decoder: Decoder | None = None
         self._policy_version = 0
         self._is_renewed = False
-        """Whether weights came that the batch has not been read again with."""
+        """True if new weights came that the batch was not read again with."""
         self._thread: threading.Thread | None = None
         self._is_stepping = False
-        """Whether the thread is at work on the batch, without the lock."""
+        """True while the thread works on the batch, without the lock."""
         self._pauses = 0
         self._submitted: dict[int, GenerateRequest] = {}
-        """What the thread has not seen yet."""
+        """Requests that the thread has not seen yet, by ticket."""
         self._aborts: set[int] = set()
-        """The same for aborts."""
+        """Tickets of aborts that the thread has not seen yet."""
         self._unfinished: set[int] = set()
-        """Tickets whose completion does not exist yet."""
+        """Tickets without a completion."""
         self._clock = BusyClock()
         self._completions: list[Completion] = []
         self._oldest: tuple[float, GenerateRequest] | None = None
@@ -73,7 +72,7 @@ class DecodeLoop:
 
     @property
     def sampling_s(self) -> float:
-        """Seconds in which there were unfinished requests."""
+        """Seconds with unfinished requests."""
         with self._changed:
             return self._clock.seconds
 
@@ -83,14 +82,14 @@ class DecodeLoop:
             return len(self._unfinished)
 
     def load(self, decoder: Decoder, *, policy_version: int) -> None:
-        """Sample with `decoder` from now on, and forget a failure. Call inside `paused` while the old one is in use."""
+        """Sample with `decoder` from now on, and clear a failure. Call inside `paused` while the old decoder runs."""
         with self._changed:
             self._decoder, self._policy_version = decoder, policy_version
             self._is_renewed = True
             self._failure = None
 
     def unload(self) -> None:
-        """Let go of the decoder. Raises EngineError while requests are unfinished."""
+        """Release the decoder. Raises EngineError while requests are unfinished."""
         with self._changed:
             if self._unfinished:
                 raise EngineError(
@@ -100,7 +99,7 @@ class DecodeLoop:
             self._decoder = None
 
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
-        """Queue requests, all at once: those of one call are admitted as if they had come at the same time."""
+        """Queue requests, all at once: the requests of one call are admitted as if they had come at the same time."""
         with self._changed:
             if self._failure is not None:
                 raise EngineError(str(self._failure)) from self._failure
@@ -112,15 +111,16 @@ class DecodeLoop:
             self._unfinished.update(tickets)
             self._clock.set(is_busy=bool(self._unfinished))
             if self._thread is None and self._unfinished:
-                # A daemon: an engine that nobody stopped must not keep its process alive.
+                # A daemon thread: an engine that was not stopped must not keep its process alive.
                 self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll; then, if there is nothing, a failure or what ends in `timeout_s`.
+        """Completions since the last poll; without any, wait up to `timeout_s` for the next, or raise a failure.
 
-        With the first one it waits GATHER_S for others, within `timeout_s`: every answer takes time from sampling.
+        After the first completion `poll` waits GATHER_S for others, within `timeout_s`: every reply takes time from
+        sampling.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -131,7 +131,8 @@ class DecodeLoop:
                 now = time.monotonic()
                 if now >= deadline:
                     break
-                # Woken for every completion and failure; a request's own deadline may come before ours.
+                # Woken for every completion and failure; the deadline of a request may come before the deadline of the
+                # poll.
                 due = deadline if self._oldest is None else self._oldest[0] + self._request_timeout_s
                 self._changed.wait(max(0.001, min(deadline, due) - now))
             if self._completions:
@@ -141,14 +142,14 @@ class DecodeLoop:
             return completions
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """End unfinished requests; `poll` returns what they have once the thread has seen this."""
+        """End unfinished requests; `poll` returns their tokens so far once the thread has seen the abort."""
         with self._changed:
             self._aborts |= self._unfinished if tickets is None else self._unfinished.intersection(tickets)
             self._changed.notify_all()
 
     @contextmanager
     def paused(self, timeout_s: float) -> Iterator[None]:
-        """Nothing is sampled inside the block. Raises EngineError if the token at work takes longer."""
+        """Pause sampling inside the block. Raises EngineError if the current token takes longer than `timeout_s`."""
         with self._changed:
             self._pauses += 1
         try:
@@ -167,7 +168,7 @@ class DecodeLoop:
             self._fail(EngineError(cause))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread, drop what is unfinished; a thread that hangs is left behind with a warning."""
+        """End the thread and drop unfinished requests; a thread that hangs is left behind with a warning."""
         with self._changed:
             thread = self._thread
             self._forget()
@@ -179,7 +180,7 @@ class DecodeLoop:
                 logger.warning("%s: sampling did not end within %.0f s", self._name, timeout_s)
 
     def _check_deadline(self) -> None:
-        """Fail if the oldest request takes too long. Here, not in the thread: that may be what hangs."""
+        """Fail if the oldest request takes too long. The caller's thread checks: the sampling thread may hang."""
         if self._oldest is None or time.monotonic() - self._oldest[0] < self._request_timeout_s:
             return
         request = self._oldest[1]
@@ -202,25 +203,25 @@ class DecodeLoop:
         self._clock.set(is_busy=False)
         self._aborts.clear()
         self._oldest = None
-        # A thread that is not ours any more ends when it looks, and what it still samples is dropped.
+        # A detached thread ends at its next check, and its further tokens are dropped.
         self._thread, self._is_stepping = None, False
 
     def _run(self) -> None:
-        """The thread: one token at a time, until nothing is unfinished."""
+        """Body of the thread: one token at a time, until no request is unfinished."""
         batch: Batch | None = None
         with torch.inference_mode():
             while (work := self._next_work()) is not None:
                 try:
                     batch, completions = self._sample(batch, work)
                 except Exception as error:
-                    # Whatever it was, whoever polls must hear of it; the thread has nobody to raise to.
+                    # The caller of `poll` must receive any error; the thread itself has no caller to raise to.
                     logger.debug("%s: sampling failed", self._name, exc_info=True)
                     self._end_with(error)
                     return
                 self._hand_over(completions, batch.oldest)
 
     def _sample(self, batch: Batch | None, work: _Work) -> tuple[Batch, list[Completion]]:
-        """One token for everything that has a slot after `work`."""
+        """Sample one token for every sequence that has a slot after `work`."""
         if batch is None:
             batch = Batch(work.decoder, num_slots=self._num_slots, policy_version=work.policy_version)
         elif work.is_renewed:
@@ -235,7 +236,7 @@ class DecodeLoop:
                 self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
 
     def _next_work(self) -> _Work | None:
-        """What has changed since the last token, once nobody pauses; None if the thread has to end."""
+        """Changes since the last token, once no pause is active; None if the thread must end."""
         with self._changed:
             while self._pauses and self._is_current:
                 self._changed.wait(IDLE_S)
@@ -248,7 +249,7 @@ class DecodeLoop:
                 self._decoder, self._policy_version, self._is_renewed, dict(self._submitted), set(self._aborts)
             )
             if self._oldest is None:
-                # From now on a poll has a deadline to look at.
+                # From now on a poll checks the deadline of this request.
                 first = next(iter(self._submitted.values()), None)
                 self._oldest = None if first is None else (time.monotonic(), first)
                 self._changed.notify_all()

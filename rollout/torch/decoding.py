@@ -1,7 +1,8 @@
 """Continuous batched sampling: (Decoder, GenerateRequests) -> Generations.
 
-The arithmetic of `rollout/torch/engine.py`, called by the thread of `rollout/torch/decode_loop.py`. The response to a
-request depends on its prompt, its seed and the weights; the requests beside it only move the last bits of the logits.
+The thread of `rollout/torch/decode_loop.py` calls this arithmetic of `rollout/torch/engine.py`. The response to a
+request depends on its prompt, its seed and the weights; the other requests of a batch change only the last bits of the
+logits.
 
 S: slots, N: sequences being decoded, in the first N slots, R: most response tokens, V: vocabulary, B: rows,
 M: sequences that are read.
@@ -23,10 +24,10 @@ from rollout.torch.model import Decoder
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 REFILL_PARTS = 8
-"""Requests are admitted when one of this many parts of the slots is free, or a slot for each: it costs a forward."""
+"""Requests are admitted when 1 / REFILL_PARTS of the slots is free, or a slot for each: admission costs a forward."""
 
 PREFILL_TOKENS = 1 << 15
-"""Tokens of one forward over prompts, padding included: what bounds its memory."""
+"""Maximum of tokens in one forward over prompts, padding included: bounds the memory of the forward."""
 
 
 def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> t
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
     logprobs = torch.log_softmax(scaled, dim=-1)
-    # float64: near 1, float32 numbers are 6e-8 apart, which is more than a rare token's share.
+    # float64: near 1, float32 numbers are 6e-8 apart, which is more than the probability of a rare token.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     # A draw is at most 1 - 2^-53, so the product stays below the total also after rounding, and a token without
     # probability at the upper end is never chosen.
@@ -51,12 +52,12 @@ def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> t
 
 @dataclass(kw_only=True, slots=True)
 class _Rows:
-    """One row per slot; those of the sequences being decoded come first."""
+    """One row per slot; the rows of the sequences being decoded come first."""
 
     ticket: Tensor
-    """[S] int64."""
+    """[S] int64, ticket of the request."""
     temperature: Tensor
-    """[S] float32."""
+    """[S] float32, sampling temperature."""
     limit: Tensor
     """[S] int64, max_new_tokens."""
     stop: Tensor
@@ -64,13 +65,13 @@ class _Rows:
     uniforms: Tensor
     """[S, R] float64, all draws of a sample, fixed by its seed alone: draw t is for response token t."""
     prompt_length: Tensor
-    """[S] int64."""
+    """[S] int64, tokens of the prompt."""
     count: Tensor
-    """[S] int64, response tokens so far, those that were resumed included."""
+    """[S] int64, response tokens so far, resumed tokens included."""
     tokens: Tensor
-    """[S, R] int64; entries from `count` on are meaningless."""
+    """[S, R] int64; entries from `count` on have no meaning."""
     logprobs: Tensor
-    """[S, R] float32; those of resumed tokens are meaningless."""
+    """[S, R] float32; entries of resumed tokens have no meaning."""
 
     @classmethod
     def empty(cls, num_slots: int, *, num_stop: int, max_new_tokens: int, device: torch.device) -> _Rows:
@@ -90,7 +91,7 @@ class _Rows:
         )
 
     def grown(self, num_slots: int, *, num_stop: int, max_new_tokens: int) -> _Rows:
-        """The same rows with room for at least as much as is asked for; itself where there is enough."""
+        """The same rows with room for at least the given sizes; `self` if the room is enough."""
         held_slots, held_stop = self.stop.shape
         room = self.tokens.shape[1]
         if held_slots >= num_slots and held_stop >= num_stop and room >= max_new_tokens:
@@ -108,7 +109,7 @@ class _Rows:
         return larger
 
     def fill(self, first: int, sequences: Sequence[_Sequence]) -> None:
-        """Put `sequences` into the rows from `first` on."""
+        """Write `sequences` into the rows from `first` on."""
         samplings = [sequence.request.sampling for sequence in sequences]
         rows = slice(first, first + len(sequences))
         width = self.stop.shape[1]
@@ -119,7 +120,7 @@ class _Rows:
         self.stop[rows] = torch.tensor(stop, dtype=torch.int64).view(len(sequences), width)
         self.prompt_length[rows] = torch.tensor([len(sequence.request.prompt_token_ids) for sequence in sequences])
         self.count[rows] = torch.tensor([len(sequence.begun) for sequence in sequences])
-        # On the CPU whatever the device is, so that a seed means the same draws everywhere.
+        # Drawn on the CPU for every device, so that a seed gives the same draws everywhere.
         generator = torch.Generator()
         for row, sequence in enumerate(sequences, start=first):
             sampling = sequence.request.sampling
@@ -138,22 +139,22 @@ class _Rows:
 
 @dataclass(kw_only=True, slots=True)
 class _Sequence:
-    """A request that has a slot."""
+    """A request with a slot."""
 
     ticket: int
     request: GenerateRequest
     taken_up: float
-    """time.monotonic() of its admission."""
+    """Time of its admission, time.monotonic()."""
     spans: list[tuple[int, int]]
-    """(first response token, policy version) of every stretch that was sampled here."""
+    """(first response token, policy version) of every stretch sampled by this engine."""
 
     @property
     def begun(self) -> list[int]:
-        """Response tokens that were there before."""
+        """Response tokens of an earlier, aborted part."""
         return [] if self.request.resumed is None else self.request.resumed.token_ids
 
     def generation(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> Generation:
-        """The response, of which `tokens` and `logprobs` [R] hold everything that was sampled here."""
+        """The response; `tokens` and `logprobs` [R] hold all tokens so far."""
         ends = [*(first for first, _ in self.spans[1:]), len(tokens)]
         versions = [v for (first, v), end in zip(self.spans, ends, strict=True) for _ in range(first, end)]
         first = len(self.begun)
@@ -166,21 +167,21 @@ class _Sequence:
 class Batch:
     """The sequences being decoded and the requests that wait for a slot. Call under `torch.inference_mode()`.
 
-    Which tokens are drawn together depends on the order of the calls alone, never on the clock.
+    The set of tokens drawn together depends on the order of the calls alone, never on the clock.
     """
 
     def __init__(self, decoder: Decoder, *, num_slots: int, policy_version: int) -> None:
-        """At most `num_slots` sequences are decoded together; memory is taken as they come."""
+        """At most `num_slots` sequences are decoded together; memory grows with the sequences."""
         self._decoder = decoder
         self._num_slots = num_slots
         self._version = policy_version
         self._waiting: dict[int, GenerateRequest] = {}
         self._sequences: dict[int, _Sequence] = {}
-        """By ticket, in the order of admission."""
+        """Ticket -> sequence, in the order of admission."""
         self._rows = _Rows.empty(0, num_stop=0, max_new_tokens=0, device=decoder.device)
         self._slots = KVSlots(num_slots=0, max_columns=0)
         self._logits: Tensor | None = None
-        """[N, V] of the active rows."""
+        """[N, V], next-token logits of the active rows."""
 
     @property
     def num_active(self) -> int:
@@ -192,16 +193,16 @@ class Batch:
 
     @property
     def oldest(self) -> tuple[float, GenerateRequest] | None:
-        """When the request that is decoded for the longest time was taken up, a time.monotonic() value."""
+        """(time.monotonic() of the admission, request) of the sequence that has been decoded for the longest time."""
         first = next(iter(self._sequences.values()), None)
         return None if first is None else (first.taken_up, first.request)
 
     def add(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
-        """Requests that wait for a slot from now on, behind those that wait already."""
+        """Append requests to the queue for a slot."""
         self._waiting.update(zip(tickets, requests, strict=True))
 
     def advance(self) -> list[Completion]:
-        """One token for every active sequence; returns those that ended with it."""
+        """Sample one token for every active sequence; returns the sequences that ended with it."""
         free = self._num_slots - self.num_active
         if self._waiting and free >= min(self.num_waiting, max(1, self._num_slots // REFILL_PARTS)):
             self._admit(min(free, self.num_waiting))
@@ -217,7 +218,7 @@ class Batch:
         return completions
 
     def abort(self, tickets: Collection[int] | None) -> list[Completion]:
-        """End the unfinished requests among `tickets`, None for all, with what they have."""
+        """End the unfinished requests among `tickets`, None for all; returns their tokens so far."""
         completions: list[Completion] = []
         for ticket in [ticket for ticket in self._waiting if tickets is None or ticket in tickets]:
             completions.append(Completion(ticket, aborted(self._waiting.pop(ticket))))
@@ -227,7 +228,7 @@ class Batch:
         return completions
 
     def renew(self, decoder: Decoder, policy_version: int) -> None:
-        """Go on with other weights: every sequence is read again with them, the log-probs so far stay."""
+        """Continue with other weights: every sequence is read again with them, and keeps its log-probs so far."""
         self._decoder, self._version = decoder, policy_version
         self._logits = None
         active = self.num_active
@@ -242,7 +243,7 @@ class Batch:
         self._logits = self._read(0, texts)
 
     def _admit(self, count: int) -> None:
-        """Give the next `count` requests a slot each and read what they have."""
+        """Give the next `count` requests a slot each and read their tokens."""
         now, active = time.monotonic(), self.num_active
         sequences = []
         for ticket in list(islice(self._waiting, count)):
@@ -267,13 +268,13 @@ class Batch:
         self._logits = logits if self._logits is None else torch.cat([self._logits, logits])
 
     def _read(self, first: int, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Store `texts` in the slots from `first` on, every distinct one read once: logits after each, [M, V]."""
+        """Store `texts` in the slots from `first` on, reading each distinct text once -> logits after each, [M, V]."""
         device, logits = self._decoder.device, []
         for part in chunks(texts, max_tokens=PREFILL_TOKENS):
             distinct: dict[tuple[int, ...], int] = {}
             index = [distinct.setdefault(tuple(text), len(distinct)) for text in texts[part]]
             width = max(len(text) for text in distinct)
-            # The id of padding does not matter.
+            # Any token id works as padding.
             padded = [list(text) + [0] * (width - len(text)) for text in distinct]
             text_of_slot = torch.tensor(index, device=device)
             read = self._decoder.prefill(
@@ -285,7 +286,7 @@ class Batch:
         return torch.cat(logits)
 
     def _sample(self) -> Tensor:
-        """Draw the next token of every active row; returns which rows ended with it, [N] bool."""
+        """Draw the next token of every active row -> [N] bool, True for rows that ended with it."""
         rows, active = self._rows, slice(self.num_active)
         if self._logits is None:
             raise RuntimeError("a token is drawn after a forward")
@@ -298,7 +299,7 @@ class Batch:
         return (tokens[:, None] == rows.stop[active]).any(dim=-1) | (rows.count[active] >= rows.limit[active])
 
     def _collect(self, ended: Tensor, *, is_abort: bool) -> list[Completion]:
-        """The responses of the rows `ended` [N] bool, whose slots are free from now on."""
+        """The responses of the rows `ended` [N] bool; frees their slots."""
         rows, indices, completions = self._rows, ended.nonzero().squeeze(-1), []
         columns = (rows.ticket, rows.count, rows.tokens, rows.logprobs)
         active = self.num_active
@@ -314,7 +315,7 @@ class Batch:
         return completions
 
     def _release(self, ended: Tensor, *, active: int) -> None:
-        """Free the slots of the rows that ended, of `active`; the last active rows move into the holes."""
+        """Free the slots of the `ended` rows among the first `active`; the last active rows move into the gaps."""
         left = active - int(ended.sum())
         target = ended[:left].nonzero().squeeze(-1)
         source = (~ended[left:]).nonzero().squeeze(-1) + left
@@ -336,7 +337,7 @@ class Batch:
 
 
 def chunks(texts: Sequence[Sequence[int]], *, max_tokens: int) -> Iterator[slice]:
-    """Consecutive `texts` that are read in one forward, each distinct one once: `max_tokens` with padding, or one."""
+    """Consecutive `texts` for one forward, each distinct text once: `max_tokens` with padding, or a single text."""
     begin, width = 0, 0
     distinct: set[tuple[int, ...]] = set()
     for index, text in enumerate(texts):

@@ -1,8 +1,8 @@
 """The embedded engine: a transformers model in the caller's process behind the Engine protocol, no server.
 
-Implements `rollout.engine.Engine`; hosted by `rollout/group/worker.py`. The thread of `rollout/torch/decode_loop.py`
-samples, with `rollout/torch/decoding.py`, the forward of `rollout/torch/model.py` and the memory of
-`rollout/torch/kv_cache.py`. Deterministic, so it is also what other engines are compared with.
+Implements `rollout.engine.Engine`; `rollout/group/worker.py` hosts the engine. The thread of
+`rollout/torch/decode_loop.py` samples, with `rollout/torch/decoding.py`, the forward of `rollout/torch/model.py` and
+the memory of `rollout/torch/kv_cache.py`. The engine is deterministic, so other engines are compared with it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from rollout.types import Completion, GenerateRequest, WeightBucket
 from rollout.weights.buckets import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
 
 STOP_TIMEOUT_S = 10.0
-"""Seconds for the token that is being sampled when the engine is stopped or put to sleep."""
+"""Seconds of waiting for the current token when the engine is stopped or put to sleep."""
 LISTED_NAMES = 5
-"""Tensor names shown in an error; the rest is counted."""
+"""Number of tensor names in an error; further names are counted."""
 
 
 class TorchEngine(Engine):
-    """One model, continuous batched sampling in a thread of its own."""
+    """One model, with continuous batched sampling in its own thread."""
 
     def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
-        """`index` names the engine in errors; `num_threads` is set for the whole process, None leaves it alone."""
+        """`index` names the engine in errors; `num_threads` applies to the whole process, None leaves it unchanged."""
         self._config = config
         self._index = index
         self._device = torch.device(device)
@@ -54,7 +54,7 @@ class TorchEngine(Engine):
     def start(self, model_path: Path) -> EngineInfo:
         """Load weights and architecture from a local directory; policy version 0. Raises EngineError.
 
-        Loading cannot be interrupted: rollout.start_timeout_s is checked once it has ended.
+        Loading cannot be interrupted: rollout.start_timeout_s is checked after loading.
         """
         begin = time.monotonic()
         if not (model_path / "config.json").is_file():
@@ -62,7 +62,7 @@ class TorchEngine(Engine):
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
         try:
-            # Typed as the model alone, but with output_loading_info it is a pair.
+            # The return type is the model alone, but with output_loading_info the function returns a pair.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 model_path,
                 dtype=DTYPES[self._config.dtype.name],
@@ -77,7 +77,7 @@ class TorchEngine(Engine):
         model, loading = loaded
         absent = sorted(loading["missing_keys"])
         if absent:
-            # transformers would go on with random numbers in their place.
+            # transformers would continue with random numbers for missing weights.
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
         if altered := altered_logits(model.config):
             raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
@@ -98,10 +98,9 @@ class TorchEngine(Engine):
         return EngineInfo(name=f"torch {torch.__version__}", address="embedded", pids=(), start_s=start_s)
 
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
-        """Queue requests; those of one call are sampled the same way whatever else the process does meanwhile.
+        """Queue requests; the samples of one call do not depend on other work of the process.
 
-        Raises ValueError for a request that cannot be served as it stands, EngineError if the engine holds no usable
-        weights or has failed.
+        Raises ValueError for an invalid request, EngineError if the engine holds no usable weights or has failed.
         """
         model = self._usable_model("generate")
         for request in requests:
@@ -109,21 +108,21 @@ class TorchEngine(Engine):
         self._loop.submit(tickets, requests)
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll; after a failure EngineError until weights are loaded again."""
+        """Completions since the last poll; after a failure EngineError until weights are loaded again."""
         return self._loop.poll(timeout_s)
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """End unfinished requests after the token that is being sampled; `poll` returns what they have."""
+        """End unfinished requests after the current token; `poll` returns their tokens so far."""
         self._loop.abort(tickets)
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
-        """Replace all parameters with bytes whose digests are those that were sent; then the version is set.
+        """Replace all parameters with bytes whose digests equal the sent digests; then set the version.
 
-        Nothing is touched unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU, buckets
-        in shared memory become the parameters as they lie, joined projections too if they lie side by side. Others are
-        copied, read back and compared. Sampling pauses only once all that is checked before has been. Raises
-        WeightSyncError; if the read-back disagrees, unfinished requests are lost and none is served until a later sync
-        has succeeded.
+        No parameter changes unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU,
+        buckets in shared memory become the parameters in place, also joined projections if they are adjacent. Other
+        buckets are copied, read back and compared. Sampling pauses only after the checks. Raises WeightSyncError; if
+        the read-back disagrees, unfinished requests are lost and the engine refuses requests until a later sync
+        succeeds.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()
@@ -149,7 +148,7 @@ class TorchEngine(Engine):
     def _replace(
         self, buckets: Sequence[WeightBucket], model: PreTrainedModel, *, begin: float, version: int
     ) -> tuple[bool, float]:
-        """Put checked weights into the model: whether they are used as they lie, and when they were in."""
+        """Put checked weights into the model -> (True if the buckets are used in place, time.monotonic() then)."""
         parameters = dict(model.named_parameters())
         self._broken = f"the sync of policy version {version} did not complete"
         in_place = self._device.type == "cpu" and all(bucket.region is not None for bucket in buckets)
@@ -164,15 +163,15 @@ class TorchEngine(Engine):
         loaded = time.monotonic()
         if not in_place:
             self._read_back(buckets, parameters, begin=begin, version=version)
-        # Projections that are computed together are copied next to each other where they do not lie so already: in
-        # shared memory they do, unless one module is larger than a bucket.
+        # Projections that are computed together are copied next to each other unless they are adjacent already: in
+        # shared memory they are, unless one module is larger than a bucket.
         self._loop.load(build_decoder(model, self._rounding), policy_version=version)
         self._version = version
         self._broken = ""
         return in_place, loaded
 
     def sleep(self) -> None:
-        """Move the model to the host; it keeps its weights. Raises EngineError while requests are unfinished."""
+        """Move the model to the host; the model keeps its weights. Raises EngineError while requests are unfinished."""
         model: torch.nn.Module = self._started_model("sleep")
         self._loop.unload()
         model.to("cpu")
@@ -180,7 +179,7 @@ class TorchEngine(Engine):
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Move the model back."""
+        """Move the model back to its device."""
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
         if not self._broken:
@@ -197,7 +196,7 @@ class TorchEngine(Engine):
         return self._version
 
     def stop(self) -> None:
-        """End sampling, whatever is unfinished, and free the model; safe to call twice."""
+        """End sampling, drop unfinished requests, and free the model; safe to call twice."""
         self._loop.stop(STOP_TIMEOUT_S)
         self._model = None
         if self._device.type == "cuda":

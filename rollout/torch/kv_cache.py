@@ -1,12 +1,12 @@
-"""Keys and values of the sequences being decoded, and attention over them: any Hugging Face decoder can use both.
+"""Keys and values of the sequences being decoded, and attention over them: for any Hugging Face decoder.
 
-A slot is a row of memory for one sequence: column t holds its token t, so no slot knows padding and sequences of
-different ages are decoded together. The active slots are always the first ones; memory grows with the longest
-sequence. The model calls `slot_attention` by the name SLOT_ATTENTION; what is to be done travels with the call, as a
-`Prefill` or a `Step`.
+A slot is a row of memory for one sequence: column t holds its token t, so slots have no padding and sequences of
+different lengths are decoded together. The active slots are always the first slots; memory grows with the longest
+sequence. The model calls `slot_attention` by the name SLOT_ATTENTION; a `Prefill` or a `Step` in the call says which
+tokens to read.
 
-S: slots, N: active ones, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns,
-D: size of a head.
+S: slots, N: active slots, U: distinct prompts, P: padded prompt length, H: heads, K: key/value heads, C: columns, D:
+size of a head.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SLOT_ATTENTION = "parity_slots"
 """Value of `attn_implementation` that selects this attention."""
 
 FIRST_COLUMNS = 64
-"""Columns beyond the first prompts; memory doubles when they are used up."""
+"""Additional columns after the first prompts; the memory doubles when all columns are used."""
 
 
 def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values of `dtype` are multiplied in: on a CPU float32, which loses nothing.
+    """Type in which keys and values of `dtype` are multiplied: float32 on a CPU, without loss.
 
-    There torch copies bfloat16 matrices that have room between them before it multiplies them, and slowly; to widen
-    them first takes less, and they are kept, and read, in half the bytes.
+    On a CPU torch copies bfloat16 matrices with gaps between them before it multiplies them, and slowly. Widening them
+    first takes less time, and the stored values keep half the bytes.
     """
     return torch.float32 if device.type == "cpu" else dtype
 
 
 class KVSlots:
-    """Keys and values of every layer. A layer's memory is taken when its first prompt comes."""
+    """Keys and values of every layer. The memory of a layer is allocated with its first prompt."""
 
     def __init__(self, *, num_slots: int, max_columns: int) -> None:
         """`max_columns` is the length of the longest sequence that will be stored; `resize` raises both."""
@@ -44,7 +44,7 @@ class KVSlots:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def resize(self, *, num_slots: int, max_columns: int) -> None:
-        """Make room for more slots or longer sequences; what is stored stays. Never takes room away."""
+        """Make room for more slots or longer sequences; stored values stay. Never shrinks."""
         self._num_slots = max(self._num_slots, num_slots)
         self._max_columns = max(self._max_columns, max_columns)
 
@@ -62,7 +62,7 @@ class KVSlots:
         elif room < columns:
             room = min(max(columns, 2 * room), self._max_columns)
         shape = (self._num_slots, like.shape[1], room, like.shape[3])
-        # Zeros: what no token has written is masked, and a NaN that memory held would get through the mask.
+        # Zeros: unwritten columns are masked, but a NaN in uninitialised memory would pass through the mask.
         grown = (like.new_zeros(shape), like.new_zeros(shape))
         if held is not None:
             for new, old in zip(grown, held, strict=True):
@@ -71,14 +71,14 @@ class KVSlots:
         return grown
 
     def move(self, source: Tensor, target: Tensor, *, columns: int) -> None:
-        """Copy the first `columns` of slots `source` to slots `target`, both [M] int64 without a common element."""
+        """Copy the first `columns` columns of slots `source` to slots `target`, both [M] int64 and disjoint."""
         for layer in self._layers.values():
             for memory in layer:
                 memory[target, :, :columns] = memory[source, :, :columns]
 
 
 class Prefill:
-    """Prompts are read and stored: prompt `prompt_of_slot[i]` in slot `first_slot + i`."""
+    """Reads and stores prompts: prompt `prompt_of_slot[i]` in slot `first_slot + i`."""
 
     def __init__(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> None:
         """`longest` is the length of the longest prompt."""
@@ -99,7 +99,7 @@ class Prefill:
 
 
 class Step:
-    """Each of the first N slots gets one token, at its own position."""
+    """Gives each of the first N slots one token, at its own position."""
 
     def __init__(self, slots: KVSlots, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
         """`positions` [N] int64, column of the new token; `longest` is their maximum plus one; `dtype` of the model."""
@@ -115,14 +115,14 @@ class Step:
             self._mask = mask.masked_fill_(behind, -torch.inf)[:, None]
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Store the new token and attend to all of its sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
+        """Store the new token and attend to the whole sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
         count, num_heads, _, size = query.shape
         num_kv = key.shape[1]
         past = []
         for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
             memory[self._rows, :, self._positions] = new[:, :, 0]
             held = memory[:count, :, : self.longest].to(self._dtype)
-            # [N * K, C, D], without a further copy: active slots lie together. Batched products beat the fused
+            # [N * K, C, D], without a further copy: active slots are adjacent. Batched products beat the fused
             # attention of torch 2.13 two to three times on a CPU when there is one query per sequence.
             past.append(held.flatten(0, 1))
         keys, values = past
@@ -132,7 +132,7 @@ class Step:
             scores = torch.bmm(queries, keys.transpose(1, 2))
         else:
             if len(self._mask) != count * num_kv:
-                # Once for all layers.
+                # Computed once for all layers.
                 self._mask = self._mask.expand(count, num_kv, self.longest).reshape(-1, 1, self.longest)
             scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2))
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self._dtype)

@@ -1,9 +1,9 @@
 """Newest tokens -> next-token logits: a transformers model with its keys and values in slots
 (`rollout/torch/kv_cache.py`).
 
-`ModuleDecoder` runs the model's own code and serves every architecture. `FusedDecoder` computes the same for those
-that consist of the blocks of Llama, with a third of the operations; `build_decoder` chooses. Both read the
-parameters of the model that they were built for, so they see new weights as soon as these are copied into it.
+`ModuleDecoder` runs the model's own code and serves every architecture. `FusedDecoder` computes the same for
+architectures that consist of Llama's blocks, with a third of the operations; `build_decoder` chooses. Both decoders
+read the parameters of their model, so they see new weights as soon as the weights are copied into the model.
 
 N: sequences, U: prompts, P: padded prompt length, V: vocabulary, H: heads, K: key/value heads, D: size of a head.
 """
@@ -29,11 +29,11 @@ FUSED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 """Values of model_type whose blocks `FusedDecoder` computes."""
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotary embeddings whose angles depend on nothing but the position."""
+"""Rotary embeddings whose angles depend on the position only."""
 
 
 class Decoder(Protocol):
-    """What `rollout/torch/decoding.py` needs of a model. Call under `torch.inference_mode()`."""
+    """The forward of a model for `rollout/torch/decoding.py`. Call under `torch.inference_mode()`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -46,12 +46,12 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Tensor, positions: Tensor, forward: Step) -> Tensor:
-        """Read one token [N] per sequence, at `positions` [N]: logits after it, [N, V]."""
+        """Read one token [N] per sequence, at `positions` [N]: logits after that token, [N, V]."""
         ...
 
 
 class _HiddenDecoder(ABC):
-    """What every decoder does with its hidden states."""
+    """Prefill and step of every decoder, computed from its hidden states."""
 
     @property
     @abstractmethod
@@ -67,7 +67,7 @@ class _HiddenDecoder(ABC):
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, hidden] -> [B, V]."""
+        """Logits [B, V] of hidden states [B, hidden]."""
 
     def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
@@ -123,10 +123,11 @@ class _Block:
 
 
 class FusedDecoder(_HiddenDecoder):
-    """The blocks of Llama and its kin as plain functions: norms, one product for q, k and v, one for gate and up.
+    """Blocks like Llama's as plain functions: norms, one product for q, k and v, one product for gate and up.
 
-    Projections that are computed together lie in one buffer, of which the model's parameters become views. On a CPU
-    they are packed besides: build a new one when the parameters have changed. Agrees with `ModuleDecoder` to rounding.
+    Projections that are computed together share one buffer, and the model's parameters become views of the buffer. On a
+    CPU the buffers are also packed: build a new decoder when the parameters have changed. Agrees with `ModuleDecoder`
+    to rounding.
     """
 
     def __init__(self, model: PreTrainedModel, rounding: Rounding | None = None) -> None:
@@ -159,7 +160,7 @@ class FusedDecoder(_HiddenDecoder):
     def _hidden(self, token_ids: Tensor, positions: Tensor, forward: Prefill | Step) -> Tensor:
         """Final hidden states [B, T, hidden] of tokens and positions [B, T], before the last norm.
 
-        In between they are rows, one per token, filled up once for all products where oneDNN multiplies
+        Between the layers the states are rows, one per token, filled up once for all products where oneDNN multiplies
         (`rollout/torch/products.py`).
         """
         cos, sin = self._rotation(positions, longest=forward.longest)
@@ -181,7 +182,7 @@ class FusedDecoder(_HiddenDecoder):
     def _attention(
         self, index: int, block: _Block, heads: Tensor, cos: Tensor, sin: Tensor, forward: Prefill | Step
     ) -> Tensor:
-        """Projections [B, T, H + 2 K, D] of the tokens -> what they attend to, [B * T, H * D]."""
+        """Projections [B, T, H + 2 K, D] of the tokens -> outputs of attention [B * T, H * D]."""
         rotated, value = heads.split([self._num_heads + self._num_kv, self._num_kv], dim=2)
         if block.query_norm is not None and block.key_norm is not None:
             query, key = rotated.split([self._num_heads, self._num_kv], dim=2)
@@ -210,9 +211,9 @@ class FusedDecoder(_HiddenDecoder):
 
 
 def build_decoder(model: PreTrainedModel, rounding: Rounding | None = None) -> Decoder:
-    """The fastest decoder that computes exactly what the model's own code does.
+    """The fastest decoder that computes exactly the same as the model's own code.
 
-    `rounding` of the inputs of projections: the model's own code must have been told with `round_inputs`.
+    `rounding` applies to the inputs of projections; for the model's own code the caller sets it with `round_inputs`.
     """
     hf_config = model.config
     rope = getattr(hf_config, "rope_parameters", None) or {}
@@ -249,7 +250,7 @@ def _block(layer: Any, *, may_pack: bool) -> _Block:
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One buffer with all rows; each parameter becomes a view of its own rows, so that no weight exists twice."""
+    """One buffer with all rows; each parameter becomes a view of its own rows, so that no weight is stored twice."""
     first, ends = parameters[0].detach(), [0]
     for parameter in parameters:
         ends.append(ends[-1] + parameter.numel())

@@ -1,8 +1,8 @@
 """x W^T + b on a CPU with the faster of torch's two libraries: for the linear layers of engines and of the policy.
 
-In float32 torch always asks MKL. On a processor that is not Intel's, MKL does not use AVX-512; oneDNN, which torch
-brings along and asks in bfloat16, does, and takes half the time. oneDNN compiles per shape: the few rows of a decoding
-step are filled up, in both types. Elsewhere and in other types nothing changes.
+In float32 torch always asks MKL. On processors of other makers than Intel, MKL does not use AVX-512; oneDNN, which
+torch includes and uses in bfloat16, does, and takes half the time. oneDNN compiles code per shape: the few rows of a
+decoding step are filled up, in both types. On other machines and in other types nothing changes.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MIN_ROWS = 2
-"""Of one row, MKL multiplies a vector, which is faster."""
+"""Minimum of rows for oneDNN: for one row, MKL multiplies a vector, which is faster."""
 FEW_ROWS = (4, 8)
 ROWS_STEP = 16
 """oneDNN compiles code for every new number of rows, which takes longer than a product of a decoding step. The rows of
-such a step are filled up to one of FEW_ROWS or to a multiple of this: the numbers that are left fit its cache."""
+such a step are filled up to one of FEW_ROWS or to a multiple of ROWS_STEP: the remaining numbers of rows fit oneDNN's
+cache."""
 MAX_FILLED_ROWS = 256
-"""With more rows the product takes longer than the compilation."""
+"""Maximum of rows that are filled up; with more rows the product takes longer than the compilation."""
 PACKED_ROWS = 32
-"""Number of rows for which weights are packed; oneDNN packs the same way for others."""
+"""Number of rows for which weights are packed; oneDNN packs the same way for other numbers."""
 
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether float32 products of this machine's CPU are faster with oneDNN: by what it is, never by the clock."""
+    """True if this machine's CPU computes float32 products faster with oneDNN, by its type, never by a measurement."""
     try:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -40,14 +41,14 @@ def prefers_onednn() -> bool:
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
-        # An operator without public name, made for torch.compile: another torch may lack it.
+        # A private operator, made for torch.compile, which another release of torch may lack.
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU multiplies `dtype` with oneDNN, and this torch can pack weights for it."""
+    """True if this machine's CPU multiplies `dtype` with oneDNN, and this torch can pack weights for oneDNN."""
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     if dtype == torch.bfloat16:
@@ -56,14 +57,14 @@ def packs(dtype: torch.dtype) -> bool:
 
 
 def filled_rows(count: int) -> int:
-    """The number of rows that `count` rows of a decoding step are filled up to."""
+    """Number of rows to which `count` rows of a decoding step are filled up."""
     if count > MAX_FILLED_ROWS:
         return count
     return next((few for few in FEW_ROWS if count <= few), count + -count % ROWS_STEP)
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As torch.nn.functional.linear: states [.., I], weight [O, I], bias [O] -> [.., O]; differentiable once."""
+    """Like torch.nn.functional.linear: states [.., I], weight [O, I], bias [O] -> [.., O]; differentiable once."""
     is_fast = states.dtype == weight.dtype == torch.float32 and prefers_onednn()
     needs_grad = states.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     is_trained = torch.is_grad_enabled() and needs_grad
@@ -83,11 +84,11 @@ def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 class Projection:
-    """rows [N, I] -> rows W^T + b [N, O] of a weight [O, I] that does not change any more, without a gradient.
+    """rows [N, I] -> rows W^T + b [N, O] of a constant weight [O, I], without a gradient.
 
-    On a CPU the weight is packed: held a second time, in the order in which oneDNN reads it. The few rows of a decoding
-    step, which wait for weights more than they compute, take two thirds of the time. `filled_rows` says how many rows
-    there should be.
+    On a CPU the weight is packed: stored a second time, in the order in which oneDNN reads it. A decoding step, whose
+    few rows wait for weights more than they compute, takes two thirds of the time. `filled_rows` gives the best number
+    of rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, may_pack: bool) -> None:
@@ -118,9 +119,10 @@ def use_fast_products(model: nn.Module) -> None:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, I] times the transpose of weight [O, I] -> [N, O]; both contiguous, or transposed from that, or the
-    weight packed. For other strides, those of an expanded gradient among them, oneDNN has only reference code:
-    thousands of times as slow."""
+    """rows [N, I] times the transpose of weight [O, I] -> [N, O]. Both are contiguous, or transposed from contiguous,
+    or the weight is packed. For other strides, such as an expanded gradient's, oneDNN has only reference code:
+    thousands of times as slow.
+    """
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out
 
