@@ -1,1 +1,1 @@
-"""The step's batch, as it crosses from the driver to the ranks: packed micro-batches and how they are planned."""
+"""The step's batch between driver and ranks: packed micro-batches and their planning."""

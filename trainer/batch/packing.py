@@ -1,7 +1,8 @@
 """Rewarded groups -> TrainBatch: packed micro-batches for every rank.
 
-`trainer/batch/planner.py` says which sequences share a micro-batch; none is ever split or truncated. Denominators
-(response tokens, sequences) are counted here, over the whole optimizer step, so that no later split can change them.
+`trainer/batch/planner.py` chooses the sequences that share a micro-batch; no sequence is ever split or truncated. This
+file counts the denominators (response tokens, sequences) over the whole optimizer step, so that no later split can
+change them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from trainer.batch.train_batch import MicroBatch, MiniBatch, PackingStats, StepS
 def micro_batch(
     samples: Sequence[Sample], numbers: Sequence[int] | None = None, *, policy_version: int | None = None
 ) -> MicroBatch:
-    """Lay samples end to end. No samples: one masked token, so that the rank still takes part in collectives.
+    """Concatenate samples. Without samples: one masked token, so that the rank still takes part in collectives.
 
-    `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is that of the
-    weights that the step starts with; None leaves the lags of single tokens out.
+    `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is the version of
+    the weights at the start of the step; None leaves out the lags of single tokens.
     """
     lengths = [len(sample.token_ids) for sample in samples] or [1]
     ends = np.cumsum([0, *lengths])
@@ -47,12 +48,12 @@ def micro_batch(
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-    """One array with all of them, or with one zero for none."""
+    """The concatenation of all parts; a single zero without parts."""
     return np.concatenate(parts, dtype=dtype, casting="same_kind") if parts else np.zeros(1, dtype)
 
 
 def _token_lags(samples: Sequence[Sample], policy_version: int) -> Tensor | None:
-    """[T] int64, 0 off the mask; None if no response has tokens of several versions."""
+    """Lag of each token, [T] int64, 0 off the mask; None if no response has tokens of several versions."""
     if all(np.ptp(sample.response_versions) == 0 for sample in samples):
         return None
     lags = [np.where(sample.response_mask, policy_version - sample.token_versions, 0) for sample in samples]
@@ -70,7 +71,8 @@ def pack(
     """Pack the samples of each optimizer step for `num_ranks` ranks.
 
     `mini_batches[k]` are the samples of optimizer step k, group after group; `max_tokens` is the cap of one
-    micro-batch, `policy_version` that of the weights that the step starts with, `cost` what is balanced over ranks.
+    micro-batch, `policy_version` the version of the weights at the start of the step, `cost` the estimate that is
+    balanced over ranks.
     """
     ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
     samples = [sample for mini_batch in mini_batches for sample in mini_batch]
@@ -119,7 +121,7 @@ def _packing_stats(
 
 
 def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSamples:
-    """What the ranks know of every sample of the step; `samples` stand group after group.
+    """Per-sample facts of the step for the ranks; `samples` are ordered group after group.
 
     Raises:
         ValueError: a sample without a reward.
@@ -127,7 +129,7 @@ def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSampl
     group_ids: list[int] = []
     for index, sample in enumerate(samples):
         before = samples[index - 1] if index else sample
-        # A prompt may come back in the same step when an epoch ends; its sample indices then start again.
+        # A prompt may come again in the same step when an epoch ends; its sample indices then start again.
         same = (sample.prompt_id, True) == (before.prompt_id, sample.sample_index > before.sample_index)
         group_ids.append(group_ids[-1] if index and same else len(group_ids))
     return StepSamples(

@@ -1,16 +1,17 @@
-"""Lengths of sequences -> ranks of bins of indices: which sequences share a forward, and on which rank. No torch.
+"""Plan of forwards: lengths of sequences -> bins of indices per rank. Does not import torch.
 
 A bin is one micro-batch. On a GPU `trainer/policy/attention.py` pads the n sequences of a bin to the longest one, L, so
 that a bin costs per_token * tokens + per_cell * n * L^2: a short sequence next to a long one costs as much as a second
-long one. On a CPU nothing is padded, and a sequence of s tokens costs per_token * s + per_cell * s^2 in whatever bin it
-is: only the number of bins and how even they are remain to be planned.
+long one. On a CPU there is no padding, and a sequence of s tokens costs per_token * s + per_cell * s^2 in any bin: the
+plan only chooses the number of bins and evens out their cost.
 
 Three rules hold always: no bin holds more tokens than the cap; attention never pads a bin to more than MAX_PADDING
-times the cap; every rank gets equally many bins. Beyond them few bins and little padding conflict, because a bin is
-filled up with sequences that are shorter than its longest. Best-fit-decreasing sets the number of bins; FREE_BINS more
-are used to save padding, and those that fill the last round of the ranks. Still more only where each saves as much
-as a full bin costs, so that a step is no longer even if a forward took the same time however little it holds.
-Several plans are made and the cheapest is taken. As ranks run bin after bin in step, the dearest bin sets the pace.
+times the cap; every rank gets equally many bins. Besides these rules, few bins and little padding conflict, because a
+bin is filled up with sequences that are shorter than its longest. Best-fit-decreasing sets the number of bins;
+FREE_BINS more bins, and the bins that fill the last round of the ranks, may be used to save padding. Further bins are
+added only if each saves as much as a full bin costs, so that a step takes no longer even if every forward took the same
+time, however few tokens it has. Several plans are made and the cheapest is taken. As ranks run bin after bin in step,
+the most expensive bin sets the pace.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from functools import partial
 from typing import NamedTuple
 
 MAX_PADDING = 4
-"""Padded tokens of a bin (sequences x longest) over the cap, at most: bounds the memory of attention."""
+"""Maximum of a bin's padded tokens (sequences x longest) over the cap: bounds the memory of attention."""
 FREE_BINS = 0.02
-"""Bins above best-fit-decreasing that need not pay for themselves, as a share."""
+"""Share of bins above best-fit-decreasing that may be added without saving their own cost."""
 GAPS = (0.03, 30.0)
-"""Range that is searched for the highest waste of cells per token, per token of cap; see `_fill`."""
+"""Search range of the highest waste of cells per token, per token of cap; see `_fill`."""
 MANY_ROUNDS = 16
-"""Bins per rank from which on the pace keeps itself: bins of equal cost are found for every round."""
+"""Bins per rank from which the pace needs no search: every round then finds bins of equal cost."""
 MAX_TRIES = 6
-"""Halvings of a range, in log scale."""
+"""Number of halvings of a range, in log scale."""
 MAX_WORK = 16_384
-"""Sequences x tries of a search: thousands of sequences get fewer tries and stay at tens of milliseconds."""
+"""Maximum of sequences x tries of a search: with thousands of sequences fewer tries, in tens of milliseconds."""
 SLACK = 1.02
-"""Above the lowest bin cost that can be kept, so that the search for the gap has a choice left."""
+"""Factor above the lowest possible bin cost, so that the search for the gap has a choice left."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +45,19 @@ class BinCost:
     """Estimated cost of a bin, in any unit: per_token * tokens + per_cell * cells."""
 
     per_token: float
-    """Cost of the matrices, of one token."""
+    """Cost of one token in the matrix products."""
     per_cell: float
-    """Cost of attention, of one (query, key) cell."""
+    """Cost of one (query, key) cell in attention."""
     pads: bool = True
-    """Whether attention pads the sequences of a bin to the longest one, as on a GPU; on a CPU it does not."""
+    """True if attention pads the sequences of a bin to the longest one, as on a GPU; False on a CPU."""
 
     @classmethod
     def of_model(cls, *, num_parameters: int, num_layers: int, attention_size: int, pads: bool) -> BinCost:
         """FLOPs of a forward; a backward pass multiplies both terms alike.
 
-        A token meets every parameter once (2 FLOPs). A cell takes 2 * attention_size FLOPs in the scores and as many
-        in the values, of which the causal mask saves half. `attention_size` = heads * head size. A tied embedding
-        counts once, as the head; an embedding of its own is looked up and must not be counted.
+        A token meets every parameter once (2 FLOPs). A cell takes 2 * attention_size FLOPs in the scores and as many in
+        the values, of which the causal mask saves half. `attention_size` = heads * head size. A tied embedding counts
+        once, as the head; a separate embedding is looked up and must not be counted.
         Source: Kaplan et al., "Scaling Laws for Neural Language Models", Table 1, https://arxiv.org/abs/2001.08361
         """
         return cls(per_token=2.0 * num_parameters, per_cell=2.0 * num_layers * attention_size, pads=pads)
@@ -68,11 +69,11 @@ class BinCost:
         return sum(lengths[i] ** 2 for i in indices)
 
     def of(self, indices: Sequence[int], lengths: Sequence[int]) -> float:
-        """Cost of the bin of these sequences; 0 of an empty bin."""
+        """Cost of the bin with these sequences; 0 for an empty bin."""
         return self.per_token * sum(lengths[i] for i in indices) + self.per_cell * self.cells(indices, lengths)
 
     def longest_within(self, budget: float) -> float:
-        """Tokens of the longest sequence that costs at most `budget` by itself; negative without budget."""
+        """Tokens of the longest sequence whose cost by itself is at most `budget`; negative if no sequence is."""
         if budget < 0:
             return -1.0
         return 2 * budget / (self.per_token + math.sqrt(self.per_token**2 + 4 * self.per_cell * budget))
@@ -87,7 +88,7 @@ class Bin(NamedTuple):
 
     cost: float
     indices: list[int]
-    """Longest sequence first; ties by index."""
+    """Indices with the longest sequence first; ties by index."""
 
 
 def attention_pad_frac(bins: Sequence[Sequence[int]], lengths: Sequence[int], cost: BinCost) -> float:
@@ -97,7 +98,7 @@ def attention_pad_frac(bins: Sequence[Sequence[int]], lengths: Sequence[int], co
 
 
 def padding_efficiency(bins: Sequence[Sequence[int]], lengths: Sequence[int], cost: BinCost) -> float:
-    """Cost of the sequences of all bins by themselves / cost of the bins; 1 where attention does not pad."""
+    """Cost of all sequences by themselves / cost of the bins; 1 where attention does not pad."""
     indices = [i for bin_ in bins for i in bin_]
     matrices = cost.per_token * sum(lengths[i] for i in indices)
     alone = matrices + cost.per_cell * sum(lengths[i] ** 2 for i in indices)
@@ -105,15 +106,15 @@ def padding_efficiency(bins: Sequence[Sequence[int]], lengths: Sequence[int], co
 
 
 def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DEFAULT_COST) -> list[list[list[int]]]:
-    """[num_ranks][bins] indices into `lengths`: every index once, equally many bins per rank, dearest bin first.
+    """[num_ranks][bins] indices into `lengths`: every index once, equally many bins per rank, most expensive bin first.
 
-    Empty bins stand where there are fewer sequences than bins. Equal inputs give equal plans.
+    If there are fewer sequences than bins, some bins are empty. Equal inputs give equal plans.
 
     Args:
         lengths: tokens of each sequence.
-        cap: tokens of one bin at most.
+        cap: maximum of tokens of one bin.
         num_ranks: data-parallel ranks.
-        cost: what is kept low and balanced.
+        cost: estimate that is minimised and balanced.
 
     Raises:
         ValueError: one sequence alone exceeds the cap; names its length.
@@ -128,18 +129,17 @@ def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: BinCost = DE
     price = cost.per_token * cap
 
     def expense(bins: Sequence[Bin]) -> tuple[float, float]:
-        """What the plan takes; of equal ones, which computes less beside the dearest bins."""
+        """Sort key of a plan: its pace plus the price of additional bins, then its total cost."""
         return _pace(bins, num_ranks) + price * max(0, len(bins) - free), sum(b.cost for b in bins)
 
     return _deal(min(filled, key=expense), num_ranks)
 
 
 def best_fit_decreasing(lengths: Sequence[int], cap: int, *, pads: bool) -> list[list[int]]:
-    """Bins of indices into `lengths`, the sum of each bin at most `cap`, and so that it `pads` to MAX_PADDING * cap at
-    most.
+    """Bins of indices into `lengths`. The sum of a bin is at most `cap`, its padded size, if `pads`, MAX_PADDING * cap.
 
-    Each item, longest first, goes where the least room is left over. Ties are broken by index, so equal inputs
-    give equal bins. Raises ValueError naming the length if one item exceeds the cap.
+    Each item, longest first, goes into the bin with the least room left. Ties are broken by index, so equal inputs give
+    equal bins. Raises ValueError naming the length if one item exceeds the cap.
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
@@ -163,7 +163,7 @@ def best_fit_decreasing(lengths: Sequence[int], cap: int, *, pads: bool) -> list
 
 
 def _most_sequences(longest: int, cap: int, *, pads: bool) -> int:
-    """Sequences that fit in a bin with this longest one before padding exceeds its bound."""
+    """Maximum of sequences in a bin with this longest sequence, so that padding stays within its bound."""
     return MAX_PADDING * cap // max(longest, 1) if pads else cap
 
 
@@ -171,7 +171,7 @@ def _most_sequences(longest: int, cap: int, *, pads: bool) -> int:
 
 
 class _Items(NamedTuple):
-    """The sequences in ascending order of length; of equal ones the last index first, so that the first is taken."""
+    """Sequences by ascending length; equal lengths by descending index, so that the first index is taken first."""
 
     lengths: list[int]
     order: list[int]
@@ -182,11 +182,11 @@ class _Items(NamedTuple):
 def _search(
     lengths: Sequence[int], tight: Sequence[Bin], *, num_bins: int, cap: int, num_ranks: int, cost: BinCost
 ) -> list[list[Bin]]:
-    """Plans of at most `num_bins` bins with little padding, with an even cost of bins, and with both; and one of as
-    many bins as pay for themselves.
+    """Candidate plans of at most `num_bins` bins: with little padding, with an even cost of bins, and with both; and
+    one with as many bins as pay for themselves.
 
-    With one rank, or with many bins per rank, there is no pace to keep and only padding counts. Without padding only
-    an even cost does: the other plans could not be any cheaper.
+    With one rank, or with many bins per rank, there is no pace to keep and only padding counts. Without padding only an
+    even cost counts: the other plans could not be cheaper.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     items = _Items([lengths[i] for i in order], order, cap, cost)
@@ -206,7 +206,7 @@ def _search(
             lambda gap: _fill(items, num_bins, gap=gap, max_cost=SLACK * tightest), low=low, high=high, tries=tries
         )
         plans += even + both
-    # Room has the price of a full bin over its tokens: at this gap one more bin saves what it costs.
+    # The price of room is a full bin over its tokens: at this gap one more bin saves its own cost.
     priced = _fill(items, len(lengths), gap=cost.per_token / cost.per_cell)
     return plans if priced is None else [*plans, priced]
 
@@ -214,7 +214,7 @@ def _search(
 def _tighten(
     attempt: Callable[[float], list[Bin] | None], *, low: float, high: float, tries: int
 ) -> tuple[float, list[list[Bin]]]:
-    """Look for the lowest value between `low` and `high` whose attempt succeeds: (value, all successes)."""
+    """Search the lowest value between `low` and `high` whose attempt succeeds: (value, all successes)."""
     found: list[list[Bin]] = []
     for _ in range(tries):
         middle = math.sqrt(low * high)
@@ -228,11 +228,11 @@ def _tighten(
 
 
 def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: float = math.inf) -> list[Bin] | None:
-    """Fill bin after bin from the longest sequence down; None if `num_bins` bins do not hold all.
+    """Fill bin after bin from the longest sequence down; None if `num_bins` bins do not hold all sequences.
 
     A bin takes the longest sequence that fits, again and again. A sequence of s tokens next to a longest one of L
-    wastes L^2 - s^2 cells and uses s tokens of room: it is worth it while the waste per token is at most `gap`. Then
-    the bin closes, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of several sequences.
+    wastes L^2 - s^2 cells and uses s tokens of room: it is added while the waste per token is at most `gap`. Then the
+    bin is closed, even if shorter sequences would fit. `max_cost` bounds the cost of a bin of several sequences.
     """
     lengths, order, cap, cost = items.lengths[:], items.order[:], items.cap, items.cost
     per_token, per_cell, pads = cost.per_token, cost.per_cell, cost.pads
@@ -250,7 +250,7 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
         for count in range(2, _most_sequences(longest, cap, pads=pads) + 1):
             room: float = cap - tokens
             if is_bounded:
-                # Of another sequence: padded, it takes as many cells as the longest one.
+                # Cost of another sequence: if padded, it takes as many cells as the longest one.
                 if pads:
                     bound = (max_cost - per_cell * count * square) / per_token - tokens
                 else:
@@ -272,10 +272,10 @@ def _fill(items: _Items, num_bins: int, *, gap: float = math.inf, max_cost: floa
 
 
 def _fill_round(bins: Sequence[Bin], lengths: Sequence[int], *, num_ranks: int, cost: BinCost) -> list[Bin]:
-    """As many bins more as make the number divide by `num_ranks`.
+    """Extend `bins` so that their number is a multiple of `num_ranks`.
 
-    The dearest bins are split; empty ones fill up once only single sequences are left. Every rank must run the same
-    number of forwards, or collectives would not match.
+    The most expensive bins are split; empty bins fill up once only single sequences are left. Every rank must run the
+    same number of forwards, or collectives would not match.
     """
     num_bins = -(-len(bins) // num_ranks) * num_ranks
     if len(bins) == num_bins:
@@ -290,7 +290,7 @@ def _fill_round(bins: Sequence[Bin], lengths: Sequence[int], *, num_ranks: int, 
 
 
 def _halves(whole: Bin, lengths: Sequence[int], cost: BinCost) -> tuple[Bin, Bin]:
-    """The longer and the shorter sequences of a bin, cut where the dearer part is cheapest."""
+    """The longer and the shorter sequences of a bin, cut so that the more expensive part is cheapest."""
     indices = whole.indices
     total, tokens = sum(lengths[i] for i in indices), 0
     squares, square = sum(lengths[i] ** 2 for i in indices), 0
@@ -309,7 +309,7 @@ def _halves(whole: Bin, lengths: Sequence[int], cost: BinCost) -> tuple[Bin, Bin
 
 
 def _pace(bins: Sequence[Bin], num_ranks: int) -> float:
-    """Cost over all ranks if they wait for each other after each bin; of one rank, the sum over its bins.
+    """Cost over all ranks if they wait for each other after each bin; for one rank, the sum over its bins.
 
     FSDP gathers the weights for every forward, so the ranks run bin after bin in step.
     """
@@ -317,14 +317,15 @@ def _pace(bins: Sequence[Bin], num_ranks: int) -> float:
 
 
 def _deal(bins: Sequence[Bin], num_ranks: int) -> list[list[list[int]]]:
-    """Rounds of `num_ranks` bins of similar cost, one per rank, dealt so that the totals of the ranks are even.
+    """Deal rounds of `num_ranks` bins of similar cost, one per rank, so that the totals of the ranks are even.
 
-    Which rank gets which bin of a round follows the largest differencing method: the two partial deals with the
-    widest spread are joined, the dearest share of one with the cheapest of the other.
+    The largest differencing method assigns the bins of a round to ranks: the two partial deals with the widest spread
+    are joined, the most expensive share of one with the cheapest share of the other.
     Source: Karmarkar and Karp, "The Differencing Method of Set Partitioning", UCB/CSD-82-113, 1982.
     """
     ordered = sorted(bins, key=lambda b: (-b.cost, b.indices))
-    # A share is (cost so far, its bins by their place in `ordered`); the shares of a deal stand dearest first.
+    # A share is (cost so far, its bins by their place in `ordered`); the shares of a deal are sorted, most expensive
+    # first.
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for first in range(0, len(ordered), num_ranks):
         shares = [(ordered[place].cost, [place]) for place in range(first, first + num_ranks)]

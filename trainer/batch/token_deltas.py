@@ -1,7 +1,7 @@
-"""Delta of every token of a few samples, for the eye: the worst by K3, and some others to compare with.
+"""Delta of every token of a few samples, for display: the worst samples by K3, and others for comparison.
 
-Each rank chooses among its own samples and copies their tokens only, at the end of a rollout step; while it trains,
-it keeps what it has computed anyway. Delta is log pi_old - log mu, nats.
+Each rank chooses among its own samples and copies their tokens only, at the end of a rollout step; during training it
+keeps references to tensors that it computed anyway. Delta is log pi_old - log mu, nats.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from algorithms.tokens import Tokens
 from trainer.batch.train_batch import MicroBatch
 
 MAX_TOKENS: Final = 256
-"""Tokens of one sample at most: those around its largest |Delta|."""
+"""Maximum of tokens of one sample: the tokens around its largest |Delta|."""
 
 SampleKey = tuple[int, int]
-"""(prompt_id, sample_index)."""
+"""(prompt_id, sample_index) of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDeltas:
-    """Consecutive tokens of one sample. M: at most MAX_TOKENS, of the response and what stands between its turns."""
+    """Consecutive tokens of one sample. M: at most MAX_TOKENS, from the response and the tokens between its turns."""
 
     first: int
-    """Index of the first of them in the sample, prompt included."""
+    """Index of the first of these tokens in the sample, prompt included."""
     token_ids: list[int]
-    """[M]."""
+    """[M], token ids."""
     rollout_logprobs: list[float | None]
     """[M] log mu, nats; None where the model did not sample the token, or a log-prob is not valid."""
     deltas: list[float | None]
-    """[M] log pi_old - log mu, nats; None likewise."""
+    """[M] log pi_old - log mu, nats; None as in `rollout_logprobs`."""
 
 
 class ScoredTokens:
-    """The micro-batches of a rollout step with the log-probs that their mismatch was measured with."""
+    """The micro-batches of a rollout step with the log-probs from which their mismatch was measured."""
 
     def __init__(self) -> None:
         self._scored: list[tuple[MicroBatch, Tokens]] = []
 
     def add(self, micro: MicroBatch, tokens: Tokens) -> None:
-        """Keep a micro-batch and its `tokens`, whose trainer_logprobs are log pi_old; nothing is copied."""
+        """Keep a micro-batch and its `tokens`, whose trainer_logprobs are log pi_old; no tensor is copied."""
         self._scored.append((micro, tokens))
 
     def worst_and_others(self, sample_k3: Mapping[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
-        """At most `count` samples of this rank as `choose` picks them; reads the device."""
+        """The tokens of at most `count` samples of this rank, picked by `choose`; reads the device."""
         wanted = set(choose(sample_k3, count=count))
         return {
             key: _tokens_of(micro, tokens, number)
@@ -60,7 +60,7 @@ class ScoredTokens:
 
 
 def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKey]:
-    """Half of `count`, rounded up, by the largest K3, the rest at random: by a hash, the same in every repetition."""
+    """Keys of `count` samples: half, rounded up, by the largest K3, the rest by a hash, equal in every repetition."""
     ordered = sorted(sample_k3, key=lambda key: sample_k3[key] if math.isfinite(sample_k3[key]) else -1.0, reverse=True)
     num_worst = count - count // 2
     others = sorted(ordered[num_worst:], key=lambda key: zlib.crc32(repr((key, sample_k3[key])).encode()))
@@ -70,7 +70,7 @@ def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKe
 def merge_ranks(
     by_rank: Iterable[Mapping[SampleKey, TokenDeltas]], sample_k3: Mapping[SampleKey, float]
 ) -> dict[SampleKey, TokenDeltas]:
-    """As many as the largest rank has, chosen from those of all ranks; worst first."""
+    """As many samples as the largest rank has, chosen from the samples of all ranks; worst first."""
     ranks = list(by_rank)
     found = {key: tokens for rank in ranks for key, tokens in rank.items()}
     count = max((len(rank) for rank in ranks), default=0)

@@ -1,6 +1,6 @@
-"""What crosses from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
+"""The batch from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
 
-Built by `trainer/batch/packing.py`, consumed by `trainer/policy/step.py`, where the policy's forward adds
+`trainer/batch/packing.py` builds the batch and `trainer/policy/step.py` consumes it; the policy's forward adds
 TokenScores. T: packed tokens, N: sequences, R: response tokens.
 """
 
@@ -19,7 +19,7 @@ from algorithms.tokens import Tokens
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
-    """One forward: sequences laid end to end. Index t of every [T] tensor describes token t."""
+    """One forward of concatenated sequences. Index t of every [T] tensor describes token t."""
 
     token_ids: Tensor
     """[T] int64."""
@@ -42,19 +42,19 @@ class MicroBatch:
     advantages: Tensor | None = None
     """[T] float32, 0 off the mask, set by the worker before the first update (`trainer/policy/advantages.py`)."""
     token_lags: Tensor | None = None
-    """[T] int64, optimizer steps between the weights that sampled a token and those that the step starts with, 0 off
-    the mask; None where the tokens of every response have the same, which `StepSamples.lags` holds."""
+    """[T] int64, optimizer steps between the weights that sampled a token and the weights at the start of the step, 0
+    off the mask; None if the tokens of every response have the same lag, which `StepSamples.lags` holds."""
     old_logprobs: Tensor | None = None
-    """[T] float32, log pi_old, set by the worker when it is computed in a forward of its own."""
+    """[T] float32, log pi_old, set by the worker if a separate forward computes it."""
     ref_logprobs: Tensor | None = None
-    """[T] float32, set by the worker when there is a reference policy."""
+    """[T] float32, log pi_ref, set by the worker if there is a reference policy."""
     old_values: Tensor | None = None
     """[T] float32, values before the first update of the step in units of reward, set by the critic."""
     returns: Tensor | None = None
-    """[T] float32, what the values are trained towards, in units of reward, set by the critic."""
+    """[T] float32, targets of the values, in units of reward, set by the critic."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as arrays, which Ray passes on as they lie in memory; torch writes a tensor to a file first."""
+        """Pickle as arrays, which Ray passes on without a copy; torch would write each tensor to a file first."""
         values = [getattr(self, each.name) for each in fields(self)]
         return _received, ([value.cpu().numpy() if isinstance(value, Tensor) else value for value in values],)
 
@@ -100,19 +100,19 @@ class MicroBatch:
 
 
 def _received(values: Sequence[Any]) -> MicroBatch:
-    """A micro-batch from what `MicroBatch.__reduce__` gave; arrays are copied, for Ray's cannot be written to."""
+    """A micro-batch from the values of `MicroBatch.__reduce__`; copies the arrays, because Ray's are read-only."""
     known: dict[str, Any] = {each.name: value for each, value in zip(fields(MicroBatch), values, strict=True)}
     arrays = {name: value for name, value in known.items() if isinstance(value, np.ndarray)}
     return MicroBatch(**known | {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()})
 
 
 class TokenScores(NamedTuple):
-    """What the policy says about a micro-batch's tokens."""
+    """The policy's scores of a micro-batch's tokens."""
 
     logprobs: Tensor
     """[T] float32, log pi_theta at the sampling temperature; 0 off the response mask."""
     entropy: Tensor
-    """[T] float32, nats, no gradient unless asked for; 0 off the response mask."""
+    """[T] float32, nats, with a gradient only if requested; 0 off the response mask."""
     floor_delta: Tensor | None
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
 
@@ -131,19 +131,19 @@ class MiniBatch:
 
 @dataclass(kw_only=True, slots=True)
 class StepSamples:
-    """What is known of every sample of a rollout step, all ranks. S: samples."""
+    """Per-sample facts of a rollout step, all ranks. S: samples."""
 
     rewards: Tensor
-    """[S] float32, what advantages are computed from."""
+    """[S] float32, rewards from which advantages are computed."""
     group_ids: Tensor
     """[S] int64, equal within a group."""
     num_tokens: Tensor
     """[S] int64, response tokens."""
     lags: Tensor
-    """[S] int64, optimizer steps between the weights that sampled and those that the step starts with."""
+    """[S] int64, optimizer steps between the weights that sampled and the weights at the start of the step."""
 
     def to(self, device: torch.device) -> StepSamples:
-        """The same on `device`."""
+        """The same samples with every tensor on `device`."""
         return StepSamples(
             rewards=self.rewards.to(device),
             group_ids=self.group_ids.to(device),
@@ -154,7 +154,7 @@ class StepSamples:
 
 @dataclass(kw_only=True, slots=True)
 class PackingStats:
-    """How well a step's samples were packed."""
+    """Quality of the packing of a step's samples."""
 
     num_micro_batches: int
     """Forwards of one rank, over all mini-batches."""
@@ -163,13 +163,13 @@ class PackingStats:
     fill_frac: float
     """Tokens / (micro-batches of all ranks x cap)."""
     imbalance: float
-    """Estimated FLOPs of the dearest rank / mean over ranks - 1, all mini-batches together, with the padding of
-    attention where there is any: what `trainer/batch/planner.py` balances, not tokens."""
+    """Estimated FLOPs of the most expensive rank / mean over ranks - 1, all mini-batches together, with the padding of
+    attention: what `trainer/batch/planner.py` balances, not tokens."""
     attention_pad_frac: float
     """Share of the (query, key) cells of attention that are padding: on a GPU 1 - sum of length^2 / sum of sequences x
     longest^2 over micro-batches; 0 on a CPU, where attention does not pad."""
     padding_efficiency: float
-    """Estimated FLOPs of all sequences by themselves / those of the micro-batches with their padding; 1 on a CPU."""
+    """Estimated FLOPs of all sequences by themselves / of the micro-batches with their padding; 1 on a CPU."""
 
     def metrics(self) -> dict[str, float | None]:
         return {
@@ -187,7 +187,7 @@ class TrainBatch:
     """A rollout step, packed for all ranks."""
 
     ranks: list[list[MiniBatch]]
-    """[num_ranks][optimizer steps]."""
+    """Mini-batches by [num_ranks][optimizer steps]."""
     samples: StepSamples
-    """Every rank sees all of them."""
+    """Facts of all samples; every rank gets all of them."""
     stats: PackingStats
