@@ -1,1 +1,1 @@
-"""Limits of model and hardware: sizes, memory plan, ceilings, and the least seconds of each phase."""
+"""Limits of model and hardware: sizes, memory plan, ceilings, and the minimum seconds of each phase."""

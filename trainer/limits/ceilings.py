@@ -1,8 +1,8 @@
-"""What the hardware can do at most: bytes per second of a large copy and FLOPs per second of a matrix product.
+"""Ceilings of the hardware: bytes per second of a large copy and FLOPs per second of a matrix product.
 
 Measured once per hardware, torch version and thread count (`measure`, one to two seconds), then read from the cache.
-The floors of `trainer/limits/floors.py` stand on these numbers, so the best of many repeats counts: a ceiling that is
-too low would make a phase look faster than possible.
+The floors of `trainer/limits/floors.py` use these numbers, so the best of many repeats counts: a ceiling that is too
+low would make a phase look faster than possible.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from trainer.rundir.cache import default_cache_dir
 logger = logging.getLogger(__name__)
 
 COPY_BYTES = 2**28
-"""Of the buffer that is copied: beyond every cache of a CPU."""
+"""Size of the copied buffer, bytes: larger than every cache of a CPU."""
 COPY_BYTES_CUDA = 2**30
 COPY_S = 0.3
-"""Seconds in which copies are repeated."""
+"""Seconds of repeated copies."""
 PRODUCT_S = 0.15
-"""Seconds in which products of the largest size are repeated, per type."""
+"""Seconds of repeated products of the largest size, per type."""
 LONG_PRODUCT_S = 0.02
-"""The size of a product is doubled until it takes this long."""
+"""Seconds of one product until which its size is doubled."""
 PRODUCT_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-"""Rows and columns: a type that a CPU computes slowly stays at the first, so that no probe takes long."""
+"""Rows and columns of the products: a type that a CPU computes slowly stays at the first, to keep the probe short."""
 BUSY_PERCENT = 25.0
-"""Processor time that others may take, in percent of the machine, before a measurement is not kept."""
+"""Processor time of other programs, in percent of the machine, above which a measurement is not kept."""
 BUSY_LOOK_S = 0.2
 SCHEMA = 2
-"""Of the cached file; raised when the way of measuring changes."""
+"""Version of the cached file; raised when the method of measuring changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,18 +51,18 @@ class Ceilings:
     """The limits of one device."""
 
     device: str
-    """What was measured, for people: "AMD EPYC, 1 thread"."""
+    """Name of the measured device for people: "AMD EPYC, 1 thread"."""
     copy_bytes_per_s: float
     """Bytes read plus bytes written of a large copy, per second."""
     float32_flops: float
-    """FLOPs per second of a product of square matrices, a multiplication and an addition counting 2."""
+    """FLOPs per second of a product of square matrices, where a multiplication and an addition count 2."""
     bfloat16_flops: float
     float16_flops: float
     was_busy: bool = False
-    """Whether other programs ran meanwhile: then the rates are too low, and are not kept."""
+    """True if other programs ran during the measurement: then the rates are too low, and are not kept."""
 
     def flops(self, dtype: DType) -> float:
-        """FLOPs per second in this type."""
+        """FLOPs per second in `dtype`."""
         rates = {
             DType.float32: self.float32_flops,
             DType.bfloat16: self.bfloat16_flops,
@@ -80,14 +80,14 @@ class Ceilings:
 
 
 def device_name(device: str, num_threads: int) -> str:
-    """The device for people; `device` is "cpu" or "cuda"."""
+    """Name of the device for people; `device` is "cpu" or "cuda"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{_processor()}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
 
 
 def cache_path(device: str, num_threads: int, *, cache_dir: Path | None = None) -> Path:
-    """Where the ceilings of this hardware, torch version and thread count are kept."""
+    """Path of the cached ceilings of this hardware, torch version and thread count."""
     facts: dict[str, object] = {
         "schema": SCHEMA,
         "device": device_name(device, num_threads),
@@ -104,10 +104,10 @@ def cache_path(device: str, num_threads: int, *, cache_dir: Path | None = None) 
 
 
 def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = None) -> Ceilings:
-    """The ceilings of `device` ("cpu" or "cuda"), measured now if no good copy is cached.
+    """The ceilings of `device` ("cpu" or "cuda"), measured now if no valid copy is cached.
 
-    A damaged copy is measured again. What was measured on a busy machine is not kept: the next run tries again. So it
-    does, after a warning, where the cache cannot be written.
+    A damaged copy is measured again. A measurement on a busy machine is not kept, so the next run measures again. The
+    same holds, after a warning, if the cache cannot be written.
     """
     path = cache_path(device, num_threads, cache_dir=cache_dir)
     kept = _read(path)
@@ -126,7 +126,7 @@ def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = Non
 
 
 def measure(device: str, *, num_threads: int) -> Ceilings:
-    """Copy and multiply on `device` for one to two seconds; `num_threads` holds for the probe, on a CPU."""
+    """Copy and multiply on `device` for one to two seconds; `num_threads` applies to the probe, on a CPU."""
     before = torch.get_num_threads()
     was_busy = device == "cpu" and psutil.cpu_percent(interval=BUSY_LOOK_S) > BUSY_PERCENT
     try:
@@ -157,7 +157,7 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """The best rate over all sizes that were tried: a small product that stays in the cache counts too."""
+    """The best rate over all measured sizes: a small product that stays in the cache counts too."""
     rate = 0.0
     for size in PRODUCT_SIZES:
         left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
@@ -176,7 +176,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(work: Callable[[], object], device: torch.device, *, budget_s: float) -> float:
-    """Seconds of the fastest of at least two repeats, for about `budget_s`; one goes first and is not counted."""
+    """Seconds of the fastest of at least two repeats, for about `budget_s`; a first repeat is not counted."""
     best = float("inf")
     deadline = time.perf_counter() + budget_s
     for repeat in range(1_000_000):
@@ -193,7 +193,7 @@ def _best(work: Callable[[], object], device: torch.device, *, budget_s: float) 
 
 
 def _read(path: Path) -> Ceilings | None:
-    """The cached ceilings; None if there are none or they are damaged, which is a warning."""
+    """The cached ceilings; None if there are none, or with a warning if they are damaged."""
     if not path.exists():
         return None
     try:
@@ -208,7 +208,7 @@ def _read(path: Path) -> Ceilings | None:
 
 
 def _write(path: Path, ceilings: Ceilings) -> None:
-    """Whole or not at all: another run may read at the same time."""
+    """Write the file atomically: another run may read it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
         file.write(json.dumps(asdict(ceilings), indent=2) + "\n")
@@ -216,7 +216,7 @@ def _write(path: Path, ceilings: Ceilings) -> None:
 
 
 def _processor() -> str:
-    """The processor's name from /proc/cpuinfo, else what the platform module knows."""
+    """The processor's name from /proc/cpuinfo, else from the platform module."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""TrainConfig -> tokens, micro-batches and memory at the length cap, before anything is loaded. No torch.
+"""TrainConfig -> tokens, micro-batches and memory at the length cap, before any model is loaded. Does not import torch.
 
-`trainer/cli/plan.py` prints it. Everything here is at the cap: every prompt and every response as long as it may be.
+`trainer/cli/plan.py` prints the estimate. All numbers are at the cap: every prompt and every response has its maximum
+length.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from trainer.limits.model_shape import SMOLLM2_SHAPE, ModelShape, UnknownShapeEr
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4
-"""Master weights and gradients are float32."""
+"""Bytes per number of master weights and gradients, which are float32."""
 ADAMW_BYTES = 8
-"""Two float32 moments per parameter."""
+"""Bytes per parameter of AdamW: two float32 moments."""
 SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
-"""Two float32 blocks of logits in which the softmax runs, at most (trainer/policy/logprob_head.py)."""
+"""Maximum size of the two float32 blocks of logits in which the softmax runs, bytes
+(trainer/policy/logprob_head.py)."""
 GATHERED_LAYERS = 2
-"""Decoder layers that FSDP holds whole: the one that computes and the one that is fetched ahead."""
+"""Decoder layers that FSDP holds whole: the layer that computes and the layer that is prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchShape:
-    """The arithmetic of one rollout step, at the cap."""
+    """Tokens and forwards of one rollout step, at the cap."""
 
     prompt_tokens: int
-    """Longest prompt."""
+    """Tokens of the longest prompt."""
     tokens_per_sample: int
     tokens_per_step: int
     samples_per_optimizer_step: int
@@ -41,39 +43,39 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes of one FSDP rank, the allocator's overhead on top."""
+    """Bytes of one FSDP rank, without the allocator's overhead."""
 
     weights: int
-    """Shards of the policy, the reference and the critic."""
+    """Shards of the weights of policy, reference and critic."""
     gradients: int
     optimizer: int
     gathered: int
-    """Parameters that are whole on every rank while they compute."""
+    """Parameters that are whole on every rank during computation."""
     logits: int
     activations: int
-    """Kept for the backward pass at the token cap."""
+    """Activations kept for the backward pass at the token cap."""
     offload: Offload
 
     @property
     def working(self) -> int:
-        """Only while a micro-batch is trained on."""
+        """Bytes held only while a micro-batch is trained on."""
         return self.gathered + self.logits + self.activations
 
     @property
     def on_device(self) -> int:
-        """Most that is on the training device at one time."""
+        """Maximum of bytes on the training device at one time."""
         match self.offload:
             case Offload.none:
                 return self.weights + self.gradients + self.optimizer + self.working
             case Offload.optimizer:
-                # The states come for the update, when activations and logits are gone.
+                # The optimizer states are loaded for the update, when activations and logits are freed.
                 return self.weights + self.gradients + max(self.optimizer, self.working)
             case Offload.parameters:
                 return self.working
 
     @property
     def on_host(self) -> int:
-        """What lies on the host for the training device."""
+        """Bytes on the host that belong to the training device."""
         match self.offload:
             case Offload.none:
                 return 0
@@ -85,11 +87,11 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineMemory:
-    """Bytes in one rollout engine; its own overhead comes on top."""
+    """Bytes of one rollout engine, without its overhead."""
 
     weights: int
     kv_cache: int
-    """If all samples of a step that the engine gets were in it together, at the cap."""
+    """KV cache of all samples of a step in the engine together, at the cap."""
 
 
 def batch_shape(config: TrainConfig) -> BatchShape:
@@ -110,19 +112,19 @@ def batch_shape(config: TrainConfig) -> BatchShape:
 
 
 def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> RankMemory:
-    """Memory of one FSDP rank; `critic` has the sizes of the model that the critic starts from, None without one.
+    """Memory of one FSDP rank; `critic` has the sizes of the critic's initial model, None without a critic.
 
-    The critic keeps no head over the vocabulary: one that is not tied to the embedding is not counted.
+    The critic keeps no head over the vocabulary: a head that is not tied to the embedding is not counted.
     """
     ranks, compute_bytes = config.policy.num_workers, DTYPE_BYTES[config.policy.dtype]
     shard = math.ceil(shape.num_parameters / ranks)
-    # Embedding and head stay gathered from the forward to the end of the backward pass: they are in the root unit.
+    # Embedding and head stay gathered from the forward to the end of the backward pass: both are in the root unit.
     whole = _whole_parameters(shape)
     critic_shard = 0
     if critic is not None:
         head = 0 if critic.is_tied else critic.head_parameters
         critic_shard = math.ceil((critic.num_parameters - head) / ranks)
-        # The critic learns while the root of the policy is still gathered from the forward for pi_old.
+        # The critic trains while the root of the policy is still gathered from the forward for pi_old.
         whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
     head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
     logits_bytes = config.policy.logprob_chunk_tokens * shape.vocab_size * head_bytes
@@ -138,7 +140,7 @@ def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | Non
 
 
 def dry_run_lengths(config: TrainConfig) -> list[int]:
-    """Sequences of the largest micro-batch that a step can fill: the cap, or all samples of a rank if less."""
+    """Lengths of the sequences of a step's largest micro-batch: the cap, or all samples of a rank if they are fewer."""
     tokens = batch_shape(config).tokens_per_sample
     per_rank = math.ceil(config.batch.samples_per_step / config.policy.num_workers)
     count = max(1, min(config.batch.max_tokens_per_microbatch // tokens, per_rank))
@@ -147,12 +149,12 @@ def dry_run_lengths(config: TrainConfig) -> list[int]:
 
 
 def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
-    """What the decoder keeps for the backward pass of the largest micro-batch, from its widths.
+    """Bytes that the decoder keeps for the backward pass of the largest micro-batch, from its widths.
 
     Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
-    residual's width for the norms, two for what follows them; queries, keys, values and twice the attention's output;
-    four of the MLP's width). On a CPU attention and what it takes are float32. A checkpointed layer keeps its input;
-    one at a time is there in full.
+    residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
+    output; four of the MLP's width). On a CPU attention and its inputs are float32. A checkpointed layer keeps its
+    input; one layer at a time is held in full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
@@ -164,19 +166,19 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     every = config.policy.activation_checkpoint_every
     checkpointed = math.ceil(shape.num_layers / every) if every else 0
     in_full = min(shape.num_layers, shape.num_layers - checkpointed + bool(checkpointed))
-    # Behind the last layer: a norm, its output and the rows of it that are scored.
+    # After the last layer: a norm, its output and the scored rows of the output.
     after = hidden * (MASTER_BYTES + 3 * number)
     per_token = in_full * (norms + products) + checkpointed * hidden * number + after
     return sum(dry_run_lengths(config)) * per_token
 
 
 def _whole_parameters(shape: ModelShape) -> int:
-    """Parameters of a model that are gathered at one time."""
+    """Number of a model's parameters that are gathered at one time."""
     return shape.root_parameters + min(GATHERED_LAYERS, shape.num_layers) * shape.layer_parameters
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
-    """Memory of one rollout engine.
+    """Bytes of one rollout engine.
 
     On a CPU the torch engine may hold its layers twice (`rollout/torch/products.py`).
     """
@@ -194,7 +196,7 @@ def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
-    """Sizes of the model of `config`; raises UnknownShapeError where they cannot be known without the network."""
+    """Sizes of the model of `config`; raises UnknownShapeError if they cannot be known without the network."""
     if isinstance(config.model, ArithmeticModelConfig):
         return arithmetic_shape(config.model)
     if isinstance(config.model, SmolLM2ModelConfig):
@@ -205,7 +207,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
 
 
 def critic_shape(config: TrainConfig) -> ModelShape | None:
-    """Sizes of the model that the critic of `config` starts from, None without a critic; raises as `model_shape`."""
+    """Sizes of the critic's initial model, None without a critic; raises as `model_shape`."""
     if not config.has_critic:
         return None
     return model_shape(config) if config.critic.path is None else _local_shape(config.critic.path)
@@ -219,7 +221,7 @@ def _local_shape(path: str) -> ModelShape:
 
 
 def _prompt_cap(config: TrainConfig) -> int:
-    """Longest prompt in tokens."""
+    """Tokens of the longest prompt."""
     if isinstance(config.data, ArithmeticDataConfig):
         # One token per digit of two operands, "+" and "=".
         return 2 * len(str(config.data.max_operand)) + 2

@@ -1,9 +1,9 @@
-"""The least seconds that a phase can take on given hardware: pure functions of model, lengths and ceilings. No torch.
+"""The minimum seconds of a phase on given hardware: pure functions of model, lengths, ceilings. No torch import.
 
     floor = max(bytes that must move / bandwidth, FLOPs that must be done / rate)        fraction = floor / measured
 
-Counted is what the result needs, not what an implementation adds: no padding, no recomputation, no communication, no
-launch of kernels. So a fraction of 1 cannot be passed, and what is missing to it is overhead of some kind.
+The counts include the work that the result needs, not the work that an implementation adds: no padding, no
+recomputation, no communication, no kernel launches. So a fraction cannot exceed 1, and the difference to 1 is overhead.
 
 Symbols: M parameters that a token is multiplied with (body; the head only where a token is scored or sampled), A query
 heads x head size, L layers, s tokens of a sequence, b bytes per number. Source of the FLOP counts: Kaplan et al.,
@@ -22,16 +22,16 @@ import numpy as np
 from trainer.limits.model_shape import ModelShape
 
 BACKWARD_FORWARDS = 2.0
-"""Of a backward pass, in forwards: gradients of the activations and of the weights."""
+"""FLOPs of a backward pass, in forwards: gradients of the activations and of the weights."""
 ADAMW_BYTES = 28
-"""Per parameter and optimizer step, float32: weight, two moments and gradient are read, all but the last written."""
+"""Bytes per parameter of an AdamW step, float32: weight, two moments, gradient read; all but the last written."""
 TAIL_BUSY = 0.25
-"""A step of the replay belongs to the tail when fewer than this share of the slots is busy."""
+"""Share of busy slots below which a step of the replay belongs to the tail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Ceilings of one device in the type that it computes in."""
+    """Ceilings of one device in its compute type."""
 
     flops: float
     """FLOPs per second."""
@@ -40,21 +40,21 @@ class Rates:
 
 
 class Lengths(NamedTuple):
-    """A sequence: what was given and what was sampled."""
+    """Tokens of a sequence: given and sampled."""
 
     prompt: int
     response: int
 
 
 class Replay(NamedTuple):
-    """An ideal engine that serves given lengths: see `replay_decode`."""
+    """Times of an ideal engine that serves given lengths: see `replay_decode`."""
 
     seconds: float
-    """Of all decode steps."""
+    """Seconds of all decode steps."""
     busy_frac: float
-    """Tokens / (steps x slots), where more slots than sequences do not count."""
+    """Tokens / (steps x slots); slots beyond the number of sequences do not count."""
     tail_frac: float
-    """Share of the seconds in steps with less than `TAIL_BUSY` of the slots busy."""
+    """Share of the seconds in steps with fewer than `TAIL_BUSY` of the slots busy."""
 
 
 def sequence_flops(shape: ModelShape, lengths: Sequence[Lengths]) -> float:
@@ -86,30 +86,31 @@ def sync_floor(num_parameters: int, number_bytes: int, rates: Rates) -> float:
 
 
 def prefill_floor(shape: ModelShape, prompts: Sequence[int], rates: Rates) -> float:
-    """Seconds to read these distinct prompts (tokens of each): body everywhere, head at the last token."""
+    """Seconds of reading distinct prompts (tokens of each): body everywhere, head at the last token."""
     flops = sequence_flops(shape, [Lengths(tokens, 0) for tokens in prompts])
     return (flops + 2.0 * shape.head_parameters * len(prompts)) / rates.flops
 
 
 def kv_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
-    """Bytes of the KV cache that one token takes in all layers."""
+    """Bytes of the KV cache per token, over all layers."""
     return shape.num_layers * shape.kv_size * number_bytes
 
 
 def replay_decode(
     shape: ModelShape, lengths: Sequence[Lengths], rates: Rates, *, number_bytes: int, slots: int | None
 ) -> Replay:
-    """Serve sequences of these lengths, in this order, each in the first free slot; None: all at once.
+    """Serve sequences of these lengths, in this order, each in the first free slot; slots=None serves all at once.
 
-    The first token of a response comes from the prefill. Each further one is a decode step of all sequences that run:
-    max((M * b + kv * sum of contexts) / bandwidth, (2 * M * B + 4 * L * A * sum of contexts) / rate) for B of them.
+    The first token of a response comes from the prefill. Each further token is a decode step of all running sequences:
+    max((M * b + kv * sum of contexts) / bandwidth, (2 * M * B + 4 * L * A * sum of contexts) / rate) for B sequences.
     """
     steps = [max(0, each.response - 1) for each in lengths]
     starts = _start_steps(steps, slots)
     num_steps = max((start + count for start, count in zip(starts, steps, strict=True)), default=0)
     if num_steps == 0:
         return Replay(0.0, 1.0, 0.0)
-    # Changes of the running sequences and of sum(prompt - start), so that contexts at step t are that sum + t * B.
+    # Changes of the number of running sequences and of sum(prompt - start), so that contexts at step t are this sum + t
+    # * B.
     running, offset = np.zeros(num_steps + 1), np.zeros(num_steps + 1)
     for each, start, count in zip(lengths, starts, steps, strict=True):
         running[start] += 1

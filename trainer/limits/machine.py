@@ -1,4 +1,4 @@
-"""This machine, as a plan sees it: cores, GPUs and memory, found without torch."""
+"""Cores, GPUs and memory of this machine for a plan, found without torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import psutil
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What this machine offers."""
+    """Cores, GPUs and memory of this machine."""
 
     cpus: int
     """Logical cores that this process may use."""
     gpus: int
     """NVIDIA devices that this process may use."""
     memory: int
-    """Bytes of memory, free and used."""
+    """Bytes of memory in total."""
 
 
 def this_machine() -> Machine:
-    """Look at the machine without torch."""
+    """Examine the machine without torch."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = len(glob.glob("/dev/nvidia[0-9]*"))

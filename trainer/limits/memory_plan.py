@@ -1,7 +1,8 @@
-"""TrainConfig -> what must fit where, and whether policy and engines can be on a shared GPU together. No torch.
+"""TrainConfig -> memory per device, and the decision if policy and engines share a GPU. Does not import torch.
 
-Printed by `--dry-run` and before every start; `trainer/cluster/placement.py` acts on the verdict. The estimate is
-`trainer/limits/estimate.py`; the dry run before the first step measures what it says about a micro-batch.
+`--dry-run` and every start print the plan; `trainer/cluster/placement.py` acts on the verdict.
+`trainer/limits/estimate.py` makes the estimate; the dry run before the first step measures the estimate of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from trainer.rundir.wording import counted, size
 logger = logging.getLogger(__name__)
 
 USABLE = 0.92
-"""Share of a GPU's memory that is planned with: contexts, fragments and communication buffers take the rest."""
+"""Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
 QUERY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryPlan:
-    """What each side needs at the token cap."""
+    """Memory of rank and engine at the token cap."""
 
     config: TrainConfig
     rank: RankMemory | None
-    """None if the model's size is unknown."""
+    """Memory of one rank; None if the model's size is unknown."""
     engine: EngineMemory | None
     unknown: str
-    """Why the sizes are unknown; "" if they are not."""
+    """Reason why the sizes are unknown; "" if they are known."""
     device_bytes: int | None
-    """Memory of one GPU; None without one, or if it is not known."""
+    """Memory of one GPU in bytes; None without a GPU, or if its size is unknown."""
 
     @property
     def engine_bytes(self) -> int | None:
-        """What one engine takes of its GPU: SGLang a fixed part, the torch engine what it needs."""
+        """Bytes that one engine takes of its GPU: a fixed part with SGLang, the estimate with the torch engine."""
         if isinstance(self.config.rollout, SGLangConfig) and self.device_bytes is not None:
             part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpus_per_engine)
             return int(part * self.device_bytes)
@@ -56,14 +57,14 @@ class MemoryPlan:
 
     @property
     def fits_together(self) -> bool | None:
-        """Whether rank and engine fit on one GPU at the same time; None if that cannot be known."""
+        """True if rank and engine fit on one GPU at the same time; None if that is unknown."""
         if self.rank is None or self.engine_bytes is None or self.device_bytes is None:
             return None
         return self.rank.on_device + self.engine_bytes <= USABLE * self.device_bytes
 
     @property
     def takes_turns(self) -> bool:
-        """Whether one side sleeps while the other works."""
+        """True if one side sleeps while the other works."""
         match self.config.cluster.residency:
             case Residency.always:
                 return True
@@ -74,7 +75,7 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> str:
-        """What happens on the GPUs, and why."""
+        """The treatment of the GPUs, with its reason."""
         asked = f"cluster.residency={self.config.cluster.residency.value}"
         if not may_take_turns(self.config):
             return "nothing sleeps: no GPU is shared" if not self.config.shares_gpus else f"nothing sleeps: {asked}"
@@ -89,7 +90,7 @@ class MemoryPlan:
         return f"both fit, nothing sleeps: {reason}; {asked}"
 
     def lines(self) -> Iterator[str]:
-        """The plan as text."""
+        """The plan as lines of text."""
         if self.rank is None or self.engine is None:
             yield f"unknown: {self.unknown}"
             return
@@ -110,13 +111,13 @@ class MemoryPlan:
 
 
 def may_take_turns(config: TrainConfig) -> bool:
-    """Whether it is up to the memory plan, or asked for, that one side sleeps."""
+    """True if one side may sleep, by the memory plan or by request."""
     residency = config.cluster.residency
     return residency is Residency.always or (config.shares_gpus and residency is Residency.auto)
 
 
 def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
-    """The plan for GPUs of `device_bytes` each; None where there is none or its size is unknown."""
+    """The plan for GPUs of `device_bytes` each; None without a GPU or if its size is unknown."""
     try:
         shape, critic = model_shape(config), critic_shape(config)
     except UnknownShapeError as error:
@@ -131,7 +132,7 @@ def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest NVIDIA device of this machine, asked from its driver; None without one."""
+    """Memory of the smallest NVIDIA device of this machine in bytes, from its driver; None without a device."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -1,7 +1,7 @@
-"""Sizes of a causal language model, from its files or its config, without loading it. No torch.
+"""Sizes of a causal language model, from its files or its config, without loading the model. Does not import torch.
 
-Used by the plan (`trainer/limits/estimate.py`), by the floors (`trainer/limits/floors.py`) and by the planner's cost of
-a bin.
+The plan (`trainer/limits/estimate.py`), the floors (`trainer/limits/floors.py`) and the planner's cost of a bin use
+these sizes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trainer.config.components import ArithmeticModelConfig
 ARITHMETIC_HEAD_SIZE = 32
 ARITHMETIC_MLP_FACTOR = 4
 MAX_HEADER_BYTES = 100 * 2**20
-"""The safetensors format allows no longer header; a larger number means that the file is something else."""
+"""Maximum length of a header in the safetensors format; a larger number means that the file is of another kind."""
 LAYER_NAME = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 HEAD_NAME = "lm_head.weight"
 EXPERT_NAME = ".experts."
-"""In the names of the parameters of a mixture of experts, of which a token meets only some."""
+"""Part of the parameter names in a mixture of experts, of which a token uses only some."""
 
 
 class UnknownShapeError(ValueError):
-    """The model's size cannot be known yet: says why."""
+    """The model's size cannot be known yet; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +36,9 @@ class ModelShape:
     """Sizes of a causal language model."""
 
     num_parameters: int
-    """Tied parameters count once."""
+    """Number of parameters; tied parameters count once."""
     layer_parameters: int
-    """Of the largest decoder layer."""
+    """Number of parameters of the largest decoder layer."""
     num_layers: int
     vocab_size: int
     hidden_size: int
@@ -47,28 +47,28 @@ class ModelShape:
     kv_size: int
     """Numbers that one token adds to the KV cache of one layer: keys and values of all KV heads."""
     is_tied: bool
-    """Whether the embedding is also the head."""
+    """True if the embedding is also the head."""
     is_dense: bool
-    """Whether a token meets every parameter of the layers: not so in a mixture of experts."""
+    """True if a token uses every parameter of the layers; False for a mixture of experts."""
 
     @property
     def root_parameters(self) -> int:
-        """Outside the layers: embedding, head, final norm."""
+        """Number of parameters outside the layers: embedding, head, final norm."""
         return max(0, self.num_parameters - self.num_layers * self.layer_parameters)
 
     @property
     def head_parameters(self) -> int:
-        """Of the head: what a token whose next token is scored or sampled is multiplied with."""
+        """Number of parameters of the head, which multiplies every token whose next token is scored or sampled."""
         return self.vocab_size * self.hidden_size
 
     @property
     def body_parameters(self) -> int:
-        """What every token is multiplied with: all but head and embedding, which is looked up."""
+        """Number of parameters that multiply every token: all but the head and the embedding, which is looked up."""
         return self.num_parameters - self.head_parameters * (1 if self.is_tied else 2)
 
     @property
     def matrix_parameters(self) -> int:
-        """Body and head: what one decode step reads."""
+        """Number of parameters that one decode step reads: body and head."""
         return self.body_parameters + self.head_parameters
 
 
@@ -108,12 +108,12 @@ def arithmetic_shape(model: ArithmeticModelConfig) -> ModelShape:
 def directory_shape(directory: Path) -> ModelShape:
     """Sizes of a Hugging Face directory: config.json for the widths, the safetensors headers for the counts.
 
-    Raises UnknownShapeError if they do not tell.
+    Raises UnknownShapeError if the files do not contain the sizes.
     """
     described_at = directory / "config.json"
     try:
         described = json.loads(described_at.read_text(encoding="utf-8"))
-        # Models that also see or hear keep the language model's sizes one level down.
+        # Models with vision or audio keep the language model's sizes in a nested config.
         text = described.get("text_config", described)
         return _shape(text, directory)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -121,11 +121,11 @@ def directory_shape(directory: Path) -> ModelShape:
 
 
 def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
-    """From the fields of config.json that describe the language model, and the tensors of `directory`."""
+    """Sizes from the fields of config.json that describe the language model, and from the tensors of `directory`."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     head_size = text.get("head_dim") or hidden // heads
     sizes = _parameter_sizes(directory)
-    # Some files hold the head beside an embedding that it is tied to: it counts once.
+    # Some files contain the head although it is tied to the embedding: it counts once.
     is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
     layers: dict[int, int] = {}
     for name, size in sizes.items():
@@ -147,7 +147,7 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
 
 
 def _parameter_sizes(directory: Path) -> dict[str, int]:
-    """Parameters of every tensor, by name."""
+    """Tensor name -> number of parameters."""
     sizes: dict[str, int] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:
