@@ -1,6 +1,6 @@
-"""histograms.jsonl -> where the engines differ: by probability, by position, and both probabilities of a token.
+"""histograms.jsonl -> charts of the engines' difference: by probability, position, and both probabilities of a token.
 
-One run is shown as it was at its beginning and at its end, several runs whole, beside each other.
+The charts of one run compare its beginning and its end; the charts of several runs compare whole runs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainer.report.present import dash_of, paired, slot_of
 from trainer.report.spec import Axis, Chart, Dash, Kind, Section, Series, Table
 
 QUARTER: Final = 4
-"""A run of at least this many steps is split: its first and its last quarter."""
+"""Minimum of steps for splitting a run into its first and last quarter."""
 _MAX_TICKS: Final = 8
 _PROBABILITY, _POSITION = "by_probability", "by_position"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Some steps of a run, or all of them."""
+    """A range of steps of a run, or all of them."""
 
     label: str
     rows: list[Row]
@@ -44,7 +44,7 @@ class Sums:
 
 
 def histogram_section(runs: Sequence[RunData]) -> tuple[Section | None, dict[str, Table]]:
-    """The section and its tables; None where no run has a readable histogram."""
+    """The section and its tables; None if no run has a readable histogram."""
     parts = _parts(runs)
     if not parts:
         return None, {}
@@ -82,7 +82,7 @@ def _parts(runs: Sequence[RunData]) -> list[Part]:
 
 
 def _is_readable(row: Row) -> bool:
-    """Whether a line of histograms.jsonl has the shape that the tracker writes."""
+    """True if a line of histograms.jsonl has the form that the tracker writes."""
     try:
         for axis in (_PROBABILITY, _POSITION):
             counts, edges = row[axis]["counts"], row[axis]["edges"]
@@ -101,7 +101,7 @@ def _sums(part: Part, axis: str) -> Sums:
 
 
 def _profile(axis: str, parts: Sequence[Part], tables: dict[str, Table]) -> Chart:
-    """Mean K3 of each bin; adds the tables of both charts of the axis."""
+    """Chart of the mean K3 of each bin; adds the tables of both charts of the axis."""
     sums = [_sums(part, axis) for part in parts]
     used = np.flatnonzero(sum(one.counts for one in sums))
     bins = np.arange(used[0], used[-1] + 1) if len(used) else np.arange(1)
@@ -155,7 +155,7 @@ def _shares(axis: str, part: Part) -> Chart:
 
 
 def _axis(axis: str, places: np.ndarray) -> Axis:
-    """Ticks on the edges of the bins, which are powers of two."""
+    """Axis with ticks on the edges of the bins, which are powers of two."""
     low, high = int(places.min(initial=0)), int(places.max(initial=0)) + 1
     every = -(-(high - low) // _MAX_TICKS)
     if axis == _PROBABILITY:
@@ -202,7 +202,7 @@ def _joint(parts: Sequence[Part], tables: dict[str, Table]) -> Iterator[Chart]:
 
 
 def _joint_array(row: Row) -> np.ndarray:
-    """[bin of p_train, bin of p_rollout] tokens; raises ValueError, KeyError, TypeError or IndexError if unreadable."""
+    """Tokens by [bin of p_train, bin of p_rollout]; ValueError, KeyError, TypeError or IndexError if unreadable."""
     size = len(row["joint_edges"]) - 1
     counts = np.zeros((size, size))
     for train, rollout, count in row["joint"]:
@@ -213,7 +213,7 @@ def _joint_array(row: Row) -> np.ndarray:
 
 
 def unreadable(run: RunData) -> Iterator[str]:
-    """What to say about lines that have another shape."""
+    """Remarks about lines that have another form."""
     wrong = [row["step"] for row in run.histograms if not _is_readable(row)]
     if wrong:
         steps = ", ".join(str(step) for step in itertools.islice(wrong, 5))

@@ -1,8 +1,8 @@
 """Sections and tables (`spec.py`) -> Bokeh figures.
 
-Charts over steps share their axis and the crosshair. Colours are names of CSS variables (slot 0..7): drawn as in the
-light theme of assets/page.css, and set by the page for the dark one. The legend, the values under the cursor and the
-toggles are made by the page (assets/page.js).
+Charts over steps share their axis and the crosshair. Colours are names of CSS variables (slot 0..7): figures use the
+light theme of assets/page.css, and the page sets the colours of the dark theme. The page (assets/page.js) makes the
+legend, the values under the cursor and the toggles.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from bokeh.transform import dodge, transform
 from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Axis, Chart, Kind, Section, Series, Table
 
 _MAX_DOTTED_POINTS = 80
-"""Up to this many points each one gets a dot."""
+"""Maximum of points of a curve for which each point gets a dot."""
 _HEIGHT = 220
 _CELLS_HEIGHT = 340
 _STYLE = (Path(__file__).resolve().parent / "assets" / "page.css").read_text(encoding="utf-8")
 
 
 def _colour(name: str) -> str:
-    """The CSS variable `--name` in the light theme: charts in the page's own colours need no second painting."""
+    """The CSS variable `--name` in the light theme: charts in the page's own colours are drawn only once."""
     found = re.search(rf"--{name}: (#[0-9a-f]{{6}});", _STYLE)
     if found is None:
         raise KeyError(f"assets/page.css sets no --{name}")
@@ -49,10 +49,10 @@ def _colour(name: str) -> str:
 
 
 def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, Any]:
-    """One Bokeh figure for every chart, by its id.
+    """Chart id -> Bokeh figure, for every chart.
 
     Raises:
-        KeyError: a series names a table or a column that is not there.
+        KeyError: a series names a missing table or column.
     """
     charts = [chart for section in sections for chart in section.charts]
     sources = {name: _source(name, table) for name, table in tables.items()}
@@ -74,7 +74,7 @@ def _tables_over_steps(charts: Sequence[Chart]) -> set[str]:
 
 
 def _source(name: str, table: Table) -> ColumnDataSource:
-    """float32 halves the file; the page shows three digits."""
+    """Data of a table for Bokeh; float32 halves the file, and the page shows three digits."""
     columns: dict[str, Any] = {}
     for key, values in table.columns.items():
         columns[key] = values.astype(np.int32 if key == STEP else np.float32)
@@ -86,7 +86,7 @@ def _source(name: str, table: Table) -> ColumnDataSource:
 
 
 def _bar_edges(steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Left and right edge of the bar of each step: apart while they can be told apart, touching in a long run."""
+    """Left and right edge of the bar of each step: with gaps while bars are wide enough, without gaps in a long run."""
     if len(steps) <= MAX_PLAIN_POINTS:
         return {"step:left": steps - 0.43, "step:right": steps + 0.43}
     middles = (steps[1:] + steps[:-1]) / 2
@@ -166,11 +166,11 @@ def _formatter(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> TickFor
     values = values[np.isfinite(values)]
     if chart.form == "number":
         span = float(np.ptp(values)) if len(values) else 0.0
-        # As many decimals as tell one tick from the next.
+        # As many decimals as distinguish two neighbouring ticks.
         decimals = max(3, math.ceil(1 - math.log10(span))) if span > 0 else 3
         return NumeralTickFormatter(format=f"0,0.[{'0' * min(decimals, 8)}]")
     values = values[values > 0]
-    # On a short log axis the ticks are so close that one decimal would write the same number twice.
+    # On a short log axis the ticks are so close that one decimal would give two ticks the same number.
     short = chart.log and len(values) > 0 and values.max() < 2 * values.min()
     return PrintfTickFormatter(format="%.3e" if short else "%.1e")
 

@@ -1,4 +1,4 @@
-"""The files of a run directory -> RunData. Nothing here knows HTML.
+"""The files of a run directory -> RunData. This file does not know HTML.
 
 A file that is missing, and a line that is not JSON
 (a run that was killed while writing), cost their part of the report and are named in `RunData.remarks`.
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run left in its directory."""
+    """Content of the files in a run directory."""
 
     name: str
     """Name of the run directory."""
@@ -30,15 +30,15 @@ class RunData:
     """metrics.jsonl: one mapping per step, in the order of `step`."""
     samples: list[Row]
     histograms: list[Row]
-    """histograms.jsonl: where the engines differ, one mapping per step, in the order of `step`."""
+    """histograms.jsonl: difference of the engines, one mapping per step, in the order of `step`."""
     config: Row
     """config.yaml; `defaults` holds the choice of each group."""
     environment: Row
     status: Row
     accounting: Row
-    """What the fractions of the hardware's limits stand on."""
+    """Accounting of the hardware's limits, on which the fractions are based."""
     remarks: list[str]
-    """What could not be read."""
+    """Problems of unreadable files and lines."""
 
     @property
     def choices(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class RunData:
         return found
 
     def values(self, key: str) -> list[float]:
-        """The values of a metric where it is present, in step order."""
+        """The values of a metric in the steps that have it, in step order."""
         return [row[key] for row in self.rows if is_number(row, key)]
 
     def has(self, key: str) -> bool:
@@ -60,7 +60,7 @@ class RunData:
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read a run directory; raises FileNotFoundError if it holds no metrics.jsonl."""
+    """Read a run directory; raises FileNotFoundError if it has no metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
         raise FileNotFoundError(f"{metrics} is missing: {run_dir} is not the directory of a run")
@@ -79,12 +79,12 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def is_number(row: Row, key: str) -> bool:
-    """Whether the row has this metric, and it is a number."""
+    """True if the row has this metric, and the value is a number."""
     return key in row and isinstance(row[key], (int, float)) and not isinstance(row[key], bool)
 
 
 def at(config: Row, *path: str) -> Any:
-    """The value at a path of nested mappings, None if there is none."""
+    """The value at a path of nested mappings; None if there is no value."""
     found: Any = config
     for key in path:
         if not isinstance(found, Mapping) or key not in found:
@@ -104,7 +104,7 @@ def evaluation_rows(run: RunData) -> list[dict[str, Any]]:
 
 
 def thin(rows: Sequence[Row], most: int) -> list[int]:
-    """Indices of at most `most` rows: of each stretch the one with the largest K3, so that no peak is lost."""
+    """Indices of at most `most` rows: of each stretch the row with the largest K3, so that no peak is lost."""
     if len(rows) <= most:
         return list(range(len(rows)))
     edges = [round(index * len(rows) / most) for index in range(most + 1)]
@@ -116,7 +116,7 @@ def thin(rows: Sequence[Row], most: int) -> list[int]:
 
 
 def show(value: float, form: str) -> str:
-    """A number for people: "percent", "exponent", or three or four significant digits."""
+    """Text of a number for people: "percent", "exponent", or three or four significant digits."""
     if form == "percent":
         edge = min(abs(value), abs(1 - value))  # "100.0 %" would hide a share of 99.998 %
         return f"{100 * value:.{4 if 0 < edge < 0.001 else 1}f} %"
@@ -126,9 +126,9 @@ def show(value: float, form: str) -> str:
 
 
 def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
-    """Read run directories; runs of one name are told apart by the directories above.
+    """Read run directories; the parent directories distinguish runs of the same name.
 
-    Raises FileNotFoundError if one holds no metrics.jsonl.
+    Raises FileNotFoundError if a directory has no metrics.jsonl.
     """
     runs = [load_run(run_dir) for run_dir in run_dirs]
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
@@ -139,7 +139,7 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 
 def _by_step(rows: Sequence[Row]) -> list[Row]:
-    """In the order of `step`; of two rows of one step the later one counts."""
+    """The rows in the order of `step`; of two rows with the same step the later one counts."""
     found = {row["step"]: row for row in rows if is_number(row, "step")}
     return [found[step] for step in sorted(found)]
 

@@ -1,7 +1,7 @@
-"""The frame of every page: one HTML file that opens offline, with Bokeh inside and a policy that allows nothing else.
+"""The frame of every page: one HTML file that opens offline and contains Bokeh, with a policy against other content.
 
-A page is a template that extends `assets/frame.html`. Whatever text it shows is escaped by Jinja2. As a second line,
-the page carries a policy that runs no script but its own three (by their hash) and opens no connection.
+A page is a template that extends `assets/frame.html`. Jinja2 escapes all text. As a second defence, the page has a
+policy that allows only its own three scripts (by hash) and no connection.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def render_page(
     Args:
         template: a file in `templates` (or in `assets/`), which extends frame.html; its macro `section_of(section)`
             puts the charts of a section in place.
-        sections: what is drawn.
+        sections: the charts.
         tables: the numbers, by the names that the series use.
-        context: what the template shows besides; `title` must be there.
+        context: further values for the template; must contain `title`.
     """
-    # Bokeh takes a second to import: not at the start of a run.
+    # Imported here, not at the start of a run, because importing Bokeh takes a second.
     from bokeh.embed import components
     from bokeh.resources import Resources
 
@@ -69,7 +69,7 @@ def render_page(
 
 
 def write_page(html: str, path: Path) -> Path:
-    """Write a page; an older one is replaced as a whole. Returns `path`."""
+    """Write a page atomically, replacing an older page. Returns `path`."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(html, encoding="utf-8", errors="replace")
     os.replace(partial, path)
@@ -77,12 +77,12 @@ def write_page(html: str, path: Path) -> Path:
 
 
 def _script(text: str) -> str:
-    """Text that may stand in a script element: it cannot close the element or open a comment."""
+    """Text for a script element, escaped so that it can neither close the element nor open a comment."""
     return re.sub(r"</(?=script)", r"<\\/", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 
 def _policy(scripts: list[str]) -> str:
-    """Content-Security-Policy: these scripts, inline styles, nothing from anywhere else."""
+    """Content-Security-Policy that allows these scripts and inline styles, and no other source."""
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"

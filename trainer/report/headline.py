@@ -1,4 +1,4 @@
-"""RunData -> what stands around the charts: headline numbers, status, facts, phases, config, sample tables."""
+"""RunData -> the content around the charts: headline numbers, status, facts, phases, config, sample tables."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ class Tile:
     label: str
     value: str
     before: str = ""
-    """Shown before an arrow."""
+    """Value shown before an arrow."""
     detail: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How a run stands."""
+    """Status of a run."""
 
     text: str
     kind: str
-    """Class that colours it."""
+    """CSS class that gives the colour."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
-    """One phase of the step, in one run or in several."""
+    """One phase of the step, for one run or several."""
 
     name: str
     cells: list[PhaseCell]
-    """One per run."""
+    """Cells, one per run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseCell:
-    """What one phase took in one run; "" where it is not known."""
+    """Times of one phase in one run; "" for an unknown value."""
 
     seconds: str = ""
-    """Median over the steps that had the phase."""
+    """Median seconds over the steps that had the phase."""
     share: str = ""
-    """Of the seconds of all steps."""
+    """Share of the seconds of all steps."""
     limit: str = ""
-    """Fraction of what the hardware allows, median."""
+    """Median fraction of the hardware's limit."""
 
 
 def tiles(run: RunData) -> list[Tile]:
@@ -68,7 +68,7 @@ def tiles(run: RunData) -> list[Tile]:
 
 
 def phases(runs: Sequence[RunData]) -> list[PhaseRow]:
-    """Seconds of each phase and how near they come to the limit of the hardware; the whole step last."""
+    """Seconds of each phase and their fraction of the hardware's limit; the whole step last."""
     named = [name for name in (*PHASES, "step") if any(run.has(f"time/{name}_s") for run in runs)]
     return [PhaseRow(name=name, cells=[_phase(run, name) for run in runs]) for name in named]
 
@@ -91,7 +91,7 @@ def _seconds(value: float) -> str:
 
 
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(key, value in each run) of every key that differs, chosen group members first; run.dir always does."""
+    """(key, value in each run) of every key that differs, chosen group members first; always contains run.dir."""
     flat = [dict(run.choices) | _flat(run.config) for run in runs]
     absent = dict.fromkeys((key for values in flat for key in values), "")
     whole = [absent | values for values in flat]
@@ -100,7 +100,7 @@ def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
 
 
 def _flat(config: Row, above: str = "") -> dict[str, str]:
-    """Dotted key -> value as text; `defaults` are the choices, which stand for themselves."""
+    """Dotted key -> value as text; `defaults` holds the choices, one entry per group."""
     found: dict[str, str] = {}
     for key, value in config.items():
         name = f"{above}{key}"
@@ -112,7 +112,7 @@ def _flat(config: Row, above: str = "") -> dict[str, str]:
 
 
 def status_of(run: RunData) -> Status:
-    """How the run stands."""
+    """The Status of a run: its state, and its number of steps."""
     last = run.rows[-1]["step"] if run.rows else 0
     planned = at(run.config, "run", "num_steps")
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
@@ -121,7 +121,7 @@ def status_of(run: RunData) -> Status:
 
 
 def facts(run: RunData) -> list[str]:
-    """The line under the title: what was trained, with what, when."""
+    """The line under the title: model, method and date of the run."""
     found = [run.name, *(f"{name} {run.choices[name]}" for name in ("model", "data", "rollout") if name in run.choices)]
     if "correction" in run.choices:
         cap = at(run.config, "correction", "cap")
@@ -200,7 +200,7 @@ def _step_time(run: RunData) -> Tile | None:
 
 
 def _limits(run: RunData) -> Tile | None:
-    """How near the step came to what the hardware allows; each phase with its median seconds."""
+    """The fraction of the hardware's limit that a step reached; each phase with its median seconds."""
     shares = run.values("perf/step_floor_frac")
     if not shares:
         return None

@@ -1,15 +1,15 @@
 """A run directory -> report.html, or several -> one page that compares them: one file that opens offline.
 
     data.py      files -> RunData
-    headline.py  what stands around the charts: headline numbers, phases, configuration and its differences
-    sections.py  what is shown over steps; present.py: of it what a run has, or what several can be compared in
-    bins.py      where the engines differ (histograms.jsonl)
+    headline.py  content around the charts: headline numbers, phases, configuration and its differences
+    sections.py  charts over steps; present.py: the charts that a run has numbers for, or that compare several
+    bins.py      difference of the engines (histograms.jsonl)
     samples.py   samples and their tokens, coloured by Delta
     tables.py    rows -> numbers of the charts (spec.py: Section, Chart, Series, Table)
     charts.py    sections and tables -> Bokeh figures
     frame.py     template, figures, scripts -> HTML with a policy; assets/ holds templates (Jinja2), style and script
 
-What a model or a dataset wrote reaches the page only as escaped text.
+Text of a model or a dataset reaches the page only escaped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from trainer.report.tables import MAX_POINTS, run_tables
 
 REPORT = "report.html"
 _LONG_TEXT = 240
-"""Characters of a prompt or response beyond which it is folded."""
+"""Number of characters above which a prompt or response is folded."""
 _WORST_OF_EACH = 3
-"""Samples with coloured tokens per run where several are compared."""
+"""Samples with coloured tokens per run, where several runs are compared."""
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` and return its path; an older one is replaced as a whole.
+    """Write `run_dir/report.html` and return its path; an older report is replaced atomically.
 
     Raises FileNotFoundError if `run_dir` has no metrics.jsonl.
     """
@@ -45,14 +45,14 @@ def write_report(run_dir: Path) -> Path:
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Write the page of one run or of several to `path`, and return it.
 
-    Raises FileNotFoundError if one of them has no metrics.jsonl.
+    Raises FileNotFoundError if a directory has no metrics.jsonl.
     """
     runs = load_runs(run_dirs)
     return write_page(render(runs[0]) if len(runs) == 1 else render_runs(runs), path)
 
 
 def render(run: RunData) -> str:
-    """The report of one run as HTML."""
+    """The report of one run, as HTML."""
     sections, tables = contents([run])
     drawn = min(len(run.rows), MAX_POINTS)
     context = {
@@ -78,7 +78,7 @@ def render(run: RunData) -> str:
 
 
 def render_runs(runs: Sequence[RunData]) -> str:
-    """A page that compares several runs as HTML."""
+    """A page that compares several runs, as HTML."""
     sections, tables = contents(runs)
     labels = dict.fromkeys(tile.label for run in runs for tile in headline.tiles(run))
     context = {
@@ -101,7 +101,7 @@ def render_runs(runs: Sequence[RunData]) -> str:
 
 
 def contents(runs: Sequence[RunData]) -> tuple[list[Section], dict[str, Table]]:
-    """What is drawn of one run, or of several beside each other, and the numbers for it."""
+    """The charts of one run, or of several runs together, and their numbers."""
     alone = len(runs) == 1
     sections = present(SECTIONS, runs[0]) if alone else compared(SECTIONS, runs)
     place = next((index for index, section in enumerate(sections, 1) if section.title == MISMATCH.title), 0)

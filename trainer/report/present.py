@@ -1,4 +1,4 @@
-"""The charts of `sections.py` -> those that a run has numbers for, or that several runs can be compared in."""
+"""The charts of `sections.py` -> the charts that a run has numbers for, or that compare several runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer.report.spec import NUM_SLOTS, Chart, Dash, Kind, Section, Series
 
 
 def present(sections: Sequence[Section], run: RunData) -> list[Section]:
-    """What there is to show of one run."""
+    """The sections that a run has numbers for."""
     found = [_of_run(section, run) for section in sections]
     return [section for section in found if section.charts]
 
 
 def compared(sections: Sequence[Section], runs: Sequence[RunData]) -> list[Section]:
-    """One chart per metric with one curve per run; what only one moment of one run can show is left out."""
+    """One chart per metric with one curve per run; charts of a single moment of one run are left out."""
     found = []
     for section in sections:
         charts = [made for chart in section.charts for made in _of_runs(chart, runs)]
@@ -39,12 +39,12 @@ def slot_of(index: int) -> int:
 
 
 def dash_of(index: int) -> Dash:
-    """How the lines of run number `index` are drawn: colours come again, with another pattern."""
+    """Dash pattern of run number `index`: repeated colours get another pattern."""
     return tuple(Dash)[index // NUM_SLOTS % len(Dash)]
 
 
 def paired(charts: Sequence[Chart]) -> list[Chart]:
-    """Two charts stand side by side; one without a neighbour takes the whole width."""
+    """Place charts in rows of two; a chart without a neighbour takes the whole width."""
     placed: list[Chart] = []
     alone = False
     for index, chart in enumerate(charts):
@@ -68,7 +68,7 @@ def _of_run(section: Section, run: RunData) -> Section:
 
 
 def _different(chart: Chart, runs: Sequence[RunData]) -> Sequence[Series]:
-    """The series of a chart; of the rewards one alone where they are 0 and 1, so that both are the same."""
+    """The series of a chart without duplicates: with rewards of 0 and 1, mean reward and accuracy are the same."""
     same = chart.id == "reward" and all(run.values("reward/mean") == run.values("reward/accuracy") for run in runs)
     return chart.series[:1] if same else chart.series
 

@@ -1,7 +1,7 @@
-"""samples.jsonl -> samples for the page: tables of single steps, and tokens coloured by what the engines disagree on.
+"""samples.jsonl -> samples for the page: tables of single steps, and tokens coloured by the engines' difference.
 
-Delta is log p_train - log p_rollout of the token that was sampled, nats. Everything here came from a model or a
-dataset and is shown as text.
+Delta is log p_train - log p_rollout of the sampled token, nats. All values come from a model or a dataset and are shown
+as text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Final
 from trainer.report.data import Row, RunData, at, is_number
 
 WORST_SAMPLES: Final = 8
-"""Samples with coloured tokens that the page of one run shows, over all steps."""
+"""Number of samples with coloured tokens on the page of one run, over all steps."""
 SHORT_TOKENS: Final = 64
-"""A longer response stands in tables as folded text."""
+"""Number of tokens above which a response is folded in tables."""
 DECADES: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""|Delta| from which a token takes the next stronger colour."""
+"""Values of |Delta| from which a token has the next stronger colour."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +27,10 @@ class Token:
 
     text: str
     kind: str
-    """Class that colours it: "m3" less, "p3" more probable in the trainer; "" below the first decade; "off" where the
-    model did not sample it."""
+    """CSS class of the colour: "m3" less, "p3" more probable in the trainer; "" below the first decade; "off" for a
+    token that the model did not sample."""
     said: str
-    """Delta and both probabilities in words."""
+    """Delta and both probabilities as text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +40,17 @@ class ColouredSample:
     row: Row
     tokens: list[Token]
     num_before: int
-    """Tokens of the response before those that were kept."""
+    """Number of response tokens before the kept ones."""
     num_after: int
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all tokens of the response."""
+        """True if the kept tokens are all tokens of the response."""
         return not self.num_before and not self.num_after
 
     @property
     def is_short(self) -> bool:
-        """Whether the whole response fits into a table."""
+        """True if the whole response fits into a table."""
         return self.is_whole and len(self.tokens) <= SHORT_TOKENS
 
 
@@ -63,7 +63,7 @@ class SampleTable:
 
 
 def sample_tables(run: RunData) -> list[SampleTable]:
-    """The samples of the first and of the last step that has any."""
+    """The samples of the first and of the last step that has samples."""
     by_step: dict[int, list[Row]] = {}
     for row in run.samples:
         if is_number(row, "step"):
@@ -73,13 +73,13 @@ def sample_tables(run: RunData) -> list[SampleTable]:
 
 
 def worst_samples(run: RunData, *, count: int = WORST_SAMPLES) -> list[ColouredSample]:
-    """The samples with the largest K3 of all steps, of those whose tokens were kept."""
+    """The samples with the largest K3 over all steps, among the samples with kept tokens."""
     found = (coloured(row) for row in sorted(run.samples, key=_worst_first))
     return [sample for sample, _ in zip((one for one in found if one is not None), range(count), strict=False)]
 
 
 def coloured(row: Row) -> ColouredSample | None:
-    """The tokens of a sample; None where they were not kept, or are not as the tracker writes them."""
+    """The tokens of a sample; None if the tokens were not kept, or do not have the tracker's form."""
     kept = at(row, "tokens")
     if not isinstance(kept, Mapping):
         return None
@@ -94,7 +94,7 @@ def coloured(row: Row) -> ColouredSample | None:
 
 
 def legend() -> Iterator[tuple[str, str]]:
-    """(class, what it means) from far less to far more probable in the trainer."""
+    """(CSS class, meaning) from far less to far more probable in the trainer."""
     for index in reversed(range(len(DECADES))):
         yield f"m{index + 1}", f"≤ -{_number(DECADES[index])}"
     yield "", "0"
@@ -117,5 +117,5 @@ def _number(edge: float) -> str:
 
 
 def _worst_first(row: Row) -> float:
-    """Sort key: the largest K3 first; K3 is never negative, so samples without one come last."""
+    """Sort key: the largest K3 first; K3 is never negative, so samples without K3 come last."""
     return -float(row["k3"]) if is_number(row, "k3") else 1.0

@@ -1,7 +1,7 @@
-"""What the report of a run can show over its steps: charts by section, each a list of metrics.
+"""The charts of a run over its steps, by section; each chart is a list of metrics.
 
-What a run has no numbers for is left out (`present.py`). A chart with `each` shows every metric whose name begins so,
-beside its `series`. What is not over steps stands in `bins.py` (where the engines differ).
+`present.py` leaves out charts without numbers. A chart with `each` shows every metric whose name begins with `each`,
+beside its `series`. Charts that are not over steps are in `bins.py`.
 """
 
 from __future__ import annotations
@@ -263,4 +263,4 @@ ROLLOUTS = Section(
 )  # fmt: skip
 
 SECTIONS: tuple[Section, ...] = (LEARNING, MISMATCH, REJECTED, OPTIMISATION, CRITIC, TIME, ROLLOUTS)
-"""Everything over steps that a report can show, in the order of the page."""
+"""All sections of charts over steps, in the order of the page."""

@@ -1,7 +1,7 @@
 """The nouns of a page of charts: Section -> Chart -> Series, and the Table of numbers that a series names.
 
-Nothing here knows Bokeh or HTML. `charts.py` draws; a page of any number of runs is a list of sections and a mapping
-of tables, see `page.py` for one run and for several.
+This file does not know Bokeh or HTML. `charts.py` draws; a page of any number of runs is a list of sections and a
+mapping of tables, see `page.py` for one run and for several.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from enum import Enum
 import numpy as np
 
 NUM_SLOTS = 8
-"""Colours of the page, --s0 to --s7."""
+"""Number of colours of the page, --s0 to --s7."""
 MAX_PLAIN_POINTS = 240
-"""Beyond this many points a curve is drawn thin, with a moving mean over it."""
+"""Number of points above which a curve is drawn thin, under its moving mean."""
 STEP = "step"
-"""Column of the axis that the curves over steps share."""
+"""Column of the common axis of curves over steps."""
 
 
 class Kind(Enum):
-    """How the series of a chart are drawn."""
+    """Drawing style of the series of a chart."""
 
     curves = "curves"
     stack = "stack"
-    """Layers of one bar per step."""
+    """One bar per step, with a layer per series."""
     bars = "bars"
-    """Bars beside each other."""
+    """Bars side by side."""
     cells = "cells"
-    """A square per row, in a stronger colour the larger its value."""
+    """A square per row; a larger value has a stronger colour."""
 
 
 class Dash(Enum):
-    """How a line is drawn."""
+    """Dash pattern of a line."""
 
     solid = "solid"
     dashed = "dashed"
@@ -48,14 +48,14 @@ class Series:
     """Column of the table."""
     label: str
     slot: int
-    """Colour 0..7 of the page."""
+    """Colour number 0..7 of the page."""
     dash: Dash = Dash.solid
     table: str = "rows"
-    """Name of its table."""
+    """Name of the table."""
     run: int | None = None
-    """Series of one run, or of one group of runs, are hidden together."""
+    """Number of the run or group of runs; series of the same number are hidden together."""
     spread: bool = False
-    """Whether the table has `<key>:low` and `<key>:high`, drawn as a band."""
+    """True if the table has `<key>:low` and `<key>:high`, drawn as a band."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,36 +66,36 @@ class Axis:
     """Column of the tables."""
     label: str
     ticks: tuple[tuple[float, str], ...] = ()
-    """Where ticks stand and what they say; empty: numbers."""
+    """(position, label) of each tick; empty for numbers."""
     between: tuple[float, float] | None = None
-    """First and last value shown; None: those of the tables."""
+    """First and last value shown; None for the range of the tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """One chart: what it shows, how, and how to read it."""
+    """One chart: its series, its drawing style, and a note for the reader."""
 
     id: str
     title: str
     series: tuple[Series, ...]
     kind: Kind = Kind.curves
     x: Axis | None = None
-    """None: the steps, an axis that all such charts share."""
+    """The horizontal axis; None for the steps, an axis that all such charts share."""
     unit: str = ""
     form: str = "number"
-    """Of axis and values: number, percent or exponent."""
+    """Number format of axis and values: number, percent or exponent."""
     log: bool = False
     from_zero: bool = False
-    """Whether the axis starts at 0."""
+    """True if the axis starts at 0."""
     wide: bool = False
     note: str = ""
-    """How to read it, and what is bad."""
+    """Explanation of the chart, with the signs of a problem."""
     each: str = ""
-    """Beginning of further metrics to show, one line or layer for each that the run has."""
+    """Prefix of further metrics; each metric of the run with this prefix is a line or layer."""
     each_label: str = ""
-    """Stands before the rest of their names."""
+    """Text before the rest of such a metric's name."""
     needs: str = ""
-    """Metric without which the chart says nothing."""
+    """Metric without which the chart has no meaning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +109,9 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """The numbers behind some series: columns of one length, ascending in the column of the horizontal axis."""
+    """The numbers behind some series: columns of equal length, ascending in the column of the horizontal axis."""
 
     columns: Mapping[str, np.ndarray]
-    """A missing value is NaN, which leaves a gap."""
+    """Column -> values; a missing value is NaN, which leaves a gap."""
     labels: tuple[str, ...] = ()
-    """What each row stands for, in words; empty: the number on the axis."""
+    """Label of each row; empty for the number on the axis."""

@@ -1,4 +1,4 @@
-"""Rows of metrics -> the tables that curves are drawn from: thinned, with moving means and the edges of stacks."""
+"""Rows of metrics -> the tables of curves: thinned, with moving means and the edges of stacks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trainer.report.sections import EVALUATIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Chart, Kind, Section, Table
 
 MAX_POINTS = 2000
-"""Steps drawn at most; a longer run is thinned to the steps with the largest K3."""
+"""Maximum of drawn steps; a longer run is thinned to the steps with the largest K3."""
 ROWS = "rows"
-"""Table of every step."""
+"""Name of the table of every step."""
 
 
 def run_tables(run: RunData, sections: Sequence[Section], *, suffix: str = "") -> dict[str, Table]:
-    """The tables of one run that the charts of `sections` name; `suffix` stands behind their names."""
+    """The tables of one run that the charts of `sections` name; `suffix` is appended to their names."""
     charts = [chart for section in sections for chart in section.charts]
     rows_of: Mapping[str, Sequence[Row]] = {ROWS: run.rows, EVALUATIONS: evaluation_rows(run)}
     return {
@@ -43,7 +43,7 @@ def _stacks(charts: Sequence[Chart]) -> list[list[str]]:
 def metric_table(rows: Sequence[Row], keys: Collection[str], *, stacks: Sequence[Sequence[str]] = ()) -> Table:
     """The columns `keys` of `rows`, a missing value as NaN.
 
-    Beside them for a long run `<key>:mean`, the moving mean over all rows before they are thinned; and for each key of
+    The table also has, for a long run, `<key>:mean`, the moving mean over all rows before thinning; and for each key of
     a stack `<key>:bottom` and `<key>:top`, where a missing value has no height.
     """
     kept = thin(rows, MAX_POINTS)
@@ -64,7 +64,7 @@ def metric_table(rows: Sequence[Row], keys: Collection[str], *, stacks: Sequence
 
 
 def _moving_mean(values: np.ndarray) -> np.ndarray:
-    """Centred mean over a fiftieth of the points, over what is present; NaN where nothing is."""
+    """Centred mean over a fiftieth of the points, ignoring NaN; NaN where all points are NaN."""
     width = max(3, len(values) // 50)
     present = np.isfinite(values)
     window = np.ones(width)
