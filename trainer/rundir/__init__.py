@@ -1,1 +1,1 @@
-"""The files of a run directory: checkpoints, dumps, provenance, events, and how a run ends and goes on."""
+"""The files of a run directory: checkpoints, dumps, provenance and events, and the end and resumption of a run."""

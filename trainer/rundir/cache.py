@@ -1,7 +1,7 @@
-"""The cache of Parity: models that are made once, and measured ceilings, the same for every run.
+"""The cache of Parity: generated models and measured ceilings, shared by all runs.
 
-A cached model is a directory with a manifest of its files. It is made under a temporary name and renamed when it is
-complete, so that a killed process leaves no entry, and of two processes that make it at the same time one is kept.
+A cached model is a directory with a manifest of its files. The directory gets a temporary name until it is complete, so
+that a killed process leaves no entry, and one of two concurrent copies is kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
-"""Called while a cached model is made, with (done, total, detail): optimizer steps or stages, and a phrase."""
+"""Callback while a cached model is made, with (done, total, detail): optimizer steps or stages, and a phrase."""
 MANIFEST = "manifest.json"
 """File of a cached directory: name -> sha256 of every other file."""
 ABANDONED_AFTER_S = 3600.0
-"""A temporary directory older than this belongs to a process that was killed: a model is made in a minute or two."""
+"""Age in seconds above which a temporary directory belongs to a killed process: a model takes a minute or two."""
 
 
 def default_cache_dir() -> Path:
@@ -33,7 +33,7 @@ def default_cache_dir() -> Path:
 
 
 def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], None]) -> Path:
-    """Return `entry`; unless it is there and intact, let `make(directory)` write `files` and publish the directory.
+    """Return `entry`; if it is missing or damaged, let `make(directory)` write `files`, and publish the directory.
 
     Raises:
         FileNotFoundError: `make` has not written one of `files`.
@@ -53,13 +53,14 @@ def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], N
         (building / MANIFEST).write_text(json.dumps(digests, indent=2))
         _publish(building, entry, files)
     finally:
-        # Already renamed after a publication; still there after an error, an interrupt, or a lost race.
+        # The directory is already renamed after a publication; it still exists after an error, an interrupt or a lost
+        # race.
         shutil.rmtree(building, ignore_errors=True)
     return entry
 
 
 def find_damage(entry: Path, files: Sequence[str]) -> str | None:
-    """Say what is wrong with a cached directory of `files`: a missing or changed one; None if it is intact."""
+    """Describe the damage of a cached directory of `files`: a missing or changed file; None if it is intact."""
     try:
         expected = json.loads((entry / MANIFEST).read_text())
     except (OSError, ValueError) as error:
@@ -95,7 +96,7 @@ def _publish(building: Path, entry: Path, files: Sequence[str]) -> None:
 
 
 def _remove_damaged(entry: Path) -> None:
-    """Move `entry` away in one step, so that nobody sees half of it, and remove it there."""
+    """Rename `entry` in one step, so that no other process sees a part of it, and remove the renamed directory."""
     aside = Path(tempfile.mkdtemp(prefix=f"{entry.name}.damaged-", dir=entry.parent))
     try:
         os.rename(entry, aside)
@@ -105,7 +106,7 @@ def _remove_damaged(entry: Path) -> None:
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Remove what killed processes left behind of `entry`."""
+    """Remove the temporary directories of killed processes for `entry`."""
     for left in [*entry.parent.glob(f"{entry.name}.building-*"), *entry.parent.glob(f"{entry.name}.damaged-*")]:
         try:
             age = time.time() - left.stat().st_mtime

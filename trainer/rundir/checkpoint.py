@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written whole or not at all, verified before they are used, damaged ones named and passed over.
+"""Checkpoints of a run: written atomically, verified before use; damaged checkpoints are reported and skipped.
 
     <run.dir>/checkpoints/step_000020/
         policy/         weights, optimizer and counters, sharded (torch.distributed.checkpoint), and the generators of
@@ -6,9 +6,9 @@
         state.json      the rest: a RunState
         manifest.json   format, and size and digest of every other file
 
-A checkpoint is written to a directory whose name begins with a dot and renamed when every file is on the disk, so
-that a run which is killed while it saves leaves the checkpoint before. Used by `trainer/run/saving.py` and
-`trainer/rundir/resume.py`; the ranks write and read their part in `trainer/policy/shards.py`.
+A checkpoint is written to a directory whose name begins with a dot and renamed when every file is on the disk, so that
+a run which is killed while it saves leaves the checkpoint before. `trainer/run/saving.py` and
+`trainer/rundir/resume.py` use this file; the ranks write and read their part in `trainer/policy/shards.py`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 POLICY = "policy"
 SET_ASIDE = ".aside"
-"""Added to the name of a checkpoint that was passed over and whose step is taken again."""
+"""Suffix of a checkpoint that was skipped and whose step is trained again."""
 _CHUNK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
-    """A run cannot be saved, or cannot go on from what is in its directory."""
+    """A run cannot be saved, or cannot be resumed from its directory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What the manifest says about a file."""
+    """Size and digest of a file in the manifest."""
 
     bytes: int
     xxh3_128: str
@@ -54,26 +54,26 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """Where a run stands after a step, as JSON values; what the ranks hold is beside it.
+    """State of a run after a step, as JSON values; the ranks save their state beside it.
 
-    A new part of the system that must survive adds a field here, and a line in `run_state` and `restore` of
+    A new part of the system that must survive a restart adds a field here, and a line in `run_state` and `restore` of
     `trainer/run/loop.py`.
     """
 
     step: int
-    """Completed rollout steps."""
+    """Number of completed rollout steps."""
     policy_version: int
-    """Completed optimizer steps."""
+    """Number of completed optimizer steps."""
     stream: StreamState
-    """Place in the prompt stream."""
+    """Position in the prompt stream."""
     collector: CollectorState | None = None
-    """Prompts and tokens of steps that have not been trained yet; None in checkpoints of earlier versions."""
+    """Prompts and tokens of steps that were not trained yet; None in checkpoints of earlier versions."""
     wandb_run_id: str | None = None
-    """The W&B run, which a resumed run goes on with; None without W&B."""
+    """Id of the W&B run, which a resumed run continues; None without W&B."""
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
-    """Held-out metrics of exactly these weights; empty if they were not evaluated."""
+    """Held-out metrics of these weights; empty if the weights were not evaluated."""
     guard: Mapping[str, Any] | None = None
-    """Where the guard stands; None without one, and in checkpoints of earlier versions."""
+    """State of the guard; None without a guard, and in checkpoints of earlier versions."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The config of the run by dotted key, secrets redacted."""
 
@@ -92,16 +92,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which finished checkpoints stay."""
+    """Rule for the finished checkpoints that are kept."""
 
     keep: int
-    """The newest."""
+    """Number of newest checkpoints to keep."""
     best_metric: str | None = None
-    """And the one with the highest value of this metric in `RunState.evaluation`; None for none."""
+    """Metric in `RunState.evaluation` whose highest value keeps one more checkpoint; None keeps no other."""
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> Path:
-    """An empty directory for the checkpoint of `step`; the ranks write to its `policy/`, then `commit_checkpoint`."""
+    """Make an empty directory for the checkpoint of `step`. Ranks write to its `policy/`, then `commit_checkpoint`."""
     directory = run_dir / CHECKPOINTS
     for leftover in directory.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -113,18 +113,18 @@ def begin_checkpoint(run_dir: Path, step: int) -> Path:
 def commit_checkpoint(
     unfinished: Path, state: RunState, *, retention: Retention, records: Mapping[str, FileRecord] | None = None
 ) -> Checkpoint:
-    """Complete the checkpoint in `unfinished`, give it its name and remove those that need not stay.
+    """Complete the checkpoint in `unfinished`, give it its final name and remove checkpoints that are not kept.
 
-    Later ones could not be used when the run was resumed. They must not stand for a good one among those that stay,
-    and are set aside until a checkpoint of their step is on the disk.
+    Later checkpoints were unusable when the run was resumed. They must not count among the kept checkpoints, and stay
+    set aside until a checkpoint of their step is on the disk.
 
     Args:
-        records: files that whoever wrote them described and brought to the disk, by path relative to `unfinished`;
-            all others are read once more.
+        records: files that their writer already described and synced to the disk, by path relative to `unfinished`; all
+            other files are read once more.
 
     Raises:
-        OSError: the disk does not take it.
-        CheckpointError: a file of `records` is not there.
+        OSError: the disk rejects the data.
+        CheckpointError: a file of `records` is missing.
     """
     known = dict(records or {})
     (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
@@ -153,10 +153,10 @@ def commit_checkpoint(
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
-    """The newest usable checkpoint: its files are what its manifest says; None if the run has none.
+    """The newest usable checkpoint, whose files match its manifest; None if the run has no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints and none can be used.
+        CheckpointError: there are checkpoints and none is usable.
     """
     problems = []
     for path in _by_age(run_dir / CHECKPOINTS):
@@ -173,7 +173,7 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
-    """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or none."""
+    """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or not a checkpoint."""
     try:
         return _verified(path)
     except _Unusable as problem:
@@ -181,9 +181,9 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 
 def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
-    """The checkpoint with the highest `metric` of its own weights, the later of equal ones; None if none has it.
+    """The checkpoint whose weights have the highest `metric`, the later of equal ones; None if none has the metric.
 
-    Raises CheckpointError if that one is damaged.
+    Raises CheckpointError if this checkpoint is damaged.
     """
     path = _best(_by_age(run_dir / CHECKPOINTS), metric)
     if path is None:
@@ -196,7 +196,7 @@ def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
 
 
 def describe_file(path: Path) -> FileRecord:
-    """Size and digest of a file as it can be read now."""
+    """Size and digest of a file, read now."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -205,7 +205,7 @@ def describe_file(path: Path) -> FileRecord:
 
 
 def to_disk(path: Path) -> None:
-    """Ask the operating system to write a file or directory to the disk before going on."""
+    """Sync a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -214,11 +214,11 @@ def to_disk(path: Path) -> None:
 
 
 class _Unusable(Exception):
-    """Why a checkpoint cannot be used, with the name of the file."""
+    """A checkpoint is unusable; the message gives the reason with the name of the file."""
 
 
 def _usable(path: Path) -> Checkpoint | str:
-    """The checkpoint in `path`, or, if it is passed over, the reason."""
+    """The checkpoint in `path`, or the reason why it is skipped."""
     try:
         return _verified(path)
     except _Unusable as problem:
@@ -227,7 +227,7 @@ def _usable(path: Path) -> Checkpoint | str:
 
 
 def _verified(path: Path) -> Checkpoint:
-    """The checkpoint in `path`; raises _Unusable unless every file is what the manifest says."""
+    """The checkpoint in `path`; raises _Unusable unless every file matches the manifest."""
     try:
         recorded = _read_manifest(path / MANIFEST)
         present = {str(file.relative_to(path)) for file in _files(path)} - {MANIFEST}
@@ -249,8 +249,8 @@ def _verified(path: Path) -> Checkpoint:
 def _read_manifest(path: Path) -> dict[str, FileRecord]:
     """Relative path -> record of every file of a checkpoint.
 
-    The manifest has no digest of its own: whatever was changed in it either breaks its form or contradicts a file.
-    Raises _Unusable for one that has another form, and OSError.
+    The manifest has no digest of its own: a change of the manifest either breaks its form or contradicts a file. Raises
+    _Unusable for a manifest of another form, and OSError.
     """
     try:
         manifest = json.loads(path.read_bytes())
@@ -274,7 +274,7 @@ def _read_manifest(path: Path) -> dict[str, FileRecord]:
 
 
 def _read_state(path: Path) -> RunState:
-    """The rest of the run's state; raises _Unusable for a file of another form, and OSError."""
+    """The RunState in `path`; raises _Unusable for a file of another form, and OSError."""
     try:
         return RunState(**json.loads((path / STATE).read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
@@ -282,14 +282,14 @@ def _read_state(path: Path) -> RunState:
 
 
 def _superfluous(directory: Path, retention: Retention) -> list[Path]:
-    """Finished checkpoints that need not stay."""
+    """Finished checkpoints that are not kept."""
     found = _by_age(directory)
     best = None if retention.best_metric is None else _best(found, retention.best_metric)
     return [path for path in found[retention.keep :] if path != best]
 
 
 def _best(found: list[Path], metric: str) -> Path | None:
-    """The first of the highest `metric` among `found`, the newest first; one that cannot be read has no value."""
+    """The newest checkpoint in `found` (newest first) with the highest `metric`; an unreadable one has no value."""
     best: tuple[float, Path] | None = None
     for path in found:
         try:
@@ -303,7 +303,7 @@ def _best(found: list[Path], metric: str) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, hidden first: half a directory must not look like a damaged checkpoint."""
+    """Hide a checkpoint, then remove it: half a directory must not look like a damaged checkpoint."""
     hidden = path.with_name(f".{path.name}.removed")
     try:
         shutil.rmtree(hidden, ignore_errors=True)
@@ -314,7 +314,7 @@ def _remove(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a checkpoint, so that it does not count any more; one that was set aside before makes way."""
+    """Rename a checkpoint, so that it no longer counts; replaces one that was set aside before."""
     aside = path.with_name(path.name + SET_ASIDE)
     if aside.exists():
         _remove(aside)
@@ -326,11 +326,11 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _by_age(directory: Path) -> list[Path]:
-    """Finished checkpoints, newest first."""
+    """Finished checkpoints, sorted from newest to oldest."""
     return sorted((path for path in directory.glob("step_*") if _step_of(path) >= 0), key=_step_of, reverse=True)
 
 
 def _step_of(path: Path) -> int:
-    """Step of a checkpoint by its name; -1 for a name that is none."""
+    """Step in the name of a checkpoint; -1 for another name."""
     number = path.name.removeprefix("step_")
     return int(number) if number.isdecimal() else -1

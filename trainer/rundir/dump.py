@@ -1,12 +1,12 @@
-"""The directory of a step that was written down: whole or absent, described by a manifest, the newest few kept.
+"""The dump of a step: a directory written atomically, described by a manifest; the newest dumps are kept.
 
     <run.dir>/dumps/step_000010/
-        rank_00000.safetensors    what each rank trained on (`trainer/policy/recorder.py`)
+        rank_00000.safetensors    tensors that each rank trained on (`trainer/policy/recorder.py`)
         config.yaml               the config of the step, as a recipe
         manifest.json             a Manifest
 
-It is written to a directory whose name begins with a dot and renamed at the end. Nothing is asked to be on the disk
-first, as it is for a checkpoint: what a power failure tears has another digest than the manifest says. No torch.
+The directory's name begins with a dot until the dump is complete. The files are not synced to the disk first, as for a
+checkpoint: a file torn by a power failure has another digest than in the manifest. Does not import torch.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from trainer.rundir.checkpoint import FileRecord, describe_file
 from trainer.rundir.run_dir import numbered_steps
 
 FORMAT = 1
-"""Version of the layout; another one is refused."""
+"""Version of the layout; other versions are refused."""
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 
 
 class DumpError(RuntimeError):
-    """A step cannot be written down, or what was written cannot be used."""
+    """A step cannot be dumped, or a dump cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerStep:
-    """What a file of tensors does not say about an optimizer step. The counts are global: the denominators."""
+    """Counts of an optimizer step that its tensors do not contain. The first two are global: the denominators."""
 
     num_response_tokens: int
     num_sequences: int
     num_micro_batches: int
-    """Of the rank."""
+    """Number of micro-batches of the rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFile:
-    """The file of one rank."""
+    """File of one rank."""
 
     file: str
     record: FileRecord
     optimizer_steps: tuple[OptimizerStep, ...]
     num_threads: int
-    """Torch threads of the rank on a CPU: the order of long sums depends on them."""
+    """Number of torch threads of the rank on a CPU: the order of long sums depends on them."""
     device: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a dump says about itself."""
+    """Description of a dump in its manifest.json."""
 
     step: int
     policy_version: int
-    """Of the weights that the step starts with; a token with a lag of k was sampled by version policy_version - k."""
+    """Version of the weights at the start of the step; version policy_version - k sampled a token with a lag of k."""
     correction: str
-    """Mode that the step was trained with."""
+    """Correction mode of the step's training."""
     ranks: tuple[RankFile, ...]
     metrics: Mapping[str, float | None]
-    """What the ranks reported of the step."""
+    """Metrics that the ranks reported for the step."""
     versions: Mapping[str, str]
-    """Of Parity and torch."""
+    """Versions of Parity and torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class Dump:
 
 
 def begin_dump(run_dir: Path, step: int) -> Path:
-    """An empty directory for the dump of `step`; the ranks write to it, then `commit_dump`."""
+    """Make an empty directory for the dump of `step`; the ranks write to it, then `commit_dump`."""
     directory = run_dir / DUMPS
     for leftover in directory.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -88,14 +88,14 @@ def begin_dump(run_dir: Path, step: int) -> Path:
 
 
 def commit_dump(unfinished: Path, manifest: Manifest, *, config_text: str, keep: int) -> Path:
-    """Complete the dump in `unfinished`, give it its name, and remove what need not stay.
+    """Complete the dump in `unfinished`, give it its final name, and remove dumps that are not kept.
 
-    A dump of the same step is replaced. Those of later steps belong to a run that went on from an earlier step, and
+    A dump of the same step is replaced. Dumps of later steps belong to a run that was resumed from an earlier step, and
     are removed.
 
     Raises:
-        OSError: the disk does not take it.
-        DumpError: a file of a rank is not there.
+        OSError: the disk rejects the data.
+        DumpError: a file of a rank is missing.
     """
     if absent := [rank.file for rank in manifest.ranks if not (unfinished / rank.file).is_file()]:
         raise DumpError(f"{unfinished} lacks {', '.join(absent)}, which a rank has written. Is it a shared disk?")
@@ -113,12 +113,12 @@ def commit_dump(unfinished: Path, manifest: Manifest, *, config_text: str, keep:
 
 
 def dumped_steps(run_dir: Path) -> list[int]:
-    """The steps of a run that have a dump, in order."""
+    """The steps of a run that have a dump, ascending."""
     return numbered_steps(run_dir / DUMPS)
 
 
 def way_to_a_dump(run_dir: Path) -> str:
-    """The steps of a run that have a dump, or how a run comes to have any."""
+    """A sentence with the steps of a run that have a dump, or with the way to get dumps."""
     there = ", ".join(str(number) for number in dumped_steps(run_dir))
     if there:
         return f"Steps with a dump: {there}."
@@ -128,7 +128,8 @@ def way_to_a_dump(run_dir: Path) -> str:
 def open_dump(run_dir: Path, step: int) -> Dump:
     """The dump of `step`, verified.
 
-    Raises DumpError if there is none (with the steps that have one), if it has another format or is damaged.
+    Raises DumpError if the step has no dump (listing the steps that have one), or if the dump has another format or is
+    damaged.
     """
     path = run_dir / DUMPS / _name(step)
     if not path.is_dir():
@@ -175,7 +176,7 @@ def _name(step: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove a dump, hidden first: half a directory must not look like a damaged one. Raises OSError if it stays."""
+    """Hide a dump, then remove it: half a directory must not look like a damaged dump. Raises OSError on failure."""
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)

@@ -1,6 +1,6 @@
-"""Events: what happened in a run beside its numbers, one line of events.jsonl each, and what a row of metrics tells.
+"""Events of a run, one line of events.jsonl each, and the events that follow from a row of metrics.
 
-Written by trainer/tracking/tracker.py, which also shows them on the console and sends them to W&B as alerts.
+trainer/tracking/tracker.py writes the events, shows them on the console and sends them to W&B as alerts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Severity(Enum):
-    """How much an event matters; the values are W&B's levels of an alert."""
+    """Severity of an event; the values are W&B's alert levels."""
 
     info = "INFO"
     warn = "WARN"
@@ -24,12 +24,12 @@ class Event:
 
     step: int
     kind: str
-    """Who tells it, for example "guard"."""
+    """Source of the event, for example "guard"."""
     severity: Severity
     text: str
 
     def record(self) -> dict[str, object]:
-        """As JSON values."""
+        """The event as JSON values."""
         return {"step": self.step, "kind": self.kind, "severity": self.severity.name, "text": self.text}
 
 
@@ -41,7 +41,7 @@ _TOLD_BY_ROWS = (
 
 
 def events_of_row(step: int, row: Mapping[str, float | None]) -> Iterator[Event]:
-    """What the metrics of a step tell."""
+    """The events that follow from the metrics of a step."""
     for metric, kind, text in _TOLD_BY_ROWS:
         value = row.get(metric)
         if value is not None and value > 0:

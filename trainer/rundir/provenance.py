@@ -1,7 +1,7 @@
-"""What a run is made of: its config as a recipe that can be run again, and the environment it ran in.
+"""Provenance of a run: its config as a recipe that can be run again, and its environment.
 
 TrainConfig -> text of config.yaml; this machine and installation -> environment.json. Both without secrets.
-Used by trainer/tracking/tracker.py.
+trainer/tracking/tracker.py writes both files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGES = (
     "parity-rl", "torch", "transformers", "sglang", "ray", "accelerate", "datasets", "hydra-core", "omegaconf",
     "wandb", "numpy", "safetensors", "tokenizers", "xgrammar", "triton", "bokeh", "rich",
 )  # fmt: skip
-"""Distributions whose versions are recorded; one that is not installed is recorded as null."""
+"""Distributions whose versions are recorded; null for a distribution that is not installed."""
 _COMMAND_TIMEOUT_S = 10.0
 
 
@@ -40,7 +40,7 @@ def config_record(config: TrainConfig) -> dict[str, dict[str, object]]:
 
 
 def group_choices(config: TrainConfig) -> dict[str, str]:
-    """Which member of each Hydra group the config holds, for example {"correction": "tis"}."""
+    """Hydra group -> chosen member in the config, for example {"correction": "tis"}."""
     choices = {}
     for group, members in GROUPS.items():
         chosen = type(getattr(config, group))
@@ -51,8 +51,8 @@ def group_choices(config: TrainConfig) -> dict[str, str]:
 def config_document(config: TrainConfig) -> str:
     """config.yaml: every value of the run as a recipe, so that `parity train <file>` runs it again.
 
-    `run.dir` is left out: it is the directory of the file, and the next run needs its own. So is `run.resume`, which
-    says how this run began.
+    `run.dir` is left out: it is the directory of the file, and the next run needs its own. `run.resume` is left out
+    too, because it describes the start of this run.
     """
     record = config_record(config)
     del record["run"]["dir"], record["run"]["resume"]
@@ -102,7 +102,7 @@ def _plain(value: object) -> object:
 
 
 def _escaped(value: object) -> object:
-    """Resolved text is final: a literal "${" must not become an interpolation when the file is composed again."""
+    """Text with escaped interpolations: a literal "${" must not be resolved when the file is composed again."""
     if isinstance(value, str):
         return value.replace("${", r"\${")
     if isinstance(value, Mapping):
@@ -118,7 +118,7 @@ def _version(name: str) -> str | None:
 
 
 def _git_state(root: Path) -> dict[str, object] | None:
-    """Revision of the source tree and whether it has uncommitted changes; None for an installed wheel."""
+    """Revision of the source tree and a flag for uncommitted changes; None for an installed wheel."""
     if not (root / ".git").exists():
         return None
     revision = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
@@ -133,7 +133,7 @@ def _gpus() -> list[str]:
 
 
 def _cpu_name() -> str | None:
-    """Marketing name of the processor where Linux tells it."""
+    """Marketing name of the processor; None where Linux does not report it."""
     path = Path("/proc/cpuinfo")
     if sys.platform != "linux" or not path.is_file():
         return platform.processor() or None

@@ -1,8 +1,8 @@
-"""Take secrets out of whatever is written down: configs, command lines, environment records.
+"""Remove secrets from written records: configs, command lines, environment records.
 
-Anything -> the same shape with secret strings replaced by "<redacted>". Used by trainer/tracking/tracker.py before a
-config reaches config.yaml, environment.json or W&B. A secret is recognised by the name of its key (api_key, hf_token,
-password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known prefix.
+Any value -> the same shape with secret strings replaced by "<redacted>". trainer/tracking/tracker.py redacts a config
+before it reaches config.yaml, environment.json or W&B. A secret is recognised by the name of its key (api_key,
+hf_token, password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known prefix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SECRET_NAME = re.compile(_SECRET_WORDS, re.IGNORECASE)
 # Numbers under these names are secrets too (`password: 123456`); `max_new_tokens: 64` is not.
 _SECRET_NUMBER_NAME = re.compile(r"secret|passw|pwd|credential|api_?key", re.IGNORECASE)
 _HARMLESS_NAMES = frozenset({"prompt_key", "answer_key"})
-"""Keys of our own configs that hold column names."""
+"""Keys of Parity's configs that hold column names."""
 
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _FLAG = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
@@ -35,7 +35,7 @@ _KNOWN_PREFIX = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a value under this key (the last part of a dotted or dashed path) must not be written down."""
+    """True if a value under this key (the last part of a dotted or dashed path) must not be written."""
     last = name.rsplit(".", 1)[-1].lstrip("+~-").replace("-", "_").lower()
     return last not in _HARMLESS_NAMES and _SECRET_NAME.search(last) is not None
 
@@ -43,7 +43,7 @@ def is_secret_name(name: str) -> bool:
 def redact(value: object) -> object:
     """A copy of `value` without secrets; mappings, sequences and dataclasses are walked (dataclasses become dicts).
 
-    Numbers, booleans and None survive, except numbers under names such as `password`. In a sequence of strings the
+    Numbers, booleans and None are kept, except numbers under names such as `password`. In a sequence of strings the
     item after a flag such as `--api-key` is redacted as well.
     """
     if isinstance(value, str):
@@ -106,7 +106,7 @@ def _redact_member(name: str, value: object) -> object:
 
 
 def _redact_all(value: object, *, name: str) -> object:
-    """Everything under a secret key: each string is replaced, at any depth."""
+    """A value under a secret key with every string replaced, at any depth."""
     if isinstance(value, str):
         return REDACTED if value else value
     if isinstance(value, bytes):
@@ -137,7 +137,7 @@ def _redact_items(items: Sequence[object]) -> list[object]:
 
 
 def _redact_item(item: object) -> object:
-    """An item of a list: `--api-key=X` is an argument, anything else is walked."""
+    """An item of a list without secrets: `--api-key=X` is treated as an argument, other items are walked."""
     if isinstance(item, str):
         return _redact_argument(item) if _ASSIGNMENT.fullmatch(item) else redact_text(item)
     return redact(item)

@@ -1,6 +1,6 @@
-"""Whether and from where a run goes on: the newest good checkpoint, and what the config may not change.
+"""The checkpoint from which a run resumes, and the config keys that must not change.
 
-Used by `trainer/run/loop.py` before anything is started. `trainer/cli/resume.py` finds the directory.
+`trainer/run/loop.py` uses this file before any process is started. `trainer/cli/resume.py` finds the directory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkp
 from trainer.rundir.provenance import config_record, group_choices
 
 FIXED = ("model", "data", "run.seed")
-"""Keys, and sections, without which a run would not be the same one."""
+"""Keys and sections that must not change: with another value the run would be another run."""
 MOVABLE = ("model.path", "data.train_path", "data.eval_path")
-"""Among them, but only places: the prompts are compared by digest, the weights by name and shape."""
+"""Exceptions to FIXED that are only paths: the prompts are compared by digest, the weights by name and shape."""
 OWN = ("run.dir", "run.recipe", "run.resume")
 """Keys that may always differ."""
 ESTIMATOR = "advantage.estimator"
-"""Key that decides whether there is a critic, whose weights a checkpoint must then hold."""
+"""Key that determines whether there is a critic, whose weights a checkpoint must then contain."""
 _ABSENT = "(absent)"
 
 
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint from which the run goes on; None if it begins.
+    """The checkpoint from which the run resumes; None if the run starts anew.
 
     Raises:
-        CheckpointError: all checkpoints are damaged, or the config is that of another run; says which keys.
+        CheckpointError: all checkpoints are damaged, or the config belongs to another run; names the keys.
     """
     if config.run.resume is not Resume.auto:
         return None
@@ -47,7 +47,7 @@ def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | Non
 
 
 def _require_critic(checkpoint: Checkpoint, config: TrainConfig) -> None:
-    """Check that a critic was saved exactly if the run has one."""
+    """Check that the checkpoint has a critic exactly if the run has one."""
     record = checkpoint.state.config
     saved = record.get(ESTIMATOR, config.advantage.estimator.name)
     had_critic = saved == Estimator.gae.name
@@ -59,7 +59,7 @@ def _require_critic(checkpoint: Checkpoint, config: TrainConfig) -> None:
 
 
 def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, str]:
-    """Key -> "key saved -> now" for every key whose value is another than in the checkpoint."""
+    """Key -> "key saved -> now" for every key whose value differs from the checkpoint."""
     now = flat_config(config)
     changed = {}
     for key in [*saved, *(key for key in now if key not in saved)]:
@@ -70,7 +70,7 @@ def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, 
 
 
 def flat_config(config: TrainConfig) -> dict[str, object]:
-    """The config as JSON values by dotted key, secrets redacted; a group's own key holds its choice."""
+    """The config as JSON values by dotted key, secrets redacted; the key of a group holds its choice."""
     flat: dict[str, object] = dict(group_choices(config))
 
     def walk(key: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """Files of rows (metrics.jsonl, samples.jsonl, ...): one JSON object per line, read line by line.
 
-A line ends with "\\n" and with nothing else: a response may hold U+2028, U+2029 or U+0085, at which `str.splitlines`
-splits too. A line that holds no object is damaged. It costs its own row and never the rows after it.
+A line ends with "\\n" only: a response may contain U+2028, U+2029 or U+0085, at which `str.splitlines` splits too. A
+line without a JSON object is damaged. A damaged line costs its own row and never the rows after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DAMAGED_SUFFIX = ".damaged"
-"""Added to the name of a file of rows: the file that keeps its damaged lines."""
+"""Suffix of the file that keeps the damaged lines of a file of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Line:
     """One line of a file of rows."""
 
     number: int
-    """Counted from 1."""
+    """Line number from 1."""
     text: bytes
     """The line as it is in the file, with its "\\n" if it has one."""
     row: dict[str, Any] | None
@@ -35,7 +35,7 @@ class Line:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """The lines of a file, one after the other; raises OSError if the file cannot be read."""
+    """The lines of a file, in order; raises OSError if the file cannot be read."""
     with path.open("rb") as file:  # a binary file is split at "\n" only
         for number, text in enumerate(file, start=1):
             yield Line(number=number, text=text, row=_object(text))

@@ -1,4 +1,4 @@
-"""The run directory: taken by one process at a time; an earlier run in it is refused or moved aside."""
+"""The run directory: locked by one process at a time; an earlier run in it is refused or moved aside."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROW_FILES = (METRICS_FILE, "samples.jsonl", "histograms.jsonl", "events.jsonl")
 _MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
-"""What a new run may find in its directory: Hydra's record of the command line, and our own lock."""
+"""Entries that a new run may find in its directory: Hydra's record of the command line, and the lock."""
 _BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
-"""What a run has written when it is killed before its environment.json."""
+"""Files of a run that was killed before it wrote environment.json."""
 
 
 class Status(Enum):
-    """How a run ended."""
+    """State of a run that has ended."""
 
     completed = "completed"
-    """It took all its steps."""
+    """The run took all its steps."""
     failed = "failed"
     interrupted = "interrupted"
-    """By a signal."""
+    """A signal ended the run."""
     stopped = "stopped"
-    """By the guard."""
+    """The guard ended the run."""
 
 
 class RunDirectoryError(RuntimeError):
-    """The directory belongs to somebody else or cannot be used: nothing may be written to it."""
+    """The directory belongs to another process or run, or cannot be used; the run must not write to it."""
 
 
 def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[TextIO, Path | None]:
     """Make `run_dir` and lock it for this process.
 
-    It must be empty, unless the run `continues` from a checkpoint in it, or `resume` allows to set an earlier run
-    aside.
+    The directory must be empty, unless the run `continues` from a checkpoint in it, or `resume` allows setting an
+    earlier run aside.
 
     Returns:
-        The lock, which ends with this file, and where the earlier run was moved to; None if there was none.
+        The lock, held until this file is closed, and the new place of the earlier run; None without an earlier run.
 
     Raises:
-        RunDirectoryError: the directory cannot be used; says why and what to do.
+        RunDirectoryError: the directory cannot be used; the message gives the reason and the way out.
     """
     lock = _lock(run_dir)
     found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
@@ -70,7 +70,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run of Parity wrote `directory`, by the marks that it leaves first."""
+    """True if a run of Parity wrote `directory`, by the first files that a run writes."""
     try:
         record = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
         return "parity-rl" in record["versions"]
@@ -82,7 +82,7 @@ def is_run(directory: Path) -> bool:
 
 
 def has_checkpoint(directory: Path) -> bool:
-    """Whether a checkpoint, good or damaged, is in a run directory."""
+    """True if a run directory has a checkpoint, good or damaged."""
     return any((directory / CHECKPOINTS).glob("step_*"))
 
 
@@ -92,13 +92,13 @@ def newest_saved_step(directory: Path) -> int | None:
 
 
 def numbered_steps(directory: Path) -> list[int]:
-    """Steps of the finished checkpoints or dumps in `directory`, in order, by their names alone."""
+    """Steps of the finished checkpoints or dumps in `directory`, ascending, by their names alone."""
     names = (path.name.removeprefix("step_") for path in directory.glob("step_*"))
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def completed_steps(directory: Path) -> int | None:
-    """How many steps the run in `directory` took, if it has ended as it should; None if not, or if there is none."""
+    """Number of steps of a completed run in `directory`; None if the run did not complete, or there is no run."""
     try:
         status = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         return int(status["last_step"]) if status["status"] == Status.completed.value else None
@@ -107,7 +107,7 @@ def completed_steps(directory: Path) -> int | None:
 
 
 def steps_taken(directory: Path) -> int:
-    """How many steps a run took that can go on: the newest that it saved or logged; 0 if it saved none."""
+    """Number of steps of a run that can be resumed: the newest saved or logged step; 0 if no step was saved."""
     saved = newest_saved_step(directory)
     if saved is None:
         return 0
@@ -117,10 +117,10 @@ def steps_taken(directory: Path) -> int:
 
 
 def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
-    """Rename the config.yaml of a run that goes on with another `text`; its new name, None if there is nothing to keep.
+    """Rename the config.yaml of a run that continues with another `text` -> its new path, None if nothing was renamed.
 
     Args:
-        until_step: the last step that was taken with the earlier configuration.
+        until_step: the last step with the earlier configuration.
     """
     path = directory / CONFIG_FILE
     if not path.is_file() or path.read_text(encoding="utf-8") == text:
@@ -133,12 +133,12 @@ def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
 
 
 def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
-    """Whether nothing is left to do for the run: it took all steps, and the weights of the last one are `saved`."""
+    """True if the run is complete: it took all steps, and the weights of the last step are `saved`."""
     return min(saved, completed_steps(directory) or 0) >= num_steps
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a process that is killed meanwhile leaves the old one or the new one."""
+    """Write a file atomically: a process killed during the write leaves either the old or the new file."""
     unfinished = path.with_name(f".{path.stem}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
@@ -179,7 +179,7 @@ def _unlock(lock: TextIO, run_dir: Path) -> None:
 
 
 def _check_aside(run_dir: Path, found: list[str], resume: Resume) -> None:
-    """Raise RunDirectoryError unless what is in `run_dir` may be moved out of the way."""
+    """Raise RunDirectoryError unless the content of `run_dir` may be moved aside."""
     if resume is Resume.never:
         go_on = (
             "Go on with it: run.resume=auto. " if has_checkpoint(run_dir) else ""
@@ -202,7 +202,7 @@ def _check_aside(run_dir: Path, found: list[str], resume: Resume) -> None:
 
 
 def _set_aside(run_dir: Path) -> Path:
-    """Rename a run directory to one with the present time in its name; nothing in it is touched."""
+    """Rename a run directory to a name with the present time; its files are not touched."""
     moment = datetime.now(UTC).strftime("%Y-%m-%d_%H-%M-%S")
     candidates = [run_dir.with_name(f"{run_dir.name}.before-{moment}{suffix}") for suffix in ("", ".2", ".3")]
     aside = next((path for path in candidates if not path.exists()), candidates[-1])

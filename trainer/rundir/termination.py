@@ -1,9 +1,9 @@
 """SIGTERM and Ctrl-C as requests: the running step is finished and saved, then the run ends.
 
-Used by `trainer/run/loop.py`.
+`trainer/run/loop.py` uses this file.
 
-The exit codes are what a shell reports for a process that the signal ended: 143 for SIGTERM, 130 for Ctrl-C; that of
-the guard is 3.
+The exit codes are the shell's codes for a process ended by the signal: 143 for SIGTERM, 130 for Ctrl-C. A run ended by
+the guard exits with 3.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _STDERR = 2
 
 
 class RunTerminated(Exception):
-    """The run ended early because it was asked to."""
+    """The run ended early because of a request."""
 
     def __init__(self, request: signal.Signals, *, step: int) -> None:
-        """`step` is the last one that was completed."""
+        """`step` is the last completed step."""
         super().__init__(f"asked to end ({request.name}), after step {step}")
         self.exit_code = 128 + request
 
@@ -35,23 +35,23 @@ class StoppedByGuard(RunTerminated):
     """The guard ended the run (guard.highest=stop)."""
 
     def __init__(self, *, step: int) -> None:
-        """`step` is the last one that was completed; it was saved."""
+        """`step` is the last completed step; it was saved."""
         Exception.__init__(self, f"stopped by the guard after step {step} (events.jsonl says why)")
         self.exit_code = STOPPED_BY_GUARD
 
 
 @dataclass(slots=True)
 class Termination:
-    """Whether the run was asked to end."""
+    """Record of a request to end the run."""
 
     request: signal.Signals | None = None
-    """The signal that asked."""
+    """The signal of the request; None without a request."""
 
 
 def end_at_sigterm() -> None:
     """Answer SIGTERM with SystemExit, which lets every `with` clean up, and the exit code of a shell.
 
-    Ray puts a handler there that exits with 15. Outside the main thread nothing can be set, by Ray neither.
+    Ray installs a handler that exits with 15. Outside the main thread no handler can be installed, by Ray neither.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -64,10 +64,10 @@ def end_at_sigterm() -> None:
 
 @contextmanager
 def termination_requests(then: str) -> Iterator[Termination]:
-    """Record SIGTERM and SIGINT instead of dying of them; a second one of either does what it did before.
+    """Record SIGTERM and SIGINT instead of ending; a second signal of either kind has its original effect.
 
-    `then` is told to who asks: what happens before the end.
-    Signals reach the main thread only: a run in another thread cannot be asked.
+    `then` is printed for the user: the work before the end. Signals reach the main thread only: a run in another thread
+    receives no request.
     """
     termination = Termination()
     if threading.current_thread() is not threading.main_thread():
@@ -77,7 +77,7 @@ def termination_requests(then: str) -> Iterator[Termination]:
     def ask(number: int, frame: FrameType | None) -> None:
         termination.request = signal.Signals(number)
         restore()
-        # Not through the console, whose lock the interrupted code may hold.
+        # os.write instead of the console, whose lock the interrupted code may hold.
         text = f"\n{termination.request.name}: {then}; the next signal ends at once\n"
         os.write(_STDERR, text.encode())
 

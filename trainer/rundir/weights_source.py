@@ -1,4 +1,6 @@
-"""What `checkpoint=` of `parity eval` names: a run, one checkpoint of it, an exported or the base model. No torch."""
+"""The source of weights that `checkpoint=` of `parity eval` names: a run, one of its checkpoints, an exported model or
+the base model. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,40 +15,40 @@ from trainer.rundir.checkpoint import MANIFEST, Checkpoint
 KEY = "checkpoint"
 BASE = "none"
 MODEL_FILE = "config.json"
-"""What every Hugging Face directory holds."""
+"""File in every Hugging Face directory."""
 
 
 class SourceKind(Enum):
-    """Where weights come from."""
+    """Kind of source of weights."""
 
     base = "base"
-    """The model that the recipe starts from."""
+    """The initial model of the recipe."""
     run = "run"
     """The newest good checkpoint of a run, or its best one."""
     checkpoint = "checkpoint"
     model = "model"
-    """A Hugging Face directory, for example of `parity export`."""
+    """A Hugging Face directory, for example written by `parity export`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsSource:
-    """The weights that are to be evaluated."""
+    """The source of the weights to be evaluated."""
 
     kind: SourceKind
     path: Path
-    """The directory; the current one for a base model, where it means nothing."""
+    """Directory of the source; without meaning for a base model, for which it is the current directory."""
     best: bool = False
-    """Of a run: the checkpoint that checkpoint.best_metric kept."""
+    """True for the checkpoint of a run that checkpoint.best_metric kept."""
 
     def describe(self, checkpoint: Checkpoint | None) -> str:
-        """For people."""
+        """Description of the source for people."""
         if checkpoint is not None:
             return f"{checkpoint.path}, the policy after step {checkpoint.state.step}"
         return "the base model" if self.kind is SourceKind.base else str(self.path)
 
 
 def find_source(given: str, *, best: bool) -> WeightsSource | Problem:
-    """What the word after `checkpoint=` names, by what is in the directory."""
+    """The source that the value of `checkpoint=` names, recognised by the files in the directory."""
     if given == BASE:
         return WeightsSource(kind=SourceKind.base, path=Path())
     path = Path(given).expanduser()

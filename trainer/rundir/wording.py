@@ -1,10 +1,10 @@
-"""Numbers as a reader wants them: counts with their noun, bytes in a short unit. Used by every plan and report."""
+"""Numbers for readers: counts with their noun, bytes in a short unit. Every plan and report uses these functions."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """1 -> "1 rank", 2000 -> "2,000 ranks"; `plural` where it is not the noun with an s."""
+    """Count with its noun: 1 -> "1 rank", 2000 -> "2,000 ranks"; `plural` if the plural is not the noun with an s."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
 
 
