@@ -1,6 +1,7 @@
-"""What a cell of a study has left in its directory: nothing, a part, a checkpoint, or everything.
+"""State of a study's cell by the files in its directory: none, some, a checkpoint, or all.
 
-Read from the files of the run itself, so that a study which was killed knows as much as one that ended. No torch.
+The state comes from the files of the run itself, so that a killed study knows as much as a completed one. Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from trainer.rundir.run_dir import completed_steps, has_checkpoint, is_run
 from trainer.study.grid import Cell
 
 STUDY_FILE = "study.json"
-"""What marks the directory of a study."""
+"""File that marks the directory of a study."""
 LOGS = "logs"
-"""Directory in that of the study: what each run said, a file per cell."""
+"""Subdirectory of the study with the output of each run, a file per cell."""
 CONFIG_FILE = "config.yaml"
 _SHOWN = 3
-"""Differences named at most."""
+"""Maximum of differences in a message."""
 
 
 class Stage(Enum):
-    """How far a cell is."""
+    """Progress of a cell."""
 
     new = "new"
     stopped = "stopped"
-    """It has a checkpoint to go on from."""
+    """The run ended early and has a checkpoint to resume from."""
     broken = "broken"
-    """It began, and has nothing to go on from."""
+    """The run began and has no checkpoint to resume from."""
     finished = "finished"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """A cell and what is in its directory."""
+    """A cell and the state of its directory."""
 
     cell: Cell
     stage: Stage
     last_step: int
-    """The last step that was recorded; 0 for none."""
+    """The last recorded step; 0 without one."""
 
 
 def look(study_dir: Path, cell: Cell) -> Standing:
-    """Read how far the cell is."""
+    """Read the progress of the cell."""
     directory = study_dir / cell.name
     last_step = num_recorded(directory)
     if not directory.is_dir() or not any(directory.iterdir()):
@@ -62,7 +63,7 @@ def look(study_dir: Path, cell: Cell) -> Standing:
 
 
 def num_recorded(run_dir: Path) -> int:
-    """Lines of metrics.jsonl: the steps that a run has recorded."""
+    """Number of lines in metrics.jsonl: the steps that a run has recorded."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return 0
@@ -71,7 +72,7 @@ def num_recorded(run_dir: Path) -> int:
 
 
 def make_way(study_dir: Path, cell: Cell) -> None:
-    """Move aside what a run that failed before it began has left; anything else `run.resume=auto` takes care of."""
+    """Move aside the files of a run that failed before its first step; `run.resume=auto` handles all other files."""
     directory = study_dir / cell.name
     if not directory.is_dir() or not any(directory.iterdir()) or is_run(directory):
         return
@@ -82,7 +83,7 @@ def make_way(study_dir: Path, cell: Cell) -> None:
 
 
 def study_problems(study_dir: Path, cells: Sequence[Cell]) -> list[Problem]:
-    """What stands in the way of a study in this directory: other files, or cells of another config."""
+    """Problems of starting a study in this directory: other files, or cells of another config."""
     if not study_dir.exists() or (study_dir.is_dir() and not any(study_dir.iterdir())):
         return []
     if not (study_dir / STUDY_FILE).is_file():
@@ -100,19 +101,19 @@ def study_problems(study_dir: Path, cells: Sequence[Cell]) -> list[Problem]:
 
 
 def newest_study(recipe_name: str) -> Path | None:
-    """The newest study of a recipe among those whose directory was not named."""
+    """The newest study of a recipe in the default directory."""
     beside = studies_dir(recipe_name)
     found = [path.parent for path in beside.glob(f"*/{STUDY_FILE}")]
     return max(found, key=lambda path: path.name, default=None)
 
 
 def studies_dir(recipe_name: str) -> Path:
-    """Where studies of a recipe go."""
+    """Default directory of the studies of a recipe."""
     return Path("outputs") / "studies" / recipe_name
 
 
 def _changes(study_dir: Path, cell: Cell) -> list[str]:
-    """Keys of the cell whose value is not the one it was run with, as "key before -> now"; empty if it was not run."""
+    """Keys of the cell whose value differs from its earlier run, as "key before -> now"; empty without such a run."""
     before = _flat(_mapping(study_dir / cell.name / CONFIG_FILE))
     if not before:
         return []
@@ -131,7 +132,7 @@ def _flat(document: object, prefix: str = "") -> dict[str, object]:
 
 
 def _mapping(path: Path) -> Mapping[str, object]:
-    """A JSON or YAML file; empty if it is missing or cannot be read, as after a kill."""
+    """Content of a JSON or YAML file; empty if it is missing or unreadable, as after a kill."""
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

@@ -1,6 +1,6 @@
-"""What `parity study` runs and how it compares: the axes of the grid, the runs at a time, what counts as a collapse.
+"""Configuration of `parity study`: the axes of the grid, the runs at a time, the definition of a collapse.
 
-Words `study.key=value` of the command line become a StudyConfig (trainer/cli/study.py). No torch.
+Words `study.key=value` of the command line become a StudyConfig (trainer/cli/study.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from rollout.config import DType
 from rollout.quantization_config import Quantization
 
 MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
-"""The corrections that are compared by default; custom has no meaning without its keys."""
+"""Corrections that are compared by default; custom has no meaning without its keys."""
 PRECISIONS = tuple(
     [dtype.name for dtype in DType] + [grid.name for grid in Quantization if grid is not Quantization.none]
 )
-"""What a rollout precision may be: a type of the engine, or a grid of its weights."""
+"""Valid rollout precisions: a type of the engine, or a quantisation format of its weights."""
 _NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(kw_only=True, slots=True)
 class StudyConfig(Checked):
-    """The axes of a study, and how its runs are run and compared."""
+    """The axes of a study, and settings for its runs and their comparison."""
 
     modes: list[str] = field(default_factory=lambda: list(MODES))
     """Corrections: members and presets of the group `correction`."""
     precisions: list[str] = field(default_factory=list)
-    """Of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty for that of the recipe and int8."""
+    """Precisions of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty: the recipe's, and int8."""
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """Values of run.seed."""
     parallel: int = ruled(1, at_least(1))
-    """Runs at a time, each in a process, with a Ray of its own."""
+    """Number of runs at a time, each in a process with its own Ray."""
     dir: str | None = None
-    """Directory of the study; an earlier study in it is gone on with. null: outputs/studies/<recipe>/<time>."""
+    """Directory of the study; an earlier study in it is continued. null: outputs/studies/<recipe>/<time>."""
     target: float | None = ruled(None, within(0, 1, "(]"))
     """Held-out accuracy whose first step is reported; null: 90 % of the way from the untouched policy to the best."""
     collapse_drop: float = ruled(0.1, within(0, 1, "()"))
-    """A run collapsed if its last held-out accuracy is more than this below its best."""
+    """Drop of the last held-out accuracy below the best from which a run counts as collapsed."""
     cell_timeout_s: float | None = ruled(None, above(0, "seconds"))
-    """Seconds after which a run is ended and counts as failed; null: the deadlines inside the run suffice."""
+    """Seconds after which a run is ended and counts as failed; null for no limit besides the run's own deadlines."""
     stop_timeout_s: float = ruled(300.0, above(0, "seconds"))
-    """Seconds that the runs have to finish and save their step when the study is to end; then they are killed."""
+    """Seconds that the runs get to finish and save their step when the study must end; then they are killed."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("modes", "seeds"):
@@ -63,7 +63,7 @@ class StudyConfig(Checked):
 
 
 def precision_words(precision: str) -> tuple[str, ...]:
-    """The overrides that give the engines this precision; a grid leaves them their rollout.dtype."""
+    """The overrides for engines of this precision; a quantisation format keeps their rollout.dtype."""
     if precision in Quantization.__members__:
         return (f"rollout.quantization={precision}",)
     return (f"rollout.dtype={precision}", "rollout.quantization=none")

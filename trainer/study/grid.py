@@ -1,8 +1,8 @@
-"""Recipe, overrides and axes -> the cells of a study, each with a checked config, or every problem of all of them.
+"""Recipe, overrides and axes -> the cells of a study, each with a checked config, or the problems of all cells.
 
     precision x (correction=a,b run.seed=0,1)  -the sweep of parity train -m->  Cell, one run of `parity train`
 
-Hydra composes the grid as it composes the sweep of `parity train -m`; `run.py` starts the runs. No torch.
+Hydra composes the grid like the sweep of `parity train -m`; `run.py` starts the runs. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OWNED = {
     "run.dir": "Name the directory of the study with study.dir=...; each run has one in it.",
     "run.resume": "A study goes on with what is in study.dir.",
 }
-"""Keys that the study sets, and where to say it instead."""
+"""Key that the study sets -> advice to the user."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,30 +39,30 @@ class Cell:
     precision: str
     seed: int
     words: tuple[str, ...]
-    """Its overrides, but for run.dir and run.resume."""
+    """Overrides of the run, without run.dir and run.resume."""
     config: TrainConfig
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
+        """Name of the cell's directory."""
         return f"{self.mode}-{self.precision}-seed{self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """What a study compares."""
+    """Recipe, overrides and cells of a study."""
 
     recipe: Path
     """File of the recipe."""
     own_dir: Path | None
-    """--config-dir of the command."""
+    """Directory of the option --config-dir."""
     words: tuple[str, ...]
-    """Overrides of every run."""
+    """Overrides of all runs."""
     modes: tuple[str, ...]
     precisions: tuple[str, ...]
     seeds: tuple[int, ...]
     cells: tuple[Cell, ...]
-    """Every mode and precision with the first seed, then with the next: what ends early still compares alike."""
+    """Every mode and precision with the first seed, then with the next: a study that ends early compares equally."""
 
 
 def compose_grid(
@@ -100,14 +100,14 @@ def compose_grid(
 
 
 def recipe_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
-    """What is wrong with the recipe and the overrides whatever the axes are: for a study whose axes cannot be read."""
+    """Problems of the recipe and the overrides, independent of the axes: for a study with invalid axes."""
     wrong = _word_problems(recipe, words, own_dir=own_dir)
     kept = [word for word in words if word not in wrong]
     return [*wrong.values(), *resolve(recipe, kept, own_dir=own_dir, multirun=False).problems]
 
 
 def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> dict[str, Problem]:
-    """Word -> what is wrong with it in a study, whatever its value."""
+    """Word -> its problem in a study, whatever its value."""
     problems: dict[str, Problem] = {}
     with hydra_session(recipe, own_dir) as loader:
         for word in words:
@@ -131,7 +131,7 @@ def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | N
 
 
 def _together(found: dict[str, list[Problem]]) -> list[Problem]:
-    """Problems of all precisions without repetition; one that only some have names the first of them."""
+    """Problems of all precisions without repetition; a problem of some precisions names the first of them."""
     holders: dict[str, list[str]] = {}
     first: dict[str, Problem] = {}
     for precision, problems in found.items():

@@ -1,7 +1,7 @@
 """Results of a study -> its files: study.html, study.md, study.csv and study.json.
 
-Written after every run, each replaced as a whole, so that a study which is killed leaves what it had. The page stands
-in page.py, the table in table.py.
+The files are written after every run, each replaced atomically, so that a killed study leaves its results so far.
+page.py makes the page, table.py the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMAT = 1
 
 
 class StudyWriter:
-    """Writes the files of a study as often as asked; runs that are finished are read once."""
+    """Writes the files of a study, as often as needed; files of finished runs are read once."""
 
     def __init__(self, grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> None:
         self._grid = grid
@@ -38,15 +38,15 @@ class StudyWriter:
         self._command = command
         self._known: dict[str, CellResult] = {}
         self.error = ""
-        """Why the last write failed; empty if it did not."""
+        """Reason why the last write failed; empty if it succeeded."""
 
     @property
     def page(self) -> Path:
-        """The page that compares the runs."""
+        """Path of the page that compares the runs."""
         return self._dir / PAGE_FILE
 
     def try_write(self, records: Mapping[str, CellRecord]) -> None:
-        """`write`, whose failure must not end the runs: it is kept in `error`."""
+        """Call `write` and keep an error in `error`: a failure must not end the runs."""
         self.error = ""
         try:
             self.write(records)
@@ -54,7 +54,7 @@ class StudyWriter:
             self.error = f"{type(error).__name__}: {error}"
 
     def write(self, records: Mapping[str, CellRecord]) -> None:
-        """Bring every file up to date with what the runs have left."""
+        """Update every file from the results of the runs."""
         results = self._results(records)
         ranking = rank(results, self._study)
         known = {result.name for result in results}
@@ -68,7 +68,7 @@ class StudyWriter:
         write_whole(self.page, page)
 
     def table(self, records: Mapping[str, CellRecord]) -> str:
-        """The ranking as text."""
+        """The ranking as a text table."""
         results = self._results(records)
         ranking = rank(results, self._study)
         return "\n".join([*render_table(ranking), "", *study_notes(self._study, results, ranking)])
@@ -99,7 +99,7 @@ class StudyWriter:
 def study_document(
     grid: Grid, study: StudyConfig, results: Sequence[CellResult], ranking: Ranking, *, command: str
 ) -> dict[str, object]:
-    """study.json: what was run, the numbers of every cell, and the ranking."""
+    """Content of study.json: the runs, the numbers of every cell, and the ranking."""
     return {
         "format": _FORMAT,
         "command": command,
@@ -138,7 +138,7 @@ def _cell(result: CellResult, study: StudyConfig) -> dict[str, object]:
 
 
 def curves_csv(results: Sequence[CellResult]) -> str:
-    """study.csv: a line per run and step, a column per metric, empty where a run has no value."""
+    """Content of study.csv: a line per run and step, a column per metric, empty where a run has no value."""
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["mode", "precision", "seed", "step", *(metric.id for metric in METRICS)])

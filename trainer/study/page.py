@@ -1,7 +1,7 @@
 """Results of a study -> study.html: the ranking, curves with the range of the seeds, and every run; opens offline.
 
-The frame, the charts and the style are those of the reports (trainer/report/frame.py); what is particular to a study
-is assets/study.html here.
+Frame, charts and style come from the reports (trainer/report/frame.py); assets/study.html has the parts that only a
+study needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.study.table import TITLES, study_notes, table_rows
 ASSETS = Path(__file__).resolve().parent / "assets"
 REPORT = "report.html"
 SLOTS = (0, 1, 2, 3, 7, 4, 5, 6)
-"""Colours of the page in the order in which modes take them: neighbours differ most."""
+"""Colours of the page in the order of the modes: neighbours differ most."""
 _TEXTS = {
     "heldout": "What is ranked. A quantised engine answers with its quantised weights.",
     "reward": "What the engine samples in training, so an engine of another precision has another reward.",
@@ -44,7 +44,7 @@ def render_study(
     command: str,
     study_dir: Path,
 ) -> str:
-    """The page as HTML; a run that failed is drawn as far as it came, and named."""
+    """The page as HTML; a failed run is drawn up to its last step, and named."""
     sections, tables = _charts(grid, results)
     ended = sum(result.finished for result in results)
     failed = sum(bool(result.error) for result in results)
@@ -73,7 +73,7 @@ def _slot(index: int) -> int:
 
 
 def _charts(grid: Grid, results: Sequence[CellResult]) -> tuple[list[Section], dict[str, Table]]:
-    """A section per metric, in it a chart per precision; a chart without numbers is left out."""
+    """A section per metric with a chart per precision; a chart without numbers is left out."""
     sections: list[Section] = []
     tables: dict[str, Table] = {}
     for metric in METRICS:
@@ -107,7 +107,7 @@ def _chart(name: str, title: str, metric: Metric, series: tuple[Series, ...]) ->
 
 
 def _table(curves: dict[str, Curve]) -> Table:
-    """Mean, least and largest of the seeds for every mode, at the steps that any mode has."""
+    """Mean, minimum and maximum over the seeds for every mode, at the steps that any mode has."""
     steps = sorted({step for each in curves.values() for step in each.steps})
     columns: dict[str, np.ndarray] = {STEP: np.array(steps, dtype=np.int32)}
     for mode, each in curves.items():
@@ -119,7 +119,7 @@ def _table(curves: dict[str, Curve]) -> Table:
 
 
 def _cell(result: CellResult, study_dir: Path) -> dict[str, str]:
-    """The row of one run; its name links its report, which lies beside the page."""
+    """The row of one run; its name links to its report, which lies beside the page."""
     has_report = (study_dir / result.name / REPORT).is_file()
 
     def shown(value: float | None, form: str) -> str:

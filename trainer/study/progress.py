@@ -1,4 +1,4 @@
-"""What a user sees while a study goes on: a line per start and end, and on a terminal a bar per running cell."""
+"""Console output of a running study: a line per start and end, and on a terminal a bar per running cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: "40 s", "12 min", "3 h 20 min"."""
+    """Text of a duration in seconds for people: "40 s", "12 min", "3 h 20 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 class StudyConsole:
-    """Lines, and bars where there is a terminal; a context manager."""
+    """Prints lines, and bars if there is a terminal; a context manager."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -59,7 +59,7 @@ class StudyConsole:
             self._stream.flush()
 
     def running(self, steps: Mapping[str, tuple[int, int]]) -> None:
-        """Show how far each running cell is: name -> (steps done, steps of the run)."""
+        """Show the progress of each running cell: name -> (steps done, steps of the run)."""
         if self._bars is None:
             return
         for name in [name for name in self._tasks if name not in steps]:

@@ -1,8 +1,9 @@
-"""Results of a study -> the table that ranks the modes, and what may be concluded from so few seeds.
+"""Results of a study -> the table that ranks the modes, and the conclusions that so few seeds allow.
 
-Two modes are told apart only where the ranges of their seeds do not overlap. That can be chance too: of n and m equal
-runs, all n end above all m, or all below, in 2 n! m! / (n + m)! of the cases, which is 1 in 10 for three seeds. So the
-table gives no p-values; it gives ranges, the places that a mode may have, and how many pairs chance alone would part.
+Two modes are distinguished only if the ranges of their seeds do not overlap. Chance can cause that too: of n and m
+equal runs, all n end above all m, or all below, in 2 n! m! / (n + m)! of the cases, which is 1 in 10 for three seeds.
+So the table gives no p-values; it gives ranges, the possible places of a mode, and the number of pairs that chance
+alone would distinguish.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from trainer.study.config import StudyConfig
 from trainer.study.results import CellResult, Spread, spread
 
 TARGET_SHARE = 0.9
-"""Of the way from the untouched policy to the best mode: the target, if none is given."""
+"""Default target, as a share of the way from the untouched policy to the best mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standings:
-    """One mode at one precision; spreads are over the seeds that ended, None if none did."""
+    """One mode at one precision; spreads are over the seeds that ended, None if no seed ended."""
 
     mode: str
     precision: str
     planned: int
-    """Seeds of the study."""
+    """Number of seeds of the study."""
     finished: int
     failed: int
-    """Runs that began and did not end."""
+    """Number of runs that began and did not end."""
     score: Spread | None
     """Held-out accuracy after the last step."""
     places: tuple[int, int] | None
     """Best and worst rank within its precision that the ranges allow, from 1; None without a score."""
     like: tuple[str, ...]
-    """Modes of the same precision that it is not told apart from."""
+    """Modes of the same precision that cannot be distinguished from this mode."""
     worst_k3: Spread | None
     entropy: Spread | None
     reward: Spread | None
@@ -44,28 +45,28 @@ class Standings:
     collapsed: int
     skipped_updates: float
     reached: int
-    """Runs that came to the target."""
+    """Number of runs that reached the target."""
     steps_to_target: Spread | None
-    """Of those that did."""
+    """Steps to the target of the runs that reached it."""
     step_seconds: Spread | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """The table, and what it stands on."""
+    """The table with its target and its counts of pairs."""
 
     rows: tuple[Standings, ...]
-    """By precision in the order of the study; within it the best mean first, modes without a score last."""
+    """Rows by precision in the order of the study; within one by descending mean, modes without a score last."""
     target: float | None
-    """Held-out accuracy; None if nothing was evaluated."""
+    """Target held-out accuracy; None without an evaluation."""
     same: tuple[tuple[str, ...], ...]
-    """Precision, then two or more modes whose runs were the same, step by step, with every seed."""
+    """Groups of a precision and two or more modes whose runs were the same, step by step, with every seed."""
     pairs: int
-    """Pairs of modes of the same precision that have a score; modes that were the same count as one."""
+    """Number of pairs of modes of the same precision with a score; modes that were the same count as one."""
     parted: int
-    """Those whose ranges do not overlap."""
+    """Number of pairs whose ranges do not overlap."""
     parted_by_chance: float
-    """Pairs that would be parted on average if all modes were equal."""
+    """Average number of pairs without overlap if all modes were equal."""
 
 
 def rank(results: Sequence[CellResult], study: StudyConfig) -> Ranking:
@@ -106,17 +107,17 @@ def same_modes(by_mode: dict[str, list[CellResult]]) -> list[tuple[str, ...]]:
 
 
 def apart(first: Spread, second: Spread) -> bool:
-    """Whether the ranges do not overlap; one seed has no range, and tells nothing apart."""
+    """True if the ranges do not overlap; False for a single seed, which has no range."""
     return min(first.count, second.count) > 1 and (first.low > second.high or second.low > first.high)
 
 
 def chance_apart(first: int, second: int) -> float:
-    """How often the ranges of two equal modes with so many seeds are apart; 0 where they are never called so."""
+    """Probability that the ranges of two equal modes with so many seeds do not overlap; 0 if they never count so."""
     return 2 / math.comb(first + second, first) if min(first, second) > 1 else 0.0
 
 
 def default_target(results: Sequence[CellResult]) -> float | None:
-    """TARGET_SHARE of the way from the untouched policy to the mode and precision that end highest."""
+    """TARGET_SHARE of the way from the untouched policy to the mode and precision with the highest final accuracy."""
     start = spread(result.first_score for result in results)
     groups: dict[tuple[str, str], list[float | None]] = {}
     for result in results:

@@ -1,8 +1,8 @@
-"""Files of the runs of a study -> what is compared: a few numbers per cell, and a curve per metric, mode and precision.
+"""Files of the runs of a study -> the compared results: numbers per cell, and a curve per metric, mode and precision.
 
     CellResult  one run: its rows, and numbers over all its steps
     Curve       one metric over the steps: mean, least and largest value of the seeds
-Nothing here ranks (ranking.py) or draws (page.py). No torch.
+ranking.py ranks and page.py draws the results. Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainer.study.cells import Stage, Standing
 from trainer.study.run import CellRecord
 
 SCORE = "eval/accuracy"
-"""What modes are ranked by: greedy accuracy on the held-out set after the last step."""
+"""Metric by which modes are ranked: greedy accuracy on the held-out set after the last step."""
 _LAST_STEPS = 5
-"""What is a mean over the last steps of a run is one over this many."""
+"""Number of last steps in a mean over the last steps of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Metric:
     log: bool = False
     from_zero: bool = False
     evaluated: bool = False
-    """Whether it is of the held-out set: measured at some steps only, and before the first."""
+    """True for a metric of the held-out set: measured at some steps only, and before the first step."""
 
 
 METRICS = (
@@ -72,7 +72,7 @@ class CellResult:
     error: str
     rows: Sequence[Row] = ()
     evaluations: Sequence[Row] = ()
-    """The rows with a held-out accuracy; step 0 is the untouched policy."""
+    """The rows with a held-out accuracy; step 0 belongs to the untouched policy."""
 
     @property
     def finished(self) -> bool:
@@ -85,7 +85,7 @@ class CellResult:
 
     @property
     def scores(self) -> list[float]:
-        """Held-out accuracies, the first of the untouched policy."""
+        """Held-out accuracies; the first belongs to the untouched policy."""
         return _values(self.evaluations, SCORE)
 
     @property
@@ -119,30 +119,30 @@ class CellResult:
 
     @property
     def last_entropy(self) -> float | None:
-        """Mean over the last steps."""
+        """Mean entropy of the last steps."""
         return _mean(_values(self.rows, "policy/entropy")[-_LAST_STEPS:])
 
     @property
     def last_reward(self) -> float | None:
-        """Mean over the last steps."""
+        """Mean reward of the last steps."""
         return _mean(self.rewards[-_LAST_STEPS:])
 
     @property
     def step_seconds(self) -> float | None:
-        """Median."""
+        """Median seconds of a step."""
         return _median(_values(self.rows, "time/step_s"))
 
     @property
     def skipped_updates(self) -> float:
-        """Optimizer steps whose gradient was not finite."""
+        """Number of optimizer steps whose gradient was not finite."""
         return sum(_values(self.rows, "optim/skipped_steps"))
 
     def collapsed(self, drop: float) -> bool:
-        """Whether the last held-out accuracy is more than `drop` below the best."""
+        """True if the last held-out accuracy is more than `drop` below the best."""
         return self.score is not None and self.best_score is not None and self.score < self.best_score - drop
 
     def steps_to(self, target: float) -> int | None:
-        """The first evaluated step with a held-out accuracy of `target`; None if there is none."""
+        """The first evaluated step with a held-out accuracy of `target`; None if no step has it."""
         reached = (row["step"] for row in self.evaluations if is_number(row, SCORE) and row[SCORE] >= target)
         return next(reached, None)
 
@@ -154,15 +154,15 @@ class Curve:
     steps: list[int]
     mean: list[float]
     low: list[float]
-    """Least of the seeds."""
+    """Minimum over the seeds."""
     high: list[float]
     counts: list[int]
-    """Seeds that have the step."""
+    """Number of seeds that have the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Some numbers of the seeds as one."""
+    """Mean and range of a number over the seeds."""
 
     mean: float
     low: float
@@ -171,7 +171,7 @@ class Spread:
 
 
 def read_result(study_dir: Path, standing: Standing, record: CellRecord) -> CellResult:
-    """Read a cell's files; a cell that recorded nothing has no rows."""
+    """Read a cell's files; a cell without recorded steps has no rows."""
     cell = standing.cell
     run: RunData | None = None
     if (study_dir / cell.name / "metrics.jsonl").is_file():
@@ -192,7 +192,7 @@ def read_result(study_dir: Path, standing: Standing, record: CellRecord) -> Cell
 
 
 def curve(results: Iterable[CellResult], metric: Metric) -> Curve:
-    """The metric over the steps: of all runs given, also of one that failed, as far as it came."""
+    """The metric over the steps, over all given runs; a failed run counts up to its last step."""
     by_step: dict[int, list[float]] = {}
     for result in results:
         for row in result.evaluations if metric.evaluated else result.rows:
@@ -209,7 +209,7 @@ def curve(results: Iterable[CellResult], metric: Metric) -> Curve:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and range of what is there; None if nothing is."""
+    """Mean and range of the values that are not None; None without a value."""
     found = [value for value in values if value is not None and math.isfinite(value)]
     if not found:
         return None

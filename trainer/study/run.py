@@ -1,7 +1,7 @@
-"""Runs the cells of a study, each as `parity train` in a process of its own, and says how it goes.
+"""Runs the cells of a study, each as `parity train` in a separate process, and reports the progress.
 
-A run that fails, or takes too long, costs its cell and nothing else. SIGTERM and Ctrl-C are passed on as SIGTERM, upon
-which a run finishes and saves its step; what has not ended then within a deadline is killed. No torch here.
+A run that fails, or takes too long, costs only its own cell. SIGTERM and Ctrl-C are passed on as SIGTERM, upon which a
+run finishes and saves its step; a run that does not end within a deadline is killed. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.study.progress import StudyConsole, duration
 
 _POLL_S = 0.3
 _KILL_S = 10.0
-"""Seconds that a killed process may take to be gone."""
+"""Seconds until a killed process must be gone."""
 _LOG_TAIL_BYTES = 8192
 _SHOWN_CHARACTERS = 400
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -37,12 +37,12 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CellRecord:
-    """What the study knows of a cell besides the files of its run."""
+    """The study's record of a cell besides the files of its run."""
 
     seconds: float = 0.0
-    """From start to end of its process, all attempts together."""
+    """Seconds from start to end of the process, all attempts together."""
     error: str = ""
-    """Why the last attempt failed; empty if it did not."""
+    """Reason why the last attempt failed; empty if it succeeded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class _Running:
 
 
 def parallel_problems(grid: Grid, study: StudyConfig, machine: Machine) -> list[Problem]:
-    """Whether this machine can take study.parallel runs at a time; another Ray cluster is not asked."""
+    """Problems of running study.parallel runs at a time on this machine; does not look for another Ray cluster."""
     local = [cell.config for cell in grid.cells if cell.config.cluster.address is None]
     if not local or study.parallel == 1:
         return []
@@ -83,9 +83,9 @@ def run_cells(
     console: StudyConsole,
     ended: Callable[[], None],
 ) -> signal.Signals | None:
-    """Run every cell of `standings` that is not finished; `records` is brought up to date.
+    """Run every cell of `standings` that is not finished; `records` is updated.
 
-    `ended` is called after each one. Returns the signal that asked the study to end early, or None.
+    `ended` is called after each cell. Returns the signal that asked the study to end early, or None.
     """
     cells = _Cells(grid, records, study=study, study_dir=study_dir, console=console)
     cells.waiting.extend(standing for standing in standings if standing.stage is not Stage.finished)
@@ -154,7 +154,7 @@ class _Cells:
         self._console.line(f"[{number}/{self.total}] {cell.name} {verb}")
 
     def collect(self) -> bool:
-        """Take note of the processes that have ended; True if there was one."""
+        """Record the processes that have ended; True if there was one."""
         steps = {
             running.standing.cell.name: (num_recorded(self._dir / running.standing.cell.name), running_steps(running))
             for running in self.running
@@ -167,7 +167,7 @@ class _Cells:
         return bool(ended)
 
     def ask_to_end(self) -> None:
-        """Ask every run, once, to finish its step; after the deadline kill what is left."""
+        """Ask every run, once, to finish its step; after the deadline kill the remaining runs."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -190,7 +190,7 @@ class _Cells:
             _kill(running.process)
 
     def _note(self, running: _Running) -> None:
-        """Write down how a process ended, and say it."""
+        """Record and print the end of a process."""
         cell = running.standing.cell
         seconds = time.monotonic() - running.started
         earlier = self._records.get(cell.name, CellRecord())
@@ -215,7 +215,7 @@ class _Cells:
         return f"; {left} left, about {duration(remaining)}"
 
     def _reason(self, running: _Running) -> str:
-        """Why a run failed, in one line."""
+        """Reason why a run failed, in one line."""
         if running.timed_out:
             return f"it took longer than study.cell_timeout_s={self._study.cell_timeout_s:g}"
         code = running.process.returncode
@@ -235,12 +235,12 @@ def command_line(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
 
 
 def running_steps(running: _Running) -> int:
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     return running.standing.cell.config.run.num_steps
 
 
 def last_words(log: Path) -> str:
-    """The message with which a run ended, from its output; its last line if it gave none."""
+    """The final error message in the output of a run; its last line without such a message."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
@@ -256,14 +256,14 @@ def last_words(log: Path) -> str:
 
 
 def _gpus(cell: Cell) -> int:
-    """GPUs of this machine that a run needs, whole ones."""
+    """Number of whole GPUs of this machine that a run needs."""
     policy, rollout = cell.config.policy, cell.config.rollout
     together = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
     return int(-(-together // 1))
 
 
 def _devices(cell: Cell, slot: int) -> dict[str, str]:
-    """What gives the run of a slot GPUs of its own: two Ray clusters on a machine would both take the first ones."""
+    """Environment that gives the run of a slot its own GPUs: two Ray clusters would both take the first GPUs."""
     count = _gpus(cell)
     if not count or cell.config.cluster.address is not None:
         return {}
@@ -273,7 +273,7 @@ def _devices(cell: Cell, slot: int) -> dict[str, str]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what is in its group; what Ray started for it ends with it."""
+    """End a process and its process group; processes that Ray started for it end too."""
     if process.poll() is not None:
         return
     try:

@@ -1,4 +1,4 @@
-"""The directory of a study: taken by one process at a time, with a record of what each run took and why it failed."""
+"""The directory of a study: locked by one process at a time, with a record of each run's seconds and error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def taken(study_dir: Path) -> Iterator[Problem | None]:
-    """Make the directory and keep other studies out of it; gives a Problem if that cannot be."""
+    """Make the directory and keep other studies out of it; yields a Problem if the directory cannot be used."""
     try:
         study_dir.mkdir(parents=True, exist_ok=True)
         lock = (study_dir / _LOCK).open("a+", encoding="utf-8")
@@ -40,7 +40,7 @@ def taken(study_dir: Path) -> Iterator[Problem | None]:
 
 
 def read_records(study_dir: Path) -> dict[str, CellRecord]:
-    """What an earlier call of the study wrote down of its runs; empty if there was none."""
+    """Records that an earlier call of the study wrote about its runs; empty without such a call."""
     path = study_dir / STUDY_FILE
     if not path.is_file():
         return {}

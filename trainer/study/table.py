@@ -1,4 +1,4 @@
-"""A ranking -> the table as Markdown that also reads well in a terminal, and the sentences that belong to it."""
+"""A ranking -> the table as Markdown that is also readable in a terminal, and the sentences under the table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def render_table(ranking: Ranking) -> list[str]:
 
 
 def study_notes(study: StudyConfig, results: Sequence[CellResult], ranking: Ranking) -> list[str]:
-    """What the table stands on, a sentence or two each; every run that failed is named."""
+    """Explanations of the table, one or two sentences each; every failed run is named."""
     notes = [
         "Modes are ranked within a precision by the mean over seeds of the greedy held-out accuracy after the last "
         "step; behind a mean stand the least and the largest seed. A place is a range where modes are not told apart, "
@@ -114,7 +114,7 @@ def _place(row: Standings) -> str:
 
 
 def show_spread(found: Spread | None, form: str) -> str:
-    """Mean and range, "0.91 (0.88-0.93)"; the number itself if there is one; "-" without."""
+    """Mean and range, "0.91 (0.88-0.93)"; the number itself for one seed; "-" for None."""
     if found is None:
         return "-"
     if found.count == 1:
