@@ -1,1 +1,1 @@
-"""Steps that were written down while a run trained, scored again under every correction."""
+"""Recorded steps of a run, scored again under every correction."""

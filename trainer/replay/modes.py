@@ -1,4 +1,4 @@
-"""The corrections that a step is scored under: modes, presets and the run's own, or why one does not fit. No torch."""
+"""The corrections for scoring a step: modes, presets and the run's own, or a reason against one. No torch import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from algorithms.config.spec import CorrectionSpec
 from trainer.config.train import TrainConfig
 
 RUN = "run"
-"""Name of the correction that the step was trained with."""
+"""Name of the correction with which the step was trained."""
 MODES: Mapping[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),
     "ppo_is": PPOISConfig(),
@@ -35,7 +35,7 @@ MODES: Mapping[str, CorrectionConfig] = {
     "bypass": BypassConfig(),
     "bypass_reinforce": BypassConfig(loss=BypassLoss.reinforce),
 }
-"""The modes with their defaults; bypass with either of its losses."""
+"""The modes with their defaults; bypass with each of its losses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,23 +44,23 @@ class Mode:
 
     name: str
     config: TrainConfig | None
-    """None if it cannot be used on this step."""
+    """The run's config with this correction; None if the correction cannot be used on this step."""
     refusal: str = ""
-    """Why not."""
+    """Reason why the correction cannot be used; "" if it can."""
 
     @property
     def identity(self) -> tuple[CorrectionSpec, LossConfig] | None:
-        """What is computed: two modes of equal identity are one."""
+        """The computation of the mode: two modes with equal identity compute the same."""
         return None if self.config is None else (self.config.correction.spec(), self.config.policy_loss)
 
 
 def all_names() -> list[str]:
-    """Every name that `modes=` takes, in the order of the table."""
+    """All names for `modes=`, in the order of the table."""
     return [RUN, *MODES, *PRESETS]
 
 
 def name_problems(names: Sequence[str]) -> list[Problem]:
-    """A problem for every name that is none."""
+    """A problem for every unknown name."""
     known = all_names()
     problems = []
     for name in names:
@@ -77,7 +77,7 @@ def chosen_modes(
 ) -> list[Mode]:
     """The modes `names`, the run's own first, in the config of the run.
 
-    `has_old_logprobs`: pi_old of every token was written down, from a forward of its own.
+    `has_old_logprobs`: True if log pi_old of every token was recorded from a separate forward.
     """
     corrections = {RUN: config.correction, **MODES, **PRESETS}
     wanted = [RUN, *(name for name in all_names() if name in names and name != RUN)]

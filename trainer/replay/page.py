@@ -1,4 +1,4 @@
-"""A Replay -> replay.html: one file without a script that opens offline. Every text in it is escaped."""
+"""A Replay -> replay.html: one file without a script that opens offline. All text is escaped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ nats.
 
 
 def write_page(replay: Replay, directory: Path) -> Path:
-    """Write replay.html as a whole; returns its path."""
+    """Write replay.html atomically; returns its path."""
     path = directory / PAGE_FILE
     write_whole(path, render(replay))
     return path
@@ -58,7 +58,7 @@ def render(replay: Replay) -> str:
 
 
 def mode_rows(replay: Replay) -> list[tuple[str, ...]]:
-    """The table of modes as text, its titles first."""
+    """The table of modes as text, titles first."""
     rows: list[tuple[str, ...]] = [("mode", *COLUMNS)]
     for score in replay.scores:
         rows.append((score.name, *(shown(score.metrics.get(key)) for key in COLUMNS.values())))
@@ -66,7 +66,7 @@ def mode_rows(replay: Replay) -> list[tuple[str, ...]]:
 
 
 def shown(value: float | None) -> str:
-    """A number in at most eight characters; a dash for none."""
+    """A number in at most eight characters; a dash for None."""
     if value is None:
         return "-"
     size = abs(value)

@@ -1,4 +1,4 @@
-"""A dump -> the step as the ranks trained on it: micro-batches in their order, and what the policy said about them.
+"""A dump -> the step as the ranks trained on it: micro-batches in their order, and the policy's scores.
 
 T: packed tokens, R: response tokens.
 """
@@ -25,7 +25,7 @@ class RecordedMini:
 
     mini: MiniBatch
     scores: list[TokenScores] = field(default_factory=list)
-    """Of each micro-batch when it was trained on; the rounding of the head is not kept."""
+    """Scores of each micro-batch in training; the rounding of the head is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class RecordedStep:
     """A rollout step of all ranks."""
 
     ranks: list[list[RecordedMini]]
-    """[num_ranks][optimizer steps]."""
+    """Optimizer steps by [num_ranks][optimizer steps]."""
     samples: StepSamples
 
     @property
@@ -42,13 +42,13 @@ class RecordedStep:
 
     @property
     def has_old_logprobs(self) -> bool:
-        """Whether pi_old of every token was scored in a forward of its own."""
+        """True if a separate forward scored pi_old of every token."""
         minis = [recorded.mini for rank in self.ranks for recorded in rank]
         return all(micro.old_logprobs is not None for mini in minis for micro in mini.micro_batches)
 
 
 def read_step(dump: Dump) -> RecordedStep:
-    """The step that was written down, on the host."""
+    """The recorded step, on the host."""
     ranks = [_read_rank(dump.path / rank.file, rank) for rank in dump.manifest.ranks]
     with safe_open(dump.path / dump.manifest.ranks[0].file, framework="pt") as file:
         samples = StepSamples(**{name: file.get_tensor(f"samples/{name}") for name in SAMPLES})

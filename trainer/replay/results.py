@@ -1,6 +1,6 @@
-"""`parity replay`: a dump, scored under every mode that was asked for, and what is told about it.
+"""`parity replay`: a dump scored under every requested mode, and its output.
 
-`replay_step` scores, `record` gives JSON values. Starts no Ray and no engine.
+`replay_step` scores, `record` gives JSON values. No Ray and no engine is started.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ COLUMNS: Mapping[str, str] = {
     "lr A<0": "mismatch/eff_lr_neg",
     "K3": "mismatch/k3",
 }
-"""Title of a column -> metric."""
+"""Column title -> metric."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reproduction:
-    """The row of the run's own correction against what the run logged."""
+    """Comparison of the run's own correction with the logged metrics."""
 
     against: str
-    """Where the logged values come from."""
+    """Source of the logged values."""
     compared: int
-    """Metrics that both have."""
+    """Number of metrics in both rows."""
     different: dict[str, tuple[float | None, float | None]]
-    """Metric -> logged, replayed; of those that are not equal to the last bit."""
+    """Metric -> (logged, replayed), for metrics that are not equal to the last bit."""
 
     def line(self) -> str:
-        """For people."""
+        """The comparison as a sentence for people."""
         if not self.compared:
             return f"nothing to compare with: {self.against} has no row of this step"
         if not self.different:
@@ -76,7 +76,7 @@ class Replay:
     step: RecordedStep
     modes: list[Mode]
     scores: list[ModeScore]
-    """Of the modes that are not refused, the run's own first."""
+    """Scores of the modes that are not refused, the run's own first."""
     reproduction: Reproduction
 
     @property
@@ -89,7 +89,7 @@ class Replay:
         return [mode for mode in self.modes if mode.config is not None]
 
     def facts(self) -> list[str]:
-        """What was replayed, a line each."""
+        """Facts about the replayed step, one per line."""
         manifest, samples = self.dump.manifest, self.step.samples
         responses, groups = samples.rewards.numel(), samples.group_ids.unique().numel()
         return [
@@ -123,7 +123,7 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
 
 
 def record(replay: Replay) -> dict[str, object]:
-    """Everything as JSON values."""
+    """The whole replay as JSON values."""
     manifest = replay.dump.manifest
     configs = {mode.name: mode.config for mode in replay.scored if mode.config is not None}
     return {
@@ -150,14 +150,14 @@ def record(replay: Replay) -> dict[str, object]:
 
 
 def write_record(found: Mapping[str, object], directory: Path) -> Path:
-    """Write replay.json as a whole; returns its path."""
+    """Write replay.json atomically; returns its path."""
     path = directory / RESULT_FILE
     write_whole(path, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return path
 
 
 def objective_of(config: TrainConfig) -> str:
-    """What is minimised, one line."""
+    """The minimised objective in one line."""
     return objective(config.correction, config.loss) + reference_term(config.reference)
 
 
@@ -171,7 +171,7 @@ def _reproduction(own: ModeScore, run_dir: Path, step: int) -> Reproduction:
 
 
 def _logged_row(path: Path, step: int) -> dict[str, float | None]:
-    """The row of a step; empty if there is none."""
+    """The logged row of a step; empty if there is none."""
     if not path.is_file():
         return {}
     of_step = [row for row in read_rows(path) if row.get("step") == step]

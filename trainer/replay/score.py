@@ -1,12 +1,12 @@
-"""A recorded step -> what training would have made of it under a correction, without a model.
+"""A recorded step -> the metrics of training under a correction, without a model.
 
-The code is that of training: the functions of `trainer/policy/step.py` on each micro-batch, and
-`trainer/policy/step_stats.py`, rank by rank in the order of the run. So the row of the run's own correction is what its
-metrics.jsonl says, to the last bit: with one or two ranks on a CPU; more ranks are added in another order than gloo's,
-and a GPU rounds differently.
+The code is the code of training: the functions of `trainer/policy/step.py` on each micro-batch, and
+`trainer/policy/step_stats.py`, rank by rank in the order of the run. So the row of the run's own correction equals its
+row in metrics.jsonl to the last bit with one or two ranks on a CPU. With more ranks the order of the sums differs from
+gloo's, and a GPU rounds differently.
 
-A correction is judged on the tokens and log-probs of the run. From the second optimizer step on, pi_theta is where the
-run's own correction had moved it, and not where another one would have.
+A correction is judged on the tokens and log-probs of the run. From the second optimizer step on, pi_theta is the policy
+that the run's own correction produced, not the policy of another correction.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MAX_WEIGHT = "replay/max_weight"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModeScore:
-    """A step under one correction."""
+    """Metrics of a step under one correction."""
 
     name: str
     metrics: dict[str, float | None]
-    """What the run would have logged, and `MAX_WEIGHT`."""
+    """The metrics that the run would have logged, and `MAX_WEIGHT`."""
 
 
 def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
-    """What training makes of `step` under `mode`, which must not be refused."""
+    """Score `step` under `mode`, which must not be refused."""
     config, ranks = fitted(mode), prepared(mode, step)
     stats = [StepStats(torch.device("cpu")) for _ in ranks]
     max_weight = 0.0
@@ -81,7 +81,7 @@ def scored_modes(modes: Sequence[Mode], step: RecordedStep) -> list[ModeScore]:
     for mode in modes:
         if mode.config is None:
             continue
-        # What the run's own advantages depend on is not in the identity of its correction.
+        # The identity of the run's own correction does not include the inputs of its advantages.
         same = next((score for other, score in done if other.name != RUN and other.identity == mode.identity), None)
         score = score_mode(mode, step) if same is None else replace(same, name=mode.name)
         done.append((mode, score))
@@ -103,14 +103,15 @@ def fitted(mode: Mode) -> TrainConfig:
 
 
 def prepared(mode: Mode, step: RecordedStep) -> list[list[MiniBatch]]:
-    """The mini-batches of every rank as `mode` would have them: pi_old only where it costs a forward, and the
-    advantages of the run, unless they depend on what the correction keeps."""
+    """The mini-batches of every rank as `mode` would have them: pi_old only if the mode computes it in a forward, and
+    the run's advantages, unless they depend on the tokens that the correction keeps.
+    """
     config = fitted(mode)
     keeps_old = config.needs_old_logprobs_pass and step.has_old_logprobs
     ranks = [[_copied(recorded.mini, keeps_old=keeps_old) for recorded in rank] for rank in step.ranks]
     if mode.name != RUN and config.advantage.baseline_scope is BaselineScope.kept:
         minis = [mini for rank in ranks for mini in rank]
-        # All ranks are here, so nothing is left to add up.
+        # All ranks are in this process, so no sum over ranks is missing.
         set_sample_advantages(config, minis, step.samples, reduce=lambda totals: totals)
     return ranks
 
