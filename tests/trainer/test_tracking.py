@@ -287,7 +287,10 @@ def test_sample_rows_and_selection() -> None:
     assert select_rows(with_k3, 0) == []
 
 
-def test_wandb_offline_has_every_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline_has_every_row(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/no/such/socket")  # as a parent that uses wandb leaves it
     tracker, stream = make_tracker(make_config(WandbMode.auto), tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.25, "mismatch/k3": float("nan")})
@@ -642,13 +645,12 @@ def test_a_second_signal_ends_the_wait_and_a_wedged_wandb_cannot_hold_the_exit(s
     except KeyboardInterrupt:
         pass
     assert not core.is_running()
-    print(time.monotonic() - began)
+    print(time.monotonic() - began, time.monotonic())
     """
-    before = time.monotonic()
     ended = run_child(tmp_path, ending)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr
-    assert float(ended.stdout) < 7
-    assert time.monotonic() - before < 30
+    waited_s, left_at = (float(word) for word in ended.stdout.split())
+    assert waited_s < 7 and time.monotonic() - left_at < 7, "the finish, and the exit of the process"
     assert not holders_of_samples(tmp_path / "tmp")
 
 

@@ -221,6 +221,7 @@ class WandbSink:
             # The default answer to "stop run" on the web page is a Ctrl-C.
             stop_fn=lambda: self._report("W&B: asks this run to stop, which only a signal can do"),
         )
+        os.environ.pop("WANDB_SERVICE", None)  # wandb-core of a parent that uses wandb: it is not ours to end
         hooks = sys.exit, sys.excepthook
         service = wandb.setup(settings).ensure_service()
         # The hooks of the client would judge how the run ends, and wait for the network when the process exits.
