@@ -27,6 +27,8 @@ COMPOSING = ("train", "study", "eval")
 OWN_WORDS = ("study.", "checkpoint=")
 """How words begin that a command keeps to itself."""
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
+SHARED_FLAGS = ("--config-dir", "--help")
+"""Flags of every command that composes a config."""
 
 
 def complete(words: Sequence[str]) -> int:
@@ -58,7 +60,7 @@ def _query(query: str, line: str) -> None:
         files = [path.name for path in Path().glob("*.yaml")] if last else []
         _offer([*recipe_files(recipe_dir()), *files], last)
     elif last.startswith("-"):
-        _offer(FLAGS, last)
+        _offer(FLAGS if typed[0] == "train" else SHARED_FLAGS, last)
     else:
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path):

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import above, at_least, ruled, within
 
 if TYPE_CHECKING:
     from trainer.config.train import TrainConfig
@@ -33,27 +34,21 @@ class ThresholdConfig(Checked):
 
     worse: ClassVar[int] = 1
     """1 if a larger number is worse, -1 if a smaller number is."""
-    trip: float | None = None
+    trip: float | None = ruled(None, above(0))
     """A step beyond this is bad; null: the number is not watched."""
-    steps: int = 3
+    steps: int = ruled(3, at_least(1))
     """Bad steps in a row after which the number is bad."""
 
     def is_bad(self, value: float) -> bool:
         """Return True if `value` lies beyond `trip`."""
         return self.trip is not None and self.worse * (value - self.trip) > 0
 
-    def problems(self) -> Iterator[Problem]:
-        if self.trip is not None and not self.trip > 0:
-            yield Problem(key="trip", rule="must be > 0 or null", value=self.trip)
-        if self.steps < 1:
-            yield Problem(key="steps", rule="must be >= 1", value=self.steps)
-
 
 @dataclass(kw_only=True, slots=True)
 class K3ThresholdConfig(ThresholdConfig):
     """Threshold of mismatch/k3, nats per token. Healthy: 1e-5 to 1e-3 (dense models), 1e-3 to 1e-1 (mixtures)."""
 
-    trip: float | None = 1e-2
+    trip: float | None = ruled(1e-2, above(0))
     """A step above this is bad; null: K3 is not watched. Mixtures of experts: 1e-1 or more."""
 
 
@@ -62,20 +57,15 @@ class ESSThresholdConfig(ThresholdConfig):
     """Threshold of mismatch/ess/raw_token, the effective share of the tokens before any bound."""
 
     worse: ClassVar[int] = -1
-    trip: float | None = 0.3
+    trip: float | None = ruled(0.3, within(0, 1, "()", because="it is a fraction of the tokens"))
     """A step below this is bad; null: the ESS is not watched. verl's documents warn at 0.3."""
-
-    def problems(self) -> Iterator[Problem]:
-        yield from super(ESSThresholdConfig, self).problems()
-        if self.trip is not None and self.trip >= 1:
-            yield Problem(key="trip", rule="must be < 1: it is a fraction of the tokens", value=self.trip)
 
 
 @dataclass(kw_only=True, slots=True)
 class KHatThresholdConfig(ThresholdConfig):
     """Threshold of mismatch/khat/token, the shape of the tail of the weights (arXiv:1507.02646)."""
 
-    trip: float | None = 0.7
+    trip: float | None = ruled(0.7, above(0))
     """A step above this is bad: averages with such weights are not reliable; null: k-hat is not watched."""
 
 
@@ -104,9 +94,7 @@ class MismatchGuardConfig(GuardConfig):
     ess: ESSThresholdConfig = field(default_factory=ESSThresholdConfig)
     khat: KHatThresholdConfig = field(default_factory=KHatThresholdConfig)
 
-    def problems(self) -> Iterator[Problem]:
-        for part in ("k3", "ess", "khat"):
-            yield from (problem.under(part) for problem in getattr(self, part).problems())
+    def conflicts(self) -> Iterator[Problem]:
         if all(threshold.trip is None for threshold in (self.k3, self.ess, self.khat)):
             remedy = "Set it, or use guard=none."
             yield Problem(key="k3.trip", rule="must be set: nothing is watched", value=None, remedy=remedy)
