@@ -2,7 +2,7 @@
 
 `mismatch_stats` sums on the device; `MismatchStats.merge` adds micro-batches, an all-reduce adds ranks; then
 `MismatchStats.metrics` divides, on the host. Every metric is measured on the ORIGINAL response mask, before any bound,
-in every mode. A metric without a token or sequence to average is None, never 0. docs/correction.md, "What is logged",
+in every mode. A metric without a token or sequence to average is None, never 0. docs/corrections.md, "What is logged",
 lists the metrics.
 
 Delta = log pi_old - log mu, clamped to +-20 where it is exponentiated; rho = exp(Delta). T: packed tokens,

@@ -1,4 +1,4 @@
-"""How long the report of a run takes to open, and the pictures of docs/report.md.
+"""How long the report of a run takes to open, and the pictures of docs/reading_a_report.md.
 
     python benchmarks/report_load.py [RUN ...] [--images docs/images]
 

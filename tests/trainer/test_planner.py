@@ -245,7 +245,7 @@ def test_two_ranks_share_what_attention_computes() -> None:
 def seconds_of_reference() -> float:
     """Processor seconds of fixed work in the same interpreter.
 
-    71 ms where plans take 1.4 times as long as in docs/performance.md: so estimated 50 ms there.
+    71 ms where plans take 1.4 times as long as in docs/measured/training.md: so estimated 50 ms there.
     """
     started = time.process_time()
     total = 0

@@ -230,11 +230,11 @@ def test_a_recipe_has_the_numbers_of_its_source(name: str, rows: Path) -> None:
     assert isinstance(config.collect, DynamicCollectConfig) == is_dynamic
 
 
-def test_the_readme_lists_every_recipe_and_whether_it_was_verified() -> None:
+def test_the_docs_list_every_recipe_and_whether_it_was_verified() -> None:
     rows = {}
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("| [`") and "](recipes/" in line:
+    for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| [`") and "](../recipes/" in line:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0]] = cells[-1]
     verified = {name: read_card(path).verified.split(",")[0] for name, path in RECIPES.items()}
-    assert rows == {f"[`{name}`](recipes/{name}.yaml)": said for name, said in verified.items()}
+    assert rows == {f"[`{name}`](../recipes/{name}.yaml)": said for name, said in verified.items()}

@@ -120,7 +120,7 @@ USAGES = {
         "  <run.dir>            directory of a run, also of one that is still running\n"
         "  -o, --out FILE       the page; without it report.html of the run, or comparison.html here for several\n\n"
         "  Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in\n"
-        "  their configuration, and their headline numbers. See docs/report.md.\n"
+        "  their configuration, and their headline numbers. See docs/reading_a_report.md.\n"
     ),
     "recipes": "parity recipes\n\n  List the recipes of the project: question, hardware, whether it was verified.\n",
     "doctor": "parity doctor\n\n  Check this machine, a line per check. Exit code 0 if a run is possible, else 1.\n",
