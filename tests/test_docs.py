@@ -34,9 +34,8 @@ def dead_links(page: Path) -> list[str]:
             continue
         name, _, fragment = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if not target.exists() or not target.is_relative_to(ROOT):
-            dead.append(link)
-        elif fragment and fragment not in anchors(target.read_text(encoding="utf-8")):
+        is_there = target.exists() and target.is_relative_to(ROOT)
+        if not is_there or (fragment and fragment not in anchors(target.read_text(encoding="utf-8"))):
             dead.append(link)
     return dead
 
