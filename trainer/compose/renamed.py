@@ -6,12 +6,13 @@ from typing import Final
 
 _UNTRUNCATED = "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass"
 
-RENAMED: Final[dict[str, str]] = {
-    # everywhere
+EVERYWHERE: Final[dict[str, str]] = {
     "top_p": _UNTRUNCATED,
     "top_k": _UNTRUNCATED,
     "min_p": _UNTRUNCATED,
-    # verl, algorithm.rollout_correction.* and actor.*
+}
+
+VERL: Final[dict[str, str]] = {
     "rollout_is": "correction=tis correction.level=token|sequence, or a preset such as correction=decoupled_token_is",
     "rollout_is_threshold": "correction.cap",
     "rollout_is_batch_normalize": "correction.self_normalize=mean_one",
@@ -55,7 +56,10 @@ RENAMED: Final[dict[str, str]] = {
     "n": "batch.group_size",
     "val_kwargs.n": "eval.samples",
     "test_freq": "eval.every",
-    # miles and slime
+}
+"""verl: algorithm.rollout_correction.*, actor.* and others."""
+
+SLIME: Final[dict[str, str]] = {
     "partial_rollout": "collect.partial=true",
     "over_sampling_batch_size": "collect.over_sampling",
     "max_weight_staleness": "schedule=bounded schedule.max_staleness",
@@ -89,7 +93,10 @@ RENAMED: Final[dict[str, str]] = {
     "label_key": "data.answer_key",
     "apply_chat_template": "data.chat_template",
     "custom_rm_path": "reward.function=path.py:name",
-    # TRL
+}
+"""miles and slime."""
+
+TRL: Final[dict[str, str]] = {
     "vllm_importance_sampling_correction": "correction=tis (true) or correction=recompute (false)",
     "vllm_importance_sampling_mode": "correction=tis (truncate) or correction=mis (mask), with correction.level",
     "vllm_importance_sampling_cap": "correction.cap",
@@ -111,7 +118,9 @@ RENAMED: Final[dict[str, str]] = {
     "resume_from_checkpoint": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
     "beta": "reference.coef",
     "scale_rewards": "advantage.estimator=grpo (true) or dr_grpo (false)",
-    # OpenRLHF, SkyRL, NeMo-RL, AReaL
+}
+
+OTHERS: Final[dict[str, str]] = {
     "enable_vllm_is_correction": "correction=tis",
     "tis_ratio_type": "correction.level of correction=tis",
     "token_tis_ratio_clip_high": "correction.cap",
@@ -124,6 +133,9 @@ RENAMED: Final[dict[str, str]] = {
     "critic_learning_rate": "critic.lr",
     "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
+"""OpenRLHF, SkyRL, NeMo-RL, AReaL."""
+
+RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS
 """Last part of a key elsewhere, or its last two -> what to write here."""
 
 
