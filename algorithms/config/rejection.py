@@ -13,8 +13,6 @@ from dataclasses import dataclass, fields
 from algorithms.config.checked import Checked
 from algorithms.config.rules import Rule, above, ruled, within
 
-TOKEN_CRITERIA = ("token_ratio", "token_k2", "token_k3", "prob_diff", "dppo_tv", "dppo_kl")
-"""Criteria that judge a token by itself."""
 ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 """Criteria that read the sign of the advantage."""
 
