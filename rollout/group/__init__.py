@@ -1,1 +1,1 @@
-"""Engines in Ray actors behind one handle: balance, care, residency. `engine_group.py` is the handle."""
+"""Engines in Ray actors behind one handle, `engine_group.py`: load balance, restarts, sharing of GPUs."""

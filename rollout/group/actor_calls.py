@@ -1,4 +1,4 @@
-"""Calls of Ray actors that end: every answer has a deadline, and every failure names the phase and the worker."""
+"""Calls of Ray actors with deadlines: every answer has a deadline, and every failure names the phase and the worker."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from rollout.weights.shared_weights import copy_of
 logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
-"""Seconds that a group waits longer than its worker, so that the worker's own, better error arrives first."""
+"""Seconds that a group waits beyond the worker's deadline, so that the worker's own, better error arrives first."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed, died or did not answer in time; names phase, worker and cause."""
+    """A worker failed, died or did not answer in time; the message names phase, worker and cause."""
 
 
 class LostWorkerError(WorkerError):
-    """A worker died, or did not answer in time: it may still be there, but nothing can be expected of it."""
+    """A worker died, or did not answer in time: the process may still run, but cannot be used any more."""
 
 
 def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: str, deadline_s: float) -> list[Any]:
-    """Results of `refs` in order; raises at the first failure, without waiting for the others.
+    """Results of `refs` in order; raises at the first failure, without waiting for the other results.
 
-    Waiting for all would hide the cause: when one FSDP rank dies, the others hang in a collective.
-    Raises EngineError as the worker raised it, LostWorkerError for one that is gone, WorkerError for everything else.
+    Waiting for all results would hide the cause: when one FSDP rank dies, the others hang in a collective.
+    Raises EngineError as the worker raised it, LostWorkerError for a dead or silent worker, WorkerError for any other
+    failure.
     """
     pending = {ref: position for position, ref in enumerate(refs)}
     results: list[Any] = [None] * len(refs)
@@ -64,7 +65,7 @@ def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: s
 
 
 def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -> None:
-    """Ask every worker to stop, log those that could not, and kill all of them; takes at most GRACE_S."""
+    """Ask every worker to stop, log the workers that failed to stop, and kill all workers; takes at most GRACE_S."""
     refs: list[ray.ObjectRef[Any]] = [worker.stop.remote() for worker in workers]
     done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
     for ref, name in zip(refs, names, strict=True):
@@ -82,9 +83,9 @@ def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -
 
 
 def kill_worker(worker: ActorHandle[Any], *, node: str, processes: Sequence[ProcessMark]) -> None:
-    """End an actor that may not answer, and `processes` on its Ray node; takes at most GRACE_S."""
+    """Kill an actor that may not answer, and `processes` on its Ray node; takes at most GRACE_S."""
     ray.kill(worker)
-    # Ray asks the process to end itself, which one that is stopped does not hear.
+    # Ray asks the process to end itself, and a stopped process (SIGSTOP) does not react.
     if node == ray.get_runtime_context().get_node_id():
         kill_processes(processes)
         return
@@ -94,7 +95,7 @@ def kill_worker(worker: ActorHandle[Any], *, node: str, processes: Sequence[Proc
 
 
 def copy_weights(shared: SharedWeights, *, node: str) -> ray.ObjectRef[Any]:
-    """Begin to copy weights that lie in memory of a Ray node into the object store, as a list of WeightBucket."""
+    """Begin to copy weights from the memory of a Ray node into the object store, as a list of WeightBucket."""
     return _call_on(node, copy_of, shared)
 
 

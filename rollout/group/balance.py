@@ -1,4 +1,4 @@
-"""Which engine gets which request: those of one prompt together, the tokens that are still to come spread evenly."""
+"""Load balance: requests -> engines. Requests of one prompt stay together; remaining tokens are spread evenly."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rollout.types import GenerateRequest
 
 
 def load_of(request: GenerateRequest) -> int:
-    """Tokens that are still to be sampled at most."""
+    """Largest number of tokens that are still to be sampled for the request."""
     begun = 0 if request.resumed is None else len(request.resumed.token_ids)
     return request.sampling.max_new_tokens - begun
 
 
 def split_by_load(requests: Sequence[GenerateRequest], loads: Sequence[int]) -> list[list[int]]:
-    """Indices of `requests` for each engine; `loads` are the tokens that each one has to sample already.
+    """Indices of `requests` for each engine; `loads` holds the tokens that each engine has to sample already.
 
-    The requests of one prompt stay together (they share a prefix); the heaviest group goes to the lightest
-    engine, counting prompt tokens once and response tokens at their bound.
+    The requests of one prompt stay together, because they share a prefix. The heaviest group goes to the engine with
+    the smallest load, counting prompt tokens once and response tokens at their upper bound.
     """
     groups: dict[int, list[int]] = {}
     for index, request in enumerate(requests):

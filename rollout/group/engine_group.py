@@ -1,6 +1,6 @@
-"""EngineGroup: a typed handle over the rollout workers. Spreads requests, fans out weights, replaces engines that fail.
+"""EngineGroup: a typed handle over the rollout workers. Spreads requests, sends weights, replaces failed engines.
 
-The only file of `rollout/` that calls the rollout workers; see `rollout/group/worker.py` for the verbs.
+No other file of `rollout/` calls the rollout workers; see `rollout/group/worker.py` for their methods.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineGroup:
-    """All rollout engines as one, and the care for them.
+    """All rollout engines as one, with restarts of lost engines.
 
     An engine is lost when its process dies, when it raises, or when it holds requests and does not answer in time.
-    It is then killed and started anew, given the weights that were published last, and used once it has verified them;
-    its requests go to the others. The caller's own thread does all of this, inside the methods.
+    The group kills and restarts a lost engine, sends the weights published last, and uses the engine once it has
+    verified these weights; the requests of the lost engine go to other engines. All of this runs in the caller's own
+    thread, inside the methods.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EngineGroup:
     ) -> None:
         """`spawn` makes the worker of an engine; `nodes` are the Ray node ids of the engines.
 
-        `turns` is shared with whoever is on the same GPUs.
+        `turns` is shared with the policy if the policy uses the same GPUs.
         """
         self._spawn = spawn
         self._config = config
@@ -62,9 +63,9 @@ class EngineGroup:
         self._weights: Published | None = None
         self._next_ticket = 0
         self._backlog: dict[int, GenerateRequest] = {}
-        """Requests that no engine holds."""
+        """Ticket -> request that no engine holds."""
         self._early: list[Completion] = []
-        """What `poll` will return at once."""
+        """Completions that the next `poll` returns at once."""
         self._num_restarts = self._num_redispatched = 0
         self._generating_s = 0.0
         """Seconds in which the engines sampled inside `generate`."""
@@ -73,9 +74,9 @@ class EngineGroup:
         return len(self._members)
 
     def wait_ready(self) -> list[EngineInfo]:
-        """Return when every engine is ready; they began to start when the group was made.
+        """Wait until every engine is ready; the engines began to start when the group was created.
 
-        An engine that cannot start the first time ends the run: nothing would change the second time.
+        An engine that fails its first start ends the run: a second start would fail in the same way.
         """
         calls = [member.call for member in self._members if member.call is not None]
         names = [member.name for member in self._members]
@@ -87,13 +88,13 @@ class EngineGroup:
 
     @property
     def unfinished(self) -> int:
-        """Tickets that `poll` has not returned yet."""
+        """Number of tickets that `poll` has not returned yet."""
         return sum(len(member.held) for member in self._members) + len(self._backlog) + len(self._early)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
-        """Queue requests, spread over the engines; a ticket for each, unique in the run.
+        """Queue requests, spread over the engines -> one ticket per request, unique in the run.
 
-        Raises WorkerError for a request that can never be served; none of them is sampled then.
+        Raises WorkerError for a request that can never be served; then no request of the call is sampled.
         """
         tickets = list(range(self._next_ticket, self._next_ticket + len(requests)))
         self._next_ticket += len(requests)
@@ -102,7 +103,7 @@ class EngineGroup:
             self._dispatch()
         except WorkerError:
             self.abort(tickets)
-            # Nobody waits for these any more: what comes for them is ignored.
+            # Nobody waits for these tickets any more: later answers to them are ignored.
             gone = set(tickets)
             for member in self._members:
                 member.forget(gone)
@@ -111,7 +112,7 @@ class EngineGroup:
         return tickets
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended on any engine since the last poll; waits at most `timeout_s` for the first.
+        """Completions of all engines since the last poll; waits at most `timeout_s` for the first completion.
 
         Raises EngineError when no engine is left.
         """
@@ -130,7 +131,7 @@ class EngineGroup:
         return completions
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """End the unfinished requests among `tickets`, None for all; `poll` returns what they have so far."""
+        """End the unfinished requests among `tickets` (None: all requests); `poll` returns their tokens so far."""
         chosen = None if tickets is None else set(tickets)
         for ticket in [ticket for ticket in self._backlog if chosen is None or ticket in chosen]:
             self._early.append(Completion(ticket, aborted(self._backlog.pop(ticket))))
@@ -151,8 +152,8 @@ class EngineGroup:
         return generations
 
     def sampling_s(self) -> float:
-        """Seconds, since they started, in which the engines had unfinished requests, mean over engines; without those
-        inside `generate`, whose caller waits anyhow."""
+        """Seconds since the start in which an engine had unfinished requests, mean over engines; time inside `generate`
+        is excluded, because its caller waits anyway."""
         calls = {member.index: member.worker.sampling_s.remote() for member in self._serving()}
         for index, seconds in self._gather(calls, phase="sampling time").items():
             self._members[index].sampled_s = seconds
@@ -160,16 +161,19 @@ class EngineGroup:
         return sampled_s / len(self._members) - self._generating_s
 
     def num_by(self, way: Way) -> int:
-        """Serving engines that got their weights so."""
+        """Number of serving engines that received their weights by the transport `way`."""
         return sum(member.way is way for member in self._serving())
 
     def receivers(self, node: str) -> tuple[Receiver, ...]:
-        """For each other Ray node than `node`, a serving engine whose worker can receive for all there."""
+        """One serving engine per Ray node other than `node`, whose worker can receive weights for its node."""
         first = {member.node: Receiver(member.index, member.restarts) for member in reversed(self._serving())}
         return tuple(sorted(receiver for place, receiver in first.items() if place != node))
 
     def receive_weights(self, announced: SharedWeights, receivers: Sequence[Receiver]) -> dict[str, SharedWeights]:
-        """Have `receivers` take what rank 0 sends meanwhile; where it lies, by Ray node of those that have got it."""
+        """Let `receivers` receive the weights that rank 0 sends meanwhile -> Ray node id -> weights in its memory.
+
+        A node whose receiver failed is missing in the result.
+        """
         nodes = {index: self._members[index].node for index, _ in receivers}
         calls: dict[int, ray.ObjectRef[Any]] = {
             index: self._members[index].worker.receive_weights.remote(announced, rank)
@@ -178,13 +182,13 @@ class EngineGroup:
         return {nodes[index]: there for index, there in self._gather(calls, phase="weight broadcast").items()}
 
     def load_weights(self, published: Published) -> dict[int, WeightReport]:
-        """Give every engine these weights; each verifies what it then holds. Reports by engine that serves.
+        """Load these weights into every engine, which verifies them -> index of each serving engine -> report.
 
-        An engine that is starting gets them later. Raises WeightSyncError if one cannot hold what it was sent.
+        A starting engine loads the weights later. Raises WeightSyncError if an engine cannot hold the sent weights.
         """
         self._weights = published
-        # One that still loads an earlier version goes on to this one: left behind, it would keep memory in use that
-        # the trainer needs for a later version.
+        # An engine that still loads an earlier version continues with this version: otherwise the engine would keep
+        # memory in use that the trainer needs for a later version.
         stale = {member.index for member in self._members if member.health is Health.stale}
         self._wait_while(lambda member: member.health is Health.stale)
         calls = {member.index: self._load_call(member) for member in self._serving() if member.index not in stale}
@@ -196,35 +200,35 @@ class EngineGroup:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the engines leave their GPUs, and lose their weights, while somebody else is resident."""
+        """True if the engines leave their GPUs, and lose their weights, while the policy is resident."""
         return self._turns.are_taken
 
     def resident(self) -> AbstractContextManager[None]:
-        """Have the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
+        """Keep the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
         return self._turns.resident(self)
 
     def sleep(self) -> None:
-        """For `Turns` only: give the GPUs' memory back."""
+        """Free the GPUs' memory; for `Turns` only."""
         self._wait_while(lambda member: member.health in (Health.starting, Health.stale))
         self._all([member.worker.sleep.remote() for member in self._serving()], phase="engine sleep")
 
     def wake(self) -> None:
-        """For `Turns` only: take memory for the weights; `load_weights` takes that of the caches."""
+        """Allocate memory for the weights, for `Turns` only; `load_weights` allocates the KV caches."""
         self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
 
     def memory(self) -> dict[int, int]:
-        """Private bytes of each serving engine after its last sync, its server's processes included, by index."""
+        """Index of each serving engine -> private bytes after the last sync, the server's processes included."""
         reports = {member.index: member.report for member in self._serving() if member.report is not None}
         return {index: report.private_bytes for index, report in reports.items() if report.private_bytes is not None}
 
     def metrics(self) -> dict[str, float | None]:
-        """Engines that were started anew and requests that were given to another since the last call."""
+        """Number of restarted engines and of requests moved to another engine since the last call."""
         restarts, redispatched = self._num_restarts, self._num_redispatched
         self._num_restarts = self._num_redispatched = 0
         return {"rollout/engine_restarts": float(restarts), "rollout/redispatched": float(redispatched)}
 
     def stop(self) -> None:
-        """Stop every engine; an engine that does not answer is killed with its worker."""
+        """Stop every engine; a silent engine is killed with its worker."""
         alive = [member for member in self._members if member.health is not Health.retired]
         stop_workers([member.worker for member in alive], names=[member.name for member in alive])
 
@@ -246,7 +250,7 @@ class EngineGroup:
         return call
 
     def _dispatch(self) -> None:
-        """Give the backlog to the engines that serve, in the order of submission."""
+        """Send the backlog to the serving engines, in the order of submission."""
         while self._backlog and (serving := self._serving()):
             given = dict(sorted(self._backlog.items()))
             self._backlog.clear()
@@ -258,18 +262,18 @@ class EngineGroup:
                     mine = {tickets[index]: requests[index] for index in part}
                     member.held.update(mine)
                     calls[member.index] = member.worker.submit.remote(list(mine), list(mine.values()))
-            # An engine that is lost meanwhile leaves its part in the backlog.
+            # The requests of an engine that is lost meanwhile return to the backlog.
             self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
 
     def _wait(self, timeout_s: float) -> list[Completion]:
-        """Take the answers that are there, or else the first; lose the engines whose answers are overdue."""
+        """Take all ready answers, or wait for the first answer; treat engines with overdue answers as lost."""
         waited = [(member, member.call) for member in self._members if member.call is not None]
         if not waited:
             return []
         until_due_s = min(member.due for member, _ in waited) - time.monotonic()
         calls = [call for _, call in waited]
         ray.wait(calls, num_returns=1, timeout=max(0.0, min(timeout_s, until_due_s)))
-        # All that are ready, so that no engine waits behind another.
+        # Take all ready answers, so that no engine waits behind another.
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         completions: list[Completion] = []
         for member, call in waited:
@@ -281,7 +285,7 @@ class EngineGroup:
         return completions
 
     def _take_answer(self, member: Member, call: ray.ObjectRef[Any]) -> list[Completion]:
-        """Take the answer to the `call` of an engine. One that starts goes on from state to state of `Health`."""
+        """Take the answer to the `call` of an engine; a starting engine moves to its next state of `Health`."""
         member.call = None
         phase = "generate" if member.health is Health.serving else f"restart, {member.health.value}"
         try:
@@ -308,27 +312,28 @@ class EngineGroup:
         return []
 
     def _is_behind(self, member: Member) -> bool:
-        """Whether newer weights were published since it was told to load."""
+        """True if newer weights were published since the engine was told to load."""
         return self._weights is not None and self._weights.shared.policy_version != member.asked
 
     def _load(self, member: Member) -> None:
-        """Have a new engine load what was published last; it serves at once if nothing was."""
+        """Let a new engine load the weights published last; without published weights the engine serves at once."""
         member.health = Health.serving if self._weights is None else Health.stale
         if self._weights is not None:
             member.call = self._load_call(member)
             member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
 
     def _wait_while(self, is_waited_for: Callable[[Member], bool]) -> None:
-        """Until no engine is in a state that is waited for; each state has a deadline of its own."""
+        """Block until no engine matches `is_waited_for`; every state of an engine has its own deadline."""
         while any(map(is_waited_for, self._members)):
             self._early += self._wait(POLL_S)
 
     def _gather(
         self, calls: Mapping[int, ray.ObjectRef[Any]], *, phase: str, deadline_s: float | None = None
     ) -> dict[int, Any]:
-        """Answers by engine. One that dies, fails, or does not answer within rollout.sync_timeout_s, is lost.
+        """Index of the engine -> answer. An engine that dies, fails, or misses the deadline is lost and has no answer.
 
-        Raises WeightSyncError for one that cannot hold the weights that it was sent: all of them may be wrong then.
+        The deadline is rollout.sync_timeout_s unless `deadline_s` is given. Raises WeightSyncError if an engine cannot
+        hold the sent weights, because the weights of all engines may then be wrong.
         """
         limit_s = (self._config.sync_timeout_s if deadline_s is None else deadline_s) + GRACE_S
         if calls:
@@ -342,19 +347,19 @@ class EngineGroup:
                 if isinstance(error, WeightSyncError):
                     raise
                 if isinstance(error, BroadcastError):
-                    # Another member of its group may be the cause, and copies will do.
+                    # Another member of the broadcast group may be the cause, and copies can replace the broadcast.
                     logger.warning("phase %s: %s: %s", phase, member.name, error)
                 else:
                     self._lose(member, str(error))
         return answers
 
     def _all(self, calls: Sequence[ray.ObjectRef[Any]], *, phase: str) -> None:
-        """Wait for all engines that serve; raises whatever one of them says."""
+        """Wait for all serving engines; raises the first error of an engine."""
         names = [member.name for member in self._serving()]
         gather(calls, names=names, phase=phase, deadline_s=self._config.sync_timeout_s + GRACE_S)
 
     def _lose(self, member: Member, cause: str) -> None:
-        """Kill an engine and start another in its place; what it held goes to the backlog."""
+        """Kill an engine and start a new engine in its place; the requests that it held return to the backlog."""
         logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
         again = {ticket: request for ticket, request in member.held.items() if ticket not in member.aborting}
         self._backlog.update(again)

@@ -1,4 +1,4 @@
-"""What the engine group knows of each of its engines; `rollout/group/engine_group.py` decides by it."""
+"""State of each engine of an engine group, read and changed by `rollout/group/engine_group.py`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from rollout.types import Completion, GenerateRequest, SharedWeights
 
 
 class Health(Enum):
-    """What an engine can be used for."""
+    """State of an engine in the group."""
 
     starting = "starting"
-    """Its process starts and loads the model; it holds no weights of the run."""
+    """The engine's process starts and loads the model; the engine holds no weights of the run."""
     stale = "stale"
-    """It loads the weights that were published last: until they are verified it samples nothing."""
+    """The engine loads the weights published last, and samples nothing before these weights are verified."""
     serving = "serving"
     retired = "retired"
-    """It was lost more often than rollout.max_restarts."""
+    """The engine was lost more often than rollout.max_restarts and is not restarted."""
 
 
 class Way(Enum):
-    """How weights reach an engine."""
+    """Transport by which weights reach an engine."""
 
     mapped = "shared memory"
-    """It is on the machine of rank 0."""
+    """The engine is on the machine of rank 0 and maps its shared memory."""
     broadcast = "broadcast"
-    """One worker of its machine was sent them for all engines there."""
+    """One worker of the engine's machine received the weights for all engines of the machine."""
     copied = "Ray objects"
-    """It joined later than the broadcast, or there was none."""
+    """The engine receives copies, because it joined after the broadcast or there was no broadcast."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,68 +46,68 @@ class Member:
 
     index: int
     node: str
-    """Ray node id."""
+    """Ray node id of the worker."""
     worker: ActorHandle[Any]
     call: ray.ObjectRef[Any] | None
-    """The answer that is waited for: to `start`, `load_weights` or `poll`, as `health` says."""
+    """Pending call: `start`, `load_weights` or `poll`, depending on `health`; None without a pending call."""
     due: float
     """time.monotonic() at which a missing answer to `call` means that the engine is lost."""
     health: Health = Health.starting
     held: dict[int, GenerateRequest] = field(default_factory=dict)
-    """What it has not answered yet, by ticket."""
+    """Ticket -> request that the engine has not answered yet."""
     aborting: set[int] = field(default_factory=set)
-    """Those that it was told to end."""
+    """Tickets of the held requests that the engine was told to abort."""
     processes: tuple[ProcessMark, ...] = ()
     asked: int = -1
-    """Policy version of the weights that it was last told to load."""
+    """Policy version of the weights that the engine was last told to load; -1 before the first."""
     way: Way = Way.mapped
-    """How those came."""
+    """Transport of the weights that the engine was last told to load."""
     report: WeightReport | None = None
     sampled_s: float = 0.0
-    """Seconds in which it sampled, as it said last."""
+    """Seconds in which the engine sampled, as last reported by the engine."""
     sampled_before_s: float = 0.0
-    """Those of the engines that it replaces."""
+    """Sampling seconds of the engines that this engine replaced."""
     restarts: int = 0
     lost_by: str = ""
-    """Why it was lost the last time."""
+    """Cause of the last loss of the engine; "" if it was never lost."""
 
     @property
     def name(self) -> str:
         return f"engine {self.index}"
 
     def take(self, answer: Sequence[Completion]) -> list[Completion]:
-        """What of an answer to `poll` is still waited for: another engine may have been faster."""
+        """Completions of a `poll` answer that are still awaited here; another engine may have answered the others."""
         taken = [completion for completion in answer if completion.ticket in self.held]
         self.forget({completion.ticket for completion in taken})
         return taken
 
     def forget(self, tickets: set[int]) -> None:
-        """Nobody waits for these here any more."""
+        """Remove requests that nobody waits for any more."""
         self.held = {ticket: request for ticket, request in self.held.items() if ticket not in tickets}
         self.aborting -= tickets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The weights that were published last."""
+    """The weights published last."""
 
     shared: SharedWeights
     node: str
-    """Ray node where they lie in memory."""
+    """Ray node id of the machine whose memory holds the weights."""
     received: Mapping[str, SharedWeights]
-    """Where a broadcast has put them on other nodes, by node."""
+    """Ray node id -> weights that a broadcast stored in the memory of that node."""
 
     @cached_property
     def copies(self) -> ray.ObjectRef[Any]:
-        """Copies, a list of WeightBucket in the object store: made when the first engine needs them."""
+        """Copies of the weights, a list of WeightBucket in the object store; made when an engine first needs copies."""
         return copy_weights(self.shared, node=self.node)
 
     def for_engine(self, member: Member) -> tuple[Way, SharedWeights | ray.ObjectRef[Any]]:
-        """How the weights reach an engine, and what its worker is sent: where they lie on its machine, or copies."""
+        """(transport, argument for the worker) for an engine: weights in the memory of its machine, or copies."""
         if member.node == self.node:
             return Way.mapped, self.shared
         there = self.received.get(member.node)
-        # The worker that received them may be the one that was lost, and its memory with it.
+        # The lost worker of this engine may be the receiver, and the received weights are lost with its memory.
         if there is None or member.health is not Health.serving:
             return Way.copied, self.copies
         return Way.broadcast, there

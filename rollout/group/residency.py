@@ -1,8 +1,8 @@
-"""Who is on a GPU that engines and policy share: sides that take turns, moved only by `with side.resident():`.
+"""Sharing of GPUs between engines and policy: two sides take turns, moved only by `with side.resident():`.
 
 The groups (`rollout/group/engine_group.py`, `trainer/cluster/policy_group.py`) are the sides;
-`trainer/cluster/placement.py` decides whether they take turns at all. Leaving a block moves nothing: a side stays where
-it is until the other one needs the room, so blocks of one side behind each other cost nothing. Not yet run on a GPU.
+`trainer/cluster/placement.py` decides whether the sides take turns at all. Leaving a block moves nothing: a side stays
+on the GPU until the other side needs the memory, so consecutive blocks of one side cost nothing. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ logger = logging.getLogger(__name__)
 
 
 class Side(Protocol):
-    """One of those that share the GPU."""
+    """One of the two users of a shared GPU: the engines or the policy."""
 
     def sleep(self) -> None:
-        """Give the GPU's memory back. Raises without having lost anything that is needed."""
+        """Free the GPU's memory. If the call raises, no needed state is lost."""
         ...
 
     def wake(self) -> None:
-        """Take the memory again."""
+        """Allocate the GPU's memory again."""
         ...
 
 
 class Turns:
-    """At most one side is awake while the sides take turns; all of them always are while they do not."""
+    """Turns on a shared GPU: at most one side is awake. Without turns, all sides are always awake."""
 
     def __init__(self) -> None:
         self._awake: Side | None = None
@@ -38,20 +38,20 @@ class Turns:
         self._moving_s = 0.0
 
     def take(self, *, awake: Side) -> None:
-        """From now on the sides take turns; `awake` is on the GPU, alone."""
+        """Let the sides take turns from now on; `awake` is the only side on the GPU."""
         self._taken, self._awake = True, awake
 
     @property
     def are_taken(self) -> bool:
-        """Whether the sides take turns."""
+        """True if the sides take turns."""
         return self._taken
 
     @contextmanager
     def resident(self, side: Side) -> Iterator[None]:
-        """Have `side` awake, and everybody else asleep, for the block and until another side is entered.
+        """Keep `side` awake, and the other side asleep, for the block and until the block of another side begins.
 
-        A side whose sleep or wake failed is where it was and is asked again next time. Raises RuntimeError inside the
-        block of another side.
+        If a sleep or wake fails, the side counts as unmoved and the next block tries again. Raises RuntimeError inside
+        the block of another side.
         """
         if not self._taken:
             yield
@@ -66,7 +66,7 @@ class Turns:
             self._inside = outer
 
     def metrics(self) -> dict[str, float | None]:
-        """Seconds spent on moving since the last call; nothing while nobody takes turns."""
+        """Seconds spent on sleep and wake since the last call; empty if the sides do not take turns."""
         moving_s, self._moving_s = self._moving_s, 0.0
         return {"perf/turns_s": moving_s} if self._taken else {}
 

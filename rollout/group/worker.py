@@ -1,6 +1,7 @@
-"""The rollout worker: hosts one engine in a Ray actor; `rollout/group/engine_group.py` is the typed handle over all.
+"""The rollout worker: one engine in a Ray actor; `rollout/group/engine_group.py` is the typed handle over all workers.
 
-Ray runs one verb at a time, but for those of CONCURRENCY_GROUPS: requests come and answers go while another verb runs.
+Ray runs one method at a time, except methods of CONCURRENCY_GROUPS: the actor accepts requests and returns answers
+while another method runs.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import WeightReceiver
 
 CONCURRENCY_GROUPS = {"requests": 1, "answers": 1}
-"""Threads that an actor has for the verbs marked with them, besides the one for the others."""
+"""Concurrency group -> number of actor threads for the methods of the group, besides the thread for other methods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSetup:
-    """What a worker needs to start its engine."""
+    """Settings with which a worker starts its engine."""
 
     config: EngineConfig
     index: int
-    """0 .. num_engines - 1."""
+    """Index of the engine, 0 .. num_engines - 1."""
     seed: int
-    """Run seed; engines derive distinct seeds from it and `index`."""
+    """Run seed; engines derive distinct seeds from the run seed and `index`."""
     device: str
-    """"cpu" or "cuda"."""
+    """Device of the engine: "cpu" or "cuda"."""
     num_threads: int
-    """Compute threads of the engine on a CPU."""
+    """Number of compute threads of the engine on a CPU."""
     log_dir: Path
-    """Where a server writes its log."""
+    """Directory of the server's log file."""
     model_path: Path
     sleeps: bool = False
-    """Whether the engine has to give its GPU's memory back at times: SGLang needs a special allocator for it."""
+    """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
 
 
 def build_engine(setup: EngineSetup) -> Engine:
-    """The engine that `setup.config` asks for; imports only that one."""
+    """Make the engine of `setup.config`; imports only that kind of engine."""
     if isinstance(setup.config, SGLangConfig):
         from rollout.sglang.engine import SGLangEngine
 
@@ -66,7 +67,7 @@ def build_engine(setup: EngineSetup) -> Engine:
 
 
 class RolloutWorker:
-    """One engine behind the verbs of the Engine protocol."""
+    """One engine behind the methods of the Engine protocol."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
@@ -76,7 +77,7 @@ class RolloutWorker:
         self._receiver = WeightReceiver()
 
     def start(self) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
-        """Also the processes to kill where the worker does not answer any more."""
+        """Start the engine -> (its description, processes to kill if the worker does not answer any more)."""
         info = self._engine.start(self._setup.model_path)
         self._pids = info.pids
         return info, mark_processes((os.getpid(), *info.pids))
@@ -97,9 +98,9 @@ class RolloutWorker:
         return self._engine.sampling_s
 
     def receive_weights(self, announced: SharedWeights, rank: int) -> SharedWeights:
-        """Take the weights from another machine for all engines of this one; where they lie here.
+        """Receive the weights from another machine for all engines of this machine -> the weights in local memory.
 
-        A collective of rank 0 of the policy and one worker per machine; they meet at `announced.broadcast`.
+        A collective of rank 0 of the policy and one worker per machine, which meet at `announced.broadcast`.
         """
         address = announced.broadcast
         if address is None:
@@ -108,7 +109,7 @@ class RolloutWorker:
         return self._receiver.receive(announced, address, rank=rank, host=host)
 
     def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
-        """From the memory of this machine, or as they came from another one."""
+        """Load weights from the memory of this machine, or from copies sent by another machine."""
         if isinstance(weights, SharedWeights):
             with self._shared.opened(weights) as buckets:
                 report = self._engine.load_weights(buckets)
