@@ -1,1 +1,1 @@
-"""The form in which weights travel from the trainer to the engines: buckets, digests, shared memory, grids."""
+"""Transfer of weights from the trainer to the engines: buckets, digests, shared memory, broadcast, quantisation."""

@@ -27,18 +27,18 @@ from rollout.engine import WeightSyncError
 from rollout.types import BucketSpec, TensorSpec, WeightBucket
 
 MAX_THREADS = 8
-"""Threads that copy or digest at a time, at most: a few fill the memory bus."""
+"""Largest number of threads that copy or digest at the same time: a few threads saturate the memory bus."""
 BATCH_BYTES = 8 << 20
-"""A thread is given tensors of at least this many bytes at a time."""
+"""Smallest number of bytes of a batch of tensors, the unit of work of a thread."""
 MAX_WAITING = 8
-"""Batches that other threads hold at a time, being copied or waiting for it."""
+"""Largest number of batches that other threads copy, or that wait for such a thread, at the same time."""
 PIECE_BYTES = 1 << 19
-"""Copied and digested at a time."""
+"""Bytes that a thread copies and digests at a time."""
 ALIGNMENT = 64
-"""Bytes; every tensor of a bucket starts at a multiple of this, so that it can be viewed as any dtype."""
+"""Alignment in bytes of every tensor in a bucket, so that the tensor can be viewed as any dtype."""
 
 Planned = TypeVar("Planned", bound=tuple[TensorSpec, *tuple[Any, ...]])
-"""A tensor's place, with whatever is needed to fill or to check it."""
+"""A tensor's place in a bucket, with the values needed to fill or to check the place."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -62,7 +62,7 @@ DTYPES = {
         torch.bool,
     )
 }
-"""The dtypes that a bucket can carry, by name."""
+"""Name of a dtype -> dtype, for all dtypes that a bucket can carry."""
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -71,22 +71,23 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 class TensorShape(NamedTuple):
-    """What is known of a tensor before it is gathered."""
+    """Name, dtype and shape of a tensor, known before the tensor is gathered."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     kept: bool = False
-    """Whether it travels in its own dtype even if that is a floating-point type: the parts of quantised weights."""
+    """True if the tensor travels in its own dtype even if floating-point: values and scales of quantised weights."""
 
 
 def plan_buckets(shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> list[BucketSpec]:
-    """Places for the tensors in buckets of at most `bucket_bytes` bytes; digests are still empty.
+    """Plan the places of tensors in buckets of at most `bucket_bytes` bytes; digests are still empty.
 
-    In their order, but of the tensors of one module all weights come before all biases, in one bucket if they fit: an
-    engine that computes q, k and v, or gate and up, as one product finds them side by side. Floating-point tensors will
-    be cast to `dtype`, others and those to be `kept` keep theirs. A tensor larger than `bucket_bytes` gets a bucket of
-    its own. Raises ValueError for no tensors, a name given twice, or a dtype that cannot travel.
+    Tensors keep their order, except that within one module all weights come before all biases, in one bucket if they
+    fit: an engine that computes q, k and v, or gate and up, as one product finds these tensors side by side.
+    Floating-point tensors will be cast to `dtype`; other tensors, and tensors with `kept`, keep their dtype. A tensor
+    larger than `bucket_bytes` gets its own bucket. Raises ValueError for no tensors, a name given twice, or a dtype
+    that cannot travel.
     """
     if not dtype.is_floating_point or dtype_name(dtype) not in DTYPES:
         raise ValueError(f"weights must be packed in a floating-point type of {sorted(DTYPES)}, got {dtype}")
@@ -127,7 +128,7 @@ def _families(shapes: Iterable[TensorShape]) -> list[list[TensorShape]]:
 
 
 def _place(shapes: Sequence[TensorShape], *, dtype: torch.dtype) -> BucketSpec:
-    """The tensors one after the other."""
+    """Place the tensors one after the other in one bucket."""
     bucket = BucketSpec(start=0, num_bytes=0, tensors=[])
     for name, given, shape, kept in shapes:
         travelling = dtype if given.is_floating_point and not kept else given
@@ -142,20 +143,20 @@ def _place(shapes: Sequence[TensorShape], *, dtype: torch.dtype) -> BucketSpec:
 
 
 def num_bytes_of(buckets: Sequence[BucketSpec]) -> int:
-    """Bytes that the buckets take together."""
+    """Total bytes of the buckets, gaps included."""
     return buckets[-1].start + buckets[-1].num_bytes if buckets else 0
 
 
 def num_threads() -> int:
-    """Threads that copy and digest in this process: one per core that it may use, at most `MAX_THREADS`."""
+    """Number of threads that copy and digest in this process: one per usable core, at most `MAX_THREADS`."""
     return min(len(os.sched_getaffinity(0)), MAX_THREADS)
 
 
 def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[BucketSpec], data: np.ndarray) -> None:
     """Cast every tensor to its place in `data` [num_bytes_of(buckets)] uint8, and fill in the digests.
 
-    The tensors may be gathered one by one, in any order: while some are gathered, other threads copy the ones before
-    them (`_share_out`). Raises ValueError if a tensor is not what was planned, or does not come.
+    The tensors may be gathered one by one, in any order: while a tensor is gathered, other threads copy earlier tensors
+    (`_share_out`). Raises ValueError if a tensor differs from the plan, or is missing.
     """
     places = {spec.name: (bucket.start, spec) for bucket in buckets for spec in bucket.tensors}
 
@@ -177,9 +178,9 @@ def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], buckets: Sequence
 
 
 def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield the tensors of a bucket as views of its buffer, which must outlive them. Never write to a view.
+    """Yield the tensors of a bucket as views of its buffer, which must outlive the views. Never write to a view.
 
-    Does not look at the bytes: call `check_buckets` before.
+    This function does not verify the bytes: call `check_buckets` before.
     """
     flat = _as_tensor(bucket.data)
     for spec in bucket.tensors:
@@ -194,9 +195,9 @@ def unpack(bucket: WeightBucket) -> Iterator[tuple[TensorSpec, Tensor]]:
 def check_buckets(buckets: Sequence[WeightBucket], *, held_version: int) -> int:
     """Check a whole sync before any weight is replaced; return its policy version.
 
-    All buckets must be there once, carry one version that is not older than `held_version`, and name no tensor twice.
-    Place, size and digest of every tensor must be those of its TensorSpec; `num_threads()` threads make the digests.
-    Raises WeightSyncError otherwise, with the name of a tensor where it is one tensor that is wrong.
+    Every bucket must be present once, all buckets must have one version that is not older than `held_version`, and no
+    tensor may occur twice. Place, size and digest of every tensor must match its TensorSpec; `num_threads()` threads
+    compute the digests. Raises WeightSyncError otherwise; the message names the tensor if a single tensor is wrong.
     """
     if not buckets:
         raise WeightSyncError(f"no weight buckets were sent; the engine stays at policy version {held_version}")
@@ -245,14 +246,14 @@ def _check_places(bucket: WeightBucket) -> None:
 
 def _check_digests(buckets: Sequence[WeightBucket]) -> None:
     tensors = [(spec, bucket) for bucket in buckets for spec in bucket.tensors]
-    # The largest first: no thread is left with one of them when the others are done.
+    # The largest tensors come first: no thread is left with a large tensor when the others are done.
     tensors.sort(key=lambda pair: pair[0].num_bytes, reverse=True)
     changed: list[str] = []
 
     def check(batch: Iterable[tuple[TensorSpec, WeightBucket]]) -> None:
         for spec, bucket in batch:
             digest = xxhash.xxh3_64()
-            # Unlike the function that does it in one go, this lets other threads run in all versions of xxhash.
+            # Unlike xxh3_64_hexdigest, `update` releases the GIL in all versions of xxhash.
             digest.update(bucket.data[spec.offset : spec.offset + spec.num_bytes].data)
             if digest.hexdigest() != spec.digest:
                 changed.append(
@@ -272,8 +273,9 @@ def _where(bucket: WeightBucket) -> str:
 def _share_out(tensors: Iterable[Planned], work: Callable[[list[Planned]], None]) -> None:
     """Call `work` for all tensors, in batches, in this thread and `num_threads() - 1` others.
 
-    This thread takes the tensors as they come, and works itself where `MAX_WAITING` batches wait or are worked on: it
-    never sleeps, for to be woken takes a core from the others. Raises what `tensors` and `work` raise.
+    This thread takes the tensors as they come. If `MAX_WAITING` batches are waiting or in work, this thread works on
+    the batch itself: it never sleeps, because waking up takes a core from the others. Errors of `tensors` and `work`
+    propagate.
     """
     waiting: SimpleQueue[list[Planned] | None] = SimpleQueue()
     slots = threading.Semaphore(MAX_WAITING)
@@ -285,7 +287,7 @@ def _share_out(tensors: Iterable[Planned], work: Callable[[list[Planned]], None]
                 work(batch)
             finally:
                 slots.release()
-            del batch  # the next may be long in coming
+            del batch  # frees the memory, because the next batch may come much later
 
     with ThreadPoolExecutor(max(helpers, 1)) as pool:
         helping = [pool.submit(work_off) for _ in range(helpers)]
@@ -304,7 +306,7 @@ def _share_out(tensors: Iterable[Planned], work: Callable[[list[Planned]], None]
 
 
 def _batches(tensors: Iterable[Planned]) -> Iterator[list[Planned]]:
-    """The tensors in their order. A batch ends with the tensor that fills `BATCH_BYTES`."""
+    """Yield the tensors in batches, in order. A batch ends with the tensor that fills `BATCH_BYTES`."""
     batch: list[Planned] = []
     num_bytes = 0
     for tensor in tensors:
@@ -322,31 +324,31 @@ def _align(offset: int) -> int:
 
 
 def _raw_bytes(tensor: Tensor) -> np.ndarray:
-    """[num_bytes] uint8 on the host; shares memory with a contiguous CPU tensor."""
+    """Bytes of a tensor, [num_bytes] uint8 on the host; shares memory with a contiguous CPU tensor."""
     flat: np.ndarray = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 
 
 def _write(tensor: Tensor, spec: TensorSpec, place: np.ndarray) -> None:
-    """Cast `tensor` into `place` [spec.num_bytes] uint8 and set the digest of what is there then."""
+    """Cast `tensor` into `place` [spec.num_bytes] uint8 and set the digest of the written bytes in `spec`."""
     digest = xxhash.xxh3_64()
     if spec.num_bytes:
         for piece in _filled(place, tensor, DTYPES[spec.dtype]):
-            digest.update(piece.data)  # while it is still in the cache of the core that copied it
+            digest.update(piece.data)  # while the piece is still in the cache of the core that copied it
     spec.digest = digest.hexdigest()
 
 
 def _filled(place: np.ndarray, tensor: Tensor, dtype: torch.dtype) -> Iterator[np.ndarray]:
-    """Fill `place` [num_bytes] uint8 with `tensor` as `dtype`; yield every piece when it is there."""
+    """Fill `place` [num_bytes] uint8 with `tensor` as `dtype`; yield every piece after it is written."""
     on_host = tensor.device.type == "cpu"
     if on_host and tensor.dtype == dtype:
         raw = _raw_bytes(tensor)
         for start in range(0, place.nbytes, PIECE_BYTES):
             piece = place[start : start + PIECE_BYTES]
-            piece[:] = raw[start : start + PIECE_BYTES]  # numpy's plain copy needs less of Python than torch's
+            piece[:] = raw[start : start + PIECE_BYTES]  # numpy's plain copy has less Python overhead than torch's
             yield piece
         return
-    # An accelerator casts what it has, and a transfer from it is better not cut up.
+    # An accelerator casts its own tensor, and one large transfer from the accelerator is faster than many pieces.
     source = (tensor if on_host else tensor.to(dtype)).reshape(-1)
     step = PIECE_BYTES if on_host else place.nbytes
     target = torch.from_numpy(place).view(dtype)
@@ -357,12 +359,12 @@ def _filled(place: np.ndarray, tensor: Tensor, dtype: torch.dtype) -> Iterator[n
 
 
 def _as_tensor(data: np.ndarray) -> Tensor:
-    """[num_bytes] uint8, sharing memory. Arrays that come through Ray are read-only."""
+    """View of `data` as a tensor, [num_bytes] uint8, sharing memory. Arrays that come through Ray are read-only."""
     if data.flags.writeable:
         return torch.from_numpy(data)
     try:
         # DLPack has a read-only flag that torch ignores without a warning; nothing here writes to the view.
         return from_dlpack(data)
     except BufferError:
-        # numpy before 2.1 cannot say "read-only" through DLPack.
+        # numpy before 2.1 cannot mark an array as read-only through DLPack.
         return torch.from_numpy(data.copy())

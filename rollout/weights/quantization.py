@@ -1,13 +1,13 @@
-"""Weights on the grid of a quantised engine: tensor <-> (small values, scales), without loss beyond the rounding.
+"""Quantisation of weights: tensor <-> (values on a grid, scales), without loss beyond the rounding to the grid.
 
-`trainer/policy/worker.py` passes the weights for quantised engines through a `Quantizer` at every sync. What is
-published then is what the engine is to hold, so its digests prove the quantised weights as they prove others: the
-values that the engine would compute with, in its own type, or values and scales for an engine that takes them (SGLang
-on a GPU).
+`trainer/policy/worker.py` passes the weights for quantised engines through a `Quantizer` at every sync. The published
+weights are then exactly the weights that the engine has to hold, and their digests prove quantised weights as they
+prove plain weights. Published are either dequantised values in the engine's own type, or values and scales for an
+engine that loads both (SGLang on a GPU).
 
-A scale holds 16 bits of mantissa, rounded up: every product value * scale is exact in float32. So a tensor that lies on
-the grid already is quantised to the same values and scales again, and dequantising rounds nothing. A change of type
-after that (rollout.dtype=bfloat16) rounds once more; the reported error includes it.
+A scale holds 16 bits of mantissa, rounded up: every product value * scale is exact in float32. So quantising a tensor
+that already lies on the grid gives the same values and scales again, and dequantising rounds nothing. A later change of
+type (rollout.dtype=bfloat16) rounds once more; the reported error includes that rounding.
 
 O: output features, I: input features of a projection [O, I].
 """
@@ -30,29 +30,29 @@ from rollout.weights.buckets import DTYPES, TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 
 PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
-"""Names of what an engine quantises: the projections of attention and MLP. Never embeddings, head, norms, biases."""
+"""Names of the weights that an engine quantises: attention and MLP projections. Not embeddings, head, norms, biases."""
 IN_LAYER = re.compile(r"\.layers\.\d+\.")
 SCALE_BITS_DROPPED = 8
-"""Of the 24 bits of a float32 mantissa."""
+"""Number of low bits that a scale drops from the 24 bits of a float32 mantissa."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """Which numbers a format can hold."""
+    """The numbers that a format can hold, and the tiles that share a scale."""
 
     rows: int
-    """Output features that share a scale."""
+    """Number of output features that share a scale."""
     columns: int | None
-    """Input features that share a scale; None for all."""
+    """Number of input features that share a scale; None: all input features share a scale."""
     largest: float
-    """Largest value before the scale; the smallest is its negative."""
+    """Largest value before scaling; the smallest value is -largest."""
     dtype: torch.dtype
-    """Of the values."""
+    """dtype of the values."""
 
 
 SCALES = {Quantization.int8: "weight_scale", Quantization.fp8: "weight_scale_inv"}
-"""What a scale is called beside its weight where an engine takes quantised tensors; both multiply the values."""
+"""Format -> suffix of the name of a scale where an engine loads quantised tensors; both scales multiply the values."""
 
 GRIDS = {
     Quantization.int8: Grid(rows=1, columns=None, largest=127.0, dtype=torch.int8),
@@ -68,16 +68,16 @@ class Quantized(NamedTuple):
     values: Tensor
     """[O, I] int8 or float8_e4m3fn."""
     scales: Tensor
-    """[ceil(O / rows), ceil(I / columns)] float32: what the values of a tile are multiplied with."""
+    """[ceil(O / rows), ceil(I / columns)] float32: factor of the values of each tile."""
 
 
 def is_projection(name: str) -> bool:
-    """Whether engines quantise the parameter of this Hugging Face name."""
+    """True if engines quantise the parameter of this Hugging Face name."""
     return PROJECTION.search(name) is not None
 
 
 def quantize(tensor: Tensor, grid: Grid, *, name: str) -> Quantized:
-    """The nearest values on the grid of `tensor` [O, I], symmetric, with the largest magnitude of a tile at `largest`.
+    """Round `tensor` [O, I] to the nearest values on the grid, symmetric; a tile's largest magnitude maps to `largest`.
 
     A tile of zeros has scale 1. Raises ValueError naming the tensor if it is not a matrix or not finite.
     """
@@ -93,13 +93,13 @@ def quantize(tensor: Tensor, grid: Grid, *, name: str) -> Quantized:
 
 
 def dequantize(quantized: Quantized, grid: Grid) -> Tensor:
-    """[O, I] float32: what the engine multiplies activations with, exactly."""
+    """[O, I] float32: the exact weights with which the engine multiplies activations."""
     values = quantized.values.to(torch.float32)
     return values.mul_(spread(quantized.scales, grid, values.shape))
 
 
 def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
-    """The scale of every element of `shape` [O, I], or something that broadcasts to it."""
+    """The scale of every element of `shape` [O, I], or a tensor that broadcasts to `shape`."""
     if grid.rows > 1:
         scales = scales.repeat_interleave(grid.rows, dim=0)[: shape[0]]
     if grid.columns is not None:
@@ -108,7 +108,7 @@ def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
 
 
 def relative_error(held: Tensor, wanted: Tensor) -> float:
-    """Frobenius norm of the difference / that of `wanted`; 0 for zeros that are held as zeros."""
+    """Frobenius norm of the difference / Frobenius norm of `wanted`; 0 if both tensors are zero."""
     wanted = wanted.to(torch.float32)
     difference, norm = torch.linalg.vector_norm(held.to(torch.float32) - wanted), torch.linalg.vector_norm(wanted)
     return float(difference / norm) if float(norm) else float(difference)
@@ -120,7 +120,7 @@ def scale_name(weight: str, quantization: Quantization) -> str:
 
 
 def stored_shapes(shapes: Iterable[TensorShape], quantization: Quantization) -> Iterator[TensorShape]:
-    """What `Quantizer.stored` yields for tensors of these shapes."""
+    """Names, dtypes and shapes of the tensors that `Quantizer.stored` yields for `shapes`."""
     grid = GRIDS[quantization]
     for shape in shapes:
         if not is_projection(shape.name):
@@ -133,10 +133,10 @@ def stored_shapes(shapes: Iterable[TensorShape], quantization: Quantization) -> 
 
 
 class Quantizer:
-    """Passes the weights of a model through a grid; `report` is about the tensors that have passed last."""
+    """Quantises the weights of a model; `report` gives the errors of the last pass over the weights."""
 
     def __init__(self, shapes: Iterable[TensorShape], quantization: Quantization, *, dtype: torch.dtype) -> None:
-        """`dtype` is the engine's. Raises ValueError if it is unclear which of `shapes` an engine would quantise."""
+        """`dtype` is the engine's dtype. Raises ValueError if it is unclear which of `shapes` an engine quantises."""
         matrices = [shape.name for shape in shapes if len(shape.shape) > 1]
         unclear = [name for name in matrices if IN_LAYER.search(name) and not is_projection(name)]
         if unclear or not any(is_projection(name) for name in matrices):
@@ -150,7 +150,7 @@ class Quantizer:
         self._errors: dict[str, float] = {}
 
     def dequantized(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in their order, the projections as an engine sees them, the others as they are."""
+        """Yield all tensors in order: projections quantised and dequantised again, other tensors unchanged."""
         grid = GRIDS[self._quantization]
         self._errors = {}
         for name, tensor in named_tensors:
@@ -162,7 +162,7 @@ class Quantizer:
                 yield name, tensor
 
     def stored(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in their order, a projection as its values, followed by its scales."""
+        """Yield all tensors in order: a projection as its values followed by its scales, other tensors unchanged."""
         grid = GRIDS[self._quantization]
         self._errors = {}
         for name, tensor in named_tensors:
@@ -175,28 +175,28 @@ class Quantizer:
                 yield name, tensor
 
     def report(self) -> QuantizationReport:
-        """Errors of the last tensors; raises RuntimeError before any have passed."""
+        """Errors of the last pass over the weights. Raises RuntimeError before the first pass."""
         if not self._errors:
             raise RuntimeError("no weights have been quantised yet")
         return QuantizationReport(quantization=self._quantization, errors=dict(self._errors))
 
 
 class QuantizedPublisher:
-    """A `WeightPublisher` of weights that lie on a grid."""
+    """A `WeightPublisher` of quantised weights."""
 
     def __init__(self, publisher: WeightPublisher, quantizer: Quantizer, *, as_stored: bool) -> None:
-        """`as_stored`: the engine takes values and scales, and `publisher` was made for `stored_shapes`."""
+        """`as_stored`: the engine loads values and scales, and `publisher` was made for `stored_shapes`."""
         self._publisher = publisher
         self._quantizer = quantizer
         self._pass = quantizer.stored if as_stored else quantizer.dequantized
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
-        """Like `WeightPublisher.publish`, with what the grid has cost."""
+        """Publish as `WeightPublisher.publish` does, and add the quantisation error to the announcement."""
         shared = self._publisher.publish(self._pass(named_tensors), policy_version=policy_version)
         return replace(shared, quantization=self._quantizer.report())
 
     def published(self) -> np.ndarray:
-        """Like `WeightPublisher.published`."""
+        """Bytes as returned by `WeightPublisher.published`."""
         return self._publisher.published()
 
 
@@ -204,7 +204,7 @@ Publisher = WeightPublisher | QuantizedPublisher
 
 
 def weight_publisher(shapes: Sequence[TensorShape], config: EngineConfig, *, bucket_bytes: int) -> Publisher:
-    """Make the publisher of weights for the engines of `config`; raises ValueError like the two classes it makes."""
+    """Make the publisher of weights for the engines of `config`. Raises ValueError as both publisher classes do."""
     dtype = DTYPES[config.dtype.name]
     if config.quantization is Quantization.none:
         return WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
@@ -215,7 +215,7 @@ def weight_publisher(shapes: Sequence[TensorShape], config: EngineConfig, *, buc
 
 
 def _tiles(matrix: Tensor, grid: Grid) -> Tensor:
-    """[tiles down, rows, tiles across, columns], padded with zeros where the matrix ends."""
+    """Tiles of a matrix: [tiles down, rows, tiles across, columns], padded with zeros at the end of the matrix."""
     columns = grid.columns or max(1, matrix.shape[1])
     down, across = -(-matrix.shape[0] // grid.rows), -(-matrix.shape[1] // columns)
     missing = (0, across * columns - matrix.shape[1], 0, down * grid.rows - matrix.shape[0])
@@ -223,7 +223,7 @@ def _tiles(matrix: Tensor, grid: Grid) -> Tensor:
 
 
 def _short(scales: Tensor) -> Tensor:
-    """Positive float32 rounded up to 16 bits of mantissa."""
+    """Positive float32 `scales`, rounded up to 16 bits of mantissa."""
     mask = (1 << SCALE_BITS_DROPPED) - 1
     bits = scales.contiguous().view(torch.int32)
     return ((bits + mask) & ~mask).view(torch.float32)

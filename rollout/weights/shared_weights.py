@@ -1,19 +1,19 @@
-"""Weights in memory that other processes of the machine map: the trainer writes, the engines read in place.
+"""Weights in shared memory: the trainer writes, the engines on the same machine map the memory and read in place.
 
 `trainer/policy/worker.py` publishes with a `WeightPublisher`, `rollout/weights/weight_broadcast.py` fills regions on
 other machines; `rollout/group/worker.py` opens with a `WeightReader`, and the SGLang server with `map_region`
-(`rollout/sglang/loader.py`). What travels between them is a `SharedWeights`: where the bytes are, which version, and a
-digest per tensor.
+(`rollout/sglang/loader.py`). The message between these processes is a `SharedWeights`: address of the bytes, policy
+version, and one digest per tensor.
 
 A region holds the whole model in the engine's dtype, not a ring of a few buckets. So an engine can check every byte
-before it replaces the first, reads at its own pace without a hand-shake per bucket, and may go on using the bytes where
-they are. The price is one copy of the weights in host memory, two while an engine uses the old one in place. Regions
-are kept and written again: the first touch of fresh memory costs many times the copy.
+before it replaces the first weight, reads at its own pace without a hand-shake per bucket, and may continue to use the
+bytes in place. The cost is one copy of the weights in host memory, two while an engine uses the old copy in place.
+Regions are kept and rewritten: the first touch of fresh memory takes many times as long as the copy.
 
-A region is an anonymous memory file. It has no name in a file system, so /dev/shm may be small, and it is gone with the
-last process that has it open, SIGKILL included. Its size is sealed: no reader can fall off its end. Who writes holds
-an exclusive lock, who reads a shared one, for as long as the bytes are in use; the kernel drops the locks of a dead
-process.
+A region is an anonymous memory file. The file has no name in a file system, so /dev/shm may be small, and the memory is
+freed with the last process that has the file open, SIGKILL included. The size is sealed: no reader can read past the
+end. A writer holds an exclusive lock and a reader a shared lock for as long as the bytes are in use; the kernel drops
+the locks of a dead process.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from rollout.types import BucketSpec, RegionAddress, SharedWeights, WeightBucket
 from rollout.weights.buckets import TensorShape, num_bytes_of, plan_buckets, write_tensors
 
 HEADER = struct.Struct("<16s16sq")
-"""Mark, region id, policy version."""
+"""Layout of a region's header: mark, region id, policy version."""
 MARK = b"parity weights 1"
 DATA_START = 4096
-"""The weights begin on the second page."""
+"""Offset in bytes of the weights in a region: the second page."""
 INCOMPLETE = -1
-"""Version of a region that is being written, or was left half-written."""
+"""Version in the header of a region that is being written, or was left half-written."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MAX_REGIONS = 3
-"""One that engines use, one to write; the third is for an engine that was left behind by a failed sync."""
+"""Largest number of regions: one that engines use, one to write, one for an engine that missed a failed sync."""
 
 
 class WeightRegion:
     """The writer's side of one region."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Room for `num_bytes` bytes of weights. Raises OSError if the system cannot give the memory."""
+        """Allocate `num_bytes` bytes for weights. Raises OSError if the system cannot allocate the memory."""
         self._id = secrets.token_hex(8)
         self._descriptor = os.memfd_create("parity-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -62,17 +62,17 @@ class WeightRegion:
             os.close(self._descriptor)
             raise
         self.data = np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=DATA_START)
-        """[num_bytes] uint8. Write to it inside `writing` only."""
+        """[num_bytes] uint8. Write to `data` inside `writing` only."""
         self._set_version(INCOMPLETE)
 
     @property
     def address(self) -> RegionAddress:
-        """Where a process of the same user opens the region while this process lives."""
+        """Address at which a process of the same user can open the region while this process lives."""
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return RegionAddress(path=path, region_id=self._id, num_bytes=self.data.nbytes)
 
     def try_lock(self) -> bool:
-        """Take the region for writing; False if somebody reads it."""
+        """Lock the region for writing -> True; False if a reader holds a lock."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,7 +81,7 @@ class WeightRegion:
 
     @contextmanager
     def writing(self, policy_version: int) -> Iterator[np.ndarray]:
-        """Yield `data` after a successful `try_lock`; the version is set if the block ends without an error."""
+        """Yield `data` after a successful `try_lock`; set the version if the block ends without an error; unlock."""
         self._set_version(INCOMPLETE)
         try:
             yield self.data
@@ -90,7 +90,7 @@ class WeightRegion:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give the memory back once no reader has it open. Views of `data` keep it until they are gone."""
+        """Close the region; the memory is freed when no reader has it open and no view of `data` exists."""
         os.close(self._descriptor)
 
     def _set_version(self, version: int) -> None:
@@ -98,10 +98,10 @@ class WeightRegion:
 
 
 class MappedRegion:
-    """A reader's side of one region: what is written to `data` here reaches nobody else."""
+    """A reader's side of one region: a private mapping, whose changes no other process sees."""
 
     def __init__(self, address: RegionAddress) -> None:
-        """Raises WeightSyncError if the region is gone or is not what the address says."""
+        """Map the region. Raises WeightSyncError if the region is gone or does not match the address."""
         try:
             self._file = open(address.path, "rb")  # noqa: SIM115 - open for as long as the object lives
         except OSError as error:
@@ -117,15 +117,15 @@ class MappedRegion:
         self.version()
         mapped = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_COPY)
         self.data = np.frombuffer(mapped, dtype=np.uint8, count=address.num_bytes, offset=DATA_START)
-        """[num_bytes] uint8."""
+        """[num_bytes] uint8, the bytes of the weights."""
 
     @property
     def writer(self) -> str:
-        """Which process writes it."""
+        """Path under /proc of the process that writes the region."""
         return self._address.path.partition("/fd/")[0]
 
     def version(self) -> int:
-        """Policy version of the bytes, INCOMPLETE while they are written; WeightSyncError for a foreign region."""
+        """Policy version of the bytes, INCOMPLETE during a write. Raises WeightSyncError for a foreign region."""
         mark, region_id, version = HEADER.unpack(os.pread(self._file.fileno(), HEADER.size, 0))
         if mark != MARK or region_id.decode() != self._address.region_id:
             raise WeightSyncError(
@@ -135,7 +135,7 @@ class MappedRegion:
         return found
 
     def lock(self, policy_version: int) -> None:
-        """Keep the trainer from writing. Raises WeightSyncError and takes no lock unless the version is there whole."""
+        """Keep the trainer from writing. Raises WeightSyncError, without a lock, unless the version is complete."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -149,18 +149,18 @@ class MappedRegion:
             raise
 
     def expect(self, policy_version: int) -> None:
-        """Raise WeightSyncError unless the whole of that version is there."""
+        """Raise WeightSyncError unless the region holds the complete weights of `policy_version`."""
         version = self.version()
         if version != policy_version:
             held = "a half-written version" if version == INCOMPLETE else f"policy version {version}"
             raise WeightSyncError(f"the shared weights hold {held}, policy version {policy_version} was announced")
 
     def unlock(self) -> None:
-        """Let the trainer write again; nothing may read `data` until the next `lock`."""
+        """Let the trainer write again; `data` must not be read until the next `lock`."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give up the lock. The memory is given back when the last view of `data` is gone."""
+        """Release the lock and close the file. The memory is freed when the last view of `data` is gone."""
         self.unlock()
         self._file.close()
 
@@ -172,13 +172,13 @@ class MappedRegion:
 
 
 class RegionPool:
-    """Regions of one size that are written again once nobody reads them."""
+    """Regions of one size, each rewritten when no reader holds it."""
 
     def __init__(self) -> None:
         self._regions: list[WeightRegion] = []
 
     def locked_region(self, num_bytes: int, *, policy_version: int) -> WeightRegion:
-        """A region that is locked for writing. Raises WeightSyncError if engines hold on to all of them."""
+        """A region that is locked for writing. Raises WeightSyncError if engines hold all regions."""
         for region in self._regions:
             if region.data.nbytes == num_bytes and region.try_lock():
                 return region
@@ -193,27 +193,27 @@ class RegionPool:
         return region
 
     def close(self) -> None:
-        """Give all memory back that no engine uses."""
+        """Free all memory that no engine uses."""
         for region in self._regions:
             region.close()
         self._regions = []
 
 
 class WeightPublisher:
-    """Writes one version of the weights after the other for the engines of this machine."""
+    """Writes each version of the weights to shared memory for the engines of this machine."""
 
     def __init__(self, shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> None:
-        """`shapes` in the order in which the tensors will come; see `plan_buckets` for the rest and the errors."""
+        """`shapes` in the order in which the tensors will come; see `plan_buckets` for other arguments and errors."""
         self._plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
         self._pool = RegionPool()
         self._published: WeightRegion | None = None
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
-        """Cast every tensor straight into a region that nobody reads, with its digest; the announcement for engines.
+        """Cast every tensor directly into a free region and compute its digest -> the announcement for engines.
 
-        Raises ValueError if the tensors are not those of `shapes`, WeightSyncError if engines hold on to all regions.
+        Raises ValueError if the tensors do not match `shapes`, WeightSyncError if engines hold all regions.
         """
-        # Of this version's own: its digests will stand in them.
+        # Every version needs its own specs, because the specs hold the version's digests.
         buckets = [replace(bucket, tensors=[replace(spec) for spec in bucket.tensors]) for bucket in self._plan]
         region = self._pool.locked_region(num_bytes_of(buckets), policy_version=policy_version)
         with region.writing(policy_version) as data:
@@ -222,19 +222,19 @@ class WeightPublisher:
         return SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
 
     def published(self) -> np.ndarray:
-        """[num_bytes] uint8: the bytes of what was published last, until the next `publish`."""
+        """[num_bytes] uint8: the bytes of the weights published last, valid until the next `publish`."""
         if self._published is None:
             raise WeightSyncError("no weights have been published yet")
         return self._published.data
 
     def close(self) -> None:
-        """Give all memory back that no engine uses."""
+        """Free all memory that no engine uses."""
         self._pool.close()
         self._published = None
 
 
 class WeightReader:
-    """Opens what a publisher of this machine announced; keeps the mappings, for mapping costs more than reading."""
+    """Opens weights announced on this machine; keeps the mappings, because mapping takes longer than reading."""
 
     def __init__(self) -> None:
         self._regions: dict[str, MappedRegion] = {}
@@ -242,7 +242,7 @@ class WeightReader:
 
     @contextmanager
     def opened(self, shared: SharedWeights) -> Iterator[list[WeightBucket]]:
-        """Yield the buckets where they lie; they hold still inside the block, and after it until `release` or the
+        """Yield the buckets in place. The bytes do not change inside the block, nor afterwards until `release` or the
         next block that ends without an error.
 
         Raises WeightSyncError if the region is gone, foreign, being written, or of another version than announced.
@@ -261,18 +261,18 @@ class WeightReader:
         self._in_use = key
         if previous not in ("", key):
             self._regions[previous].unlock()
-        # Regions of a process that does not write any more, as a receiver that was lost, would keep their memory.
+        # Regions of a process that does not write any more, for example a lost receiver, would keep their memory.
         for other in [other for other, held in self._regions.items() if held.writer != region.writer]:
             self._regions.pop(other).close()
 
     def release(self) -> None:
-        """The engine has its own copy of what was opened last: the trainer may write there."""
+        """Unlock the region opened last, so that the trainer may write; the engine has its own copy of the weights."""
         if self._in_use:
             self._regions[self._in_use].unlock()
             self._in_use = ""
 
     def close(self) -> None:
-        """Give up all locks and mappings."""
+        """Release all locks and mappings."""
         for region in self._regions.values():
             region.close()
         self._regions, self._in_use = {}, ""

@@ -1,14 +1,15 @@
 """Weights across machines: rank 0 of the policy broadcasts its region's bytes to one engine worker per other machine.
 
-`trainer/policy/worker.py` has a `WeightSender`, `rollout/group/worker.py` a `WeightReceiver`. What arrives lies in a
-region of the receiving machine (`rollout/weights/shared_weights.py`), which its engines map and check against the
-trainer's digests, as those beside the trainer do. So the weights cross the network once per machine, whatever the
-engine and its parallelism.
+`trainer/policy/worker.py` has a `WeightSender`, `rollout/group/worker.py` a `WeightReceiver`. The received bytes lie in
+a region of the receiving machine (`rollout/weights/shared_weights.py`). The engines of that machine map the region and
+check the bytes against the trainer's digests, as engines on the trainer's machine do. So the weights cross the network
+once per machine, for every kind of engine and every tensor parallelism.
 
-A group is one of its own and lasts as long as its members: whoever lost one forms another. It is gloo, on machines with
-GPUs too: the bytes lie in host memory on both sides, and where a member of a NCCL group dies, the group's watchdog ends
-the other processes, the trainer's among them. Members meet at a store on rank 0's machine, which listens on every
-interface and knows no password, as that of ranks on several machines does.
+Sender and receivers form a process group of their own, which lasts as long as its members; after the loss of a member,
+the remaining members form a new group. The group uses gloo, also on machines with GPUs: the bytes lie in host memory on
+both sides, and if a member of an NCCL group dies, the group's watchdog ends the other processes, including the
+trainer's. Members meet at a store on rank 0's machine. Like the store of ranks on several machines, the store listens
+on every interface and has no password.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from rollout.types import BroadcastAddress, SharedWeights
 from rollout.weights.shared_weights import RegionPool
 
 PIECE_BYTES = 64 << 20
-"""Bytes of one broadcast."""
+"""Largest number of bytes of one broadcast call."""
 
 
 class Receiver(NamedTuple):
-    """An engine whose worker takes the weights for its machine."""
+    """An engine whose worker receives the weights for its machine."""
 
     engine: int
-    """Its index."""
+    """Index of the engine."""
     restarts: int
-    """Of the engine: another process is another receiver."""
+    """Number of restarts of the engine: a restarted engine is a new process and so a new receiver."""
 
 
 class WeightSender:
-    """The root of the broadcasts to one set of receivers, on rank 0. Joins them with the first `send`."""
+    """The root of the broadcasts to one set of receivers, on rank 0. The first `send` forms the group."""
 
     def __init__(self, host: str, *, num_receivers: int, timeout_s: float) -> None:
-        """`host` is how other machines reach this one; the system chooses a free port."""
+        """`host` is the address of this machine for other machines; the system chooses a free port."""
         self._store = dist.TCPStore(
             host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
@@ -60,7 +61,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """One member that is sent weights, for all engines of its machine."""
+    """A group member that receives weights for all engines of its machine."""
 
     def __init__(self) -> None:
         self._pool = RegionPool()
@@ -68,10 +69,10 @@ class WeightReceiver:
         self._address: BroadcastAddress | None = None
 
     def receive(self, announced: SharedWeights, address: BroadcastAddress, *, rank: int, host: str) -> SharedWeights:
-        """Take the weights that rank 0 announced; where they lie on this machine, with the digests of rank 0.
+        """Receive the weights that rank 0 announced -> the weights in local memory, with the digests of rank 0.
 
-        `rank` is 1 .. num_receivers, `host` how other machines reach this one. The bytes are not looked at: an engine
-        does that. Raises BroadcastError, and WeightSyncError if engines hold on to all memory.
+        `rank` is 1 .. num_receivers, `host` the address of this machine for other machines. This method does not verify
+        the bytes; an engine does. Raises BroadcastError, and WeightSyncError if engines hold all regions.
         """
         deadline = time.monotonic() + address.timeout_s
         version = announced.policy_version
@@ -84,7 +85,7 @@ class WeightReceiver:
         return replace(announced, address=region.address)
 
     def close(self) -> None:
-        """Leave the group and give all memory back that no engine uses."""
+        """Leave the group and free all memory that no engine uses."""
         self._group = None
         self._pool.close()
 
@@ -99,16 +100,16 @@ def _join_store(address: BroadcastAddress) -> dist.Store:
 
 
 class _Group:
-    """A process group of rank 0 and the receivers, beside those of the policy's ranks."""
+    """A process group of rank 0 and the receivers, separate from the process groups of the policy's ranks."""
 
     def __init__(self, store: dist.Store, address: BroadcastAddress, *, rank: int, host: str) -> None:
         self._timeout_s = address.timeout_s
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # Not what the machine's name resolves to, which may be loopback.
+        # The default, the address to which the machine's name resolves, may be loopback.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=address.timeout_s)
         try:
-            # Any: torch's annotations do not know the collectives.
+            # Any: torch's annotations lack the collectives.
             self._group: Any = dist.ProcessGroupGloo(store, rank, address.num_receivers + 1, options)
         except RuntimeError as error:
             raise BroadcastError(
@@ -117,7 +118,7 @@ class _Group:
             ) from error
 
     def broadcast(self, data: np.ndarray, *, deadline: float) -> None:
-        """Rank 0's `data` [num_bytes] uint8 into everybody's; `deadline` as of time.monotonic()."""
+        """Copy rank 0's `data` [num_bytes] uint8 into `data` of every receiver; `deadline` as of time.monotonic()."""
         for piece in torch.from_numpy(data).split(PIECE_BYTES):
             left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
             options = dist.BroadcastOptions()
