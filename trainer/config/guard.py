@@ -1,4 +1,4 @@
-"""Configuration of the guard: which numbers it watches, when they are bad, and how far it may go.
+"""Configuration of the guard: the watched metrics, their thresholds, and the strongest allowed action.
 
 `guard=none` is the default; `guard=mismatch` chooses the guard of docs/guard.md. Imports no torch, no Ray.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Action(Enum):
-    """What the guard does when a number has become bad; a later action includes the earlier ones."""
+    """Action of the guard when a watched metric is bad; a later action includes the earlier actions."""
 
     warn = "warn"
-    """Say so."""
+    """Log a warning."""
     save = "save"
     """Save a checkpoint."""
     stop = "stop"
@@ -30,14 +30,14 @@ class Action(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class ThresholdConfig(Checked):
-    """When a number is bad."""
+    """Threshold of one watched metric: the bound, and the number of steps beyond it."""
 
     worse: ClassVar[int] = 1
-    """1 if a larger number is worse, -1 if a smaller number is."""
+    """1 if larger values are worse, -1 if smaller values are worse."""
     trip: float | None = ruled(None, above(0))
-    """A step beyond this is bad; null: the number is not watched."""
+    """Bound on the metric; a step with a worse value is bad; null: the metric is not watched."""
     steps: int = ruled(3, at_least(1))
-    """Bad steps in a row after which the number is bad."""
+    """Number of consecutive bad steps after which the guard acts."""
 
     def is_bad(self, value: float) -> bool:
         """Return True if `value` lies beyond `trip`."""
@@ -49,7 +49,8 @@ class K3ThresholdConfig(ThresholdConfig):
     """Threshold of mismatch/k3, nats per token. Healthy: 1e-5 to 1e-3 (dense models), 1e-3 to 1e-1 (mixtures)."""
 
     trip: float | None = ruled(1e-2, above(0))
-    """A step above this is bad; null: K3 is not watched. Mixtures of experts: 1e-1 or more."""
+    """Upper bound of K3, nats per token; a step above the bound is bad; null: K3 is not watched. Mixtures of experts:
+    1e-1 or more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,7 +59,8 @@ class ESSThresholdConfig(ThresholdConfig):
 
     worse: ClassVar[int] = -1
     trip: float | None = ruled(0.3, within(0, 1, "()", because="it is a fraction of the tokens"))
-    """A step below this is bad; null: the ESS is not watched. verl's documents warn at 0.3."""
+    """Lower bound of the ESS, a fraction of the tokens; a step below the bound is bad; null: the ESS is not watched.
+    verl's documents warn at 0.3."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,30 +68,31 @@ class KHatThresholdConfig(ThresholdConfig):
     """Threshold of mismatch/khat/token, the shape of the tail of the weights (arXiv:1507.02646)."""
 
     trip: float | None = ruled(0.7, above(0))
-    """A step above this is bad: averages with such weights are not reliable; null: k-hat is not watched."""
+    """Upper bound of k-hat, no unit; a step above the bound is bad, because averages with such weights are not
+    reliable; null: k-hat is not watched."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GuardConfig(Checked):
-    """What a run does about a growing mismatch. Choose with `guard=none` or `guard=mismatch`."""
+    """Reaction of a run to a growing mismatch. Choose with `guard=none` or `guard=mismatch`."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(kw_only=True, slots=True)
 class NoGuardConfig(GuardConfig):
-    """Nothing is watched; the metrics are logged all the same."""
+    """No guard: no metric is watched; the metrics are still logged."""
 
     kind: ClassVar[str] = "none"
 
 
 @dataclass(kw_only=True, slots=True)
 class MismatchGuardConfig(GuardConfig):
-    """K3, ESS and k-hat are watched; a number that stays bad is told, saved at, or ends the run. See docs/guard.md."""
+    """Guard on K3, ESS and k-hat: a metric that stays bad causes a warning, a checkpoint or a stop; docs/guard.md."""
 
     kind: ClassVar[str] = "mismatch"
     highest: Action = Action.warn
-    """The strongest action that is taken; save and stop need checkpoint.every."""
+    """Strongest action of the guard; save and stop need checkpoint.every."""
     k3: K3ThresholdConfig = field(default_factory=K3ThresholdConfig)
     ess: ESSThresholdConfig = field(default_factory=ESSThresholdConfig)
     khat: KHatThresholdConfig = field(default_factory=KHatThresholdConfig)
@@ -101,7 +104,7 @@ class MismatchGuardConfig(GuardConfig):
 
 
 def guard_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between the guard and the checkpoints."""
+    """Yield broken rules between the guard and the checkpoints."""
     guard = config.guard
     if isinstance(guard, MismatchGuardConfig) and guard.highest is not Action.warn and config.checkpoint.every == 0:
         yield Problem(

@@ -1,8 +1,8 @@
-"""Where the YAML of the project lives: configs/ and recipes/, in a source tree and in an installed wheel.
+"""Paths of the project's YAML: configs/ and recipes/, in a source tree and in an installed wheel.
 
-In the repository both are top-level directories; a wheel carries them inside the `trainer` package, because
-nothing else of a wheel has a place that can be found again. `trainer/compose/compose.py` and
-`trainer/compose/catalog.py` use them.
+In the repository both are top-level directories. A wheel carries both inside the `trainer` package, because only the
+package has a place that can be found after installation. `trainer/compose/compose.py` and `trainer/compose/catalog.py`
+use these paths.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""The `trainer` package."""
+"""Directory of the `trainer` package."""
 MAIN_CONFIG = "train"
-"""Name of the primary config in `config_dir()`: what every recipe starts from."""
+"""Name of the primary config in `config_dir()`, from which every recipe starts."""
 
 
 def config_dir() -> Path:
-    """Directory of the Hydra configs that every recipe starts from; holds train.yaml."""
+    """Directory of the Hydra configs from which every recipe starts; holds train.yaml."""
     return _find("configs", marker=f"{MAIN_CONFIG}.yaml")
 
 
@@ -26,11 +26,11 @@ def recipe_dir() -> Path:
 
 
 def _find(name: str, *, marker: str) -> Path:
-    """The directory `name` that holds a file like `marker`: inside the package, else beside it.
+    """The directory `name` with a file that matches `marker`: inside the package, else beside the package.
 
-    Raises FileNotFoundError if neither does, which means that the installation is broken.
+    Raises FileNotFoundError if neither directory has such a file, which means that the installation is broken.
     """
-    # The package comes first: beside an installed package lies site-packages, where "configs" may be anybody's.
+    # The package comes first: beside an installed package lies site-packages, whose "configs" may belong to others.
     candidates = (PACKAGE / name, PACKAGE.parent / name)
     for candidate in candidates:
         if candidate.is_dir() and any(candidate.glob(marker)):

@@ -1,6 +1,6 @@
-"""Configuration of what a run measures, saves and records: evaluation, checkpoints, dumps, tracking.
+"""Configuration of evaluation, checkpoints, dumps and tracking.
 
-`trainer.config.train` puts it together with `trainer.config.components`. Imports no torch, no Ray and no SGLang.
+`trainer.config.train` composes these configs with `trainer.config.components`. Imports no torch, no Ray and no SGLang.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ CHECKPOINTS = "checkpoints"
 DUMPS = "dumps"
 """Directory in run.dir that `trainer/rundir/dump.py` writes."""
 DUMP_BYTES_PER_TOKEN = 41
-"""At most: of a response token with pi_old, a reference, a critic and weights of several versions."""
+"""Largest number of bytes per response token: with pi_old, a reference, a critic and weights of several versions."""
 
 HELDOUT = "heldout"
-"""Name of the task's own evaluation set, beside those of eval.sets."""
+"""Name of the evaluation set from data.eval_path; the sets of eval.sets have other names."""
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Checked):
-    """Evaluation, greedy and sampled, in training and by `parity eval`. A run evaluates at its first and last step."""
+    """Evaluation, greedy and sampled, in training and in `parity eval`. A run evaluates at its first and last step."""
 
     every: int = ruled(0, at_least(0))
-    """Also evaluate after every this many rollout steps; 0 for the first and last only."""
+    """Number of rollout steps between further evaluations; 0 evaluates at the first and last step only."""
     max_prompts: int = ruled(200, at_least(1))
-    """Prompts used of every set, from its beginning."""
+    """Largest number of prompts used from every set, counted from the beginning of the set."""
     samples: int = ruled(1, at_least(1))
-    """Sampled responses per prompt, beside the greedy one: k of avg@k, pass@k and maj@k. Vetted: 32 for AIME."""
+    """Number of sampled responses per prompt, the k of avg@k, pass@k and maj@k; one greedy response is added. Vetted:
+    32 for AIME."""
     temperature: float | None = ruled(None, above(0), remedy="One greedy response per prompt is always there.")
-    """Of the sampled responses; null for sampling.temperature."""
+    """Temperature of the sampled responses, divisor of the logits; null means sampling.temperature."""
     max_new_tokens: int | None = ruled(None, at_least(1))
-    """Upper bound on response tokens; null for sampling.max_new_tokens."""
+    """Upper bound on the tokens of a response; null means sampling.max_new_tokens."""
     sets: dict[str, str] = field(default_factory=dict)
-    """More sets beside the held-out one: name -> file or repo[:config]@split, read like data.eval_path."""
+    """Further evaluation sets besides the held-out set: name -> file or repo[:config]@split, read as data.eval_path
+    is."""
 
     def conflicts(self) -> Iterator[Problem]:
         for name, path in self.sets.items():
@@ -53,25 +55,27 @@ class EvalConfig(Checked):
 
 
 BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")
-"""Metrics that are measured on the very weights that a checkpoint holds; more is better."""
+"""Metrics that are measured on exactly the weights of a checkpoint; larger is better."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Checked):
-    """Checkpoints of weights, optimizer and place in the data, in run.dir/checkpoints."""
+    """Checkpoints of weights, optimizer and position in the data, in run.dir/checkpoints."""
 
     every: int = ruled(0, at_least(0), remedy="0 never saves.")
-    """Save after every this many rollout steps, and after the last; 0 never saves."""
+    """Number of rollout steps between checkpoints; the last step is saved too; 0 never saves."""
     keep: int = ruled(2, at_least(1), remedy="Vetted: 2.")
-    """Newest checkpoints that stay on the disk; the one before helps if the last is damaged."""
+    """Number of newest checkpoints kept on disk; an older checkpoint replaces a damaged newest checkpoint."""
     best_metric: str | None = ruled(
         None,
         one_of(BEST_METRICS, what="a metric of the saved weights:"),
         remedy="All others describe the weights before the step.",
     )
-    """Also keep the checkpoint with the highest eval/accuracy or eval/accuracy_sampled; null keeps the newest only."""
+    """Metric whose best checkpoint is kept too, eval/accuracy or eval/accuracy_sampled; null keeps the newest
+    checkpoints only."""
     asynchronous: bool = False
-    """Copy to host memory while the step waits and write in the background; otherwise the step waits for the disk."""
+    """Write checkpoints in the background: the step waits only for the copy to host memory. With false the step waits
+    for the disk."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.best_metric is not None and self.every == 0:
@@ -81,47 +85,48 @@ class CheckpointConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class DumpConfig(Checked):
-    """Whole batches with what both engines said about them, in run.dir/dumps: what `parity replay` reads."""
+    """Dumps of whole batches with log-probs of engine and trainer, in run.dir/dumps, for `parity replay`."""
 
     every: int = ruled(0, at_least(0), remedy="0 never writes one.")
-    """Write down the batch of every this many rollout steps; 0 never does."""
+    """Number of rollout steps between dumps of a batch; 0 writes no dump."""
     keep: int = ruled(4, at_least(1), remedy="dump.every=0 writes none.")
-    """Newest dumps that stay on the disk; 21 to 41 bytes per response token each, 5 per prompt token."""
+    """Number of newest dumps kept on disk; a dump takes 21 to 41 bytes per response token and 5 bytes per prompt
+    token."""
 
     def is_due(self, step: int) -> bool:
-        """Whether rollout step `step` (1-based) is written down."""
+        """True if the batch of rollout step `step` (1-based) is dumped."""
         return self.every > 0 and step % self.every == 0
 
 
 class WandbMode(Enum):
-    """Where W&B rows go; metrics.jsonl is always written."""
+    """Mode of Weights & Biases (W&B); metrics.jsonl is written in every mode."""
 
     auto = "auto"
-    """Online when a key and the network are there, offline otherwise."""
+    """Online if a key and the network are available, offline otherwise."""
     online = "online"
-    """Online; falls back to offline, with a warning, rather than stop a run."""
+    """Online; a failure causes a warning and a fall-back to offline, and does not stop the run."""
     offline = "offline"
     disabled = "disabled"
 
 
 @dataclass(kw_only=True, slots=True)
 class TrackingConfig(Checked):
-    """What is recorded besides metrics.jsonl, samples.jsonl and histograms.jsonl."""
+    """Recording in W&B and TensorBoard, and the number of samples in samples.jsonl."""
 
     wandb: WandbMode = WandbMode.auto
-    """Where W&B rows go."""
+    """Mode of W&B: auto, online, offline or disabled."""
     project: str = "parity"
-    """W&B project."""
+    """Name of the W&B project."""
     entity: str | None = None
-    """W&B user or team; null for the default."""
+    """W&B user or team; null means the default of the W&B account."""
     wandb_timeout_s: float = ruled(20.0, above(0, "seconds"))
-    """Deadline in seconds for reaching W&B before the run goes on offline."""
+    """Deadline in seconds for reaching W&B; after the deadline the run continues offline."""
     samples_per_step: int = ruled(8, at_least(0))
-    """Samples written to samples.jsonl per step."""
+    """Number of samples written to samples.jsonl per step."""
     token_samples_per_step: int = ruled(4, at_least(0))
-    """Of them, samples with the Delta of each token: half the worst by K3. At most 8 KB each, the 256 tokens around the
-    worst one."""
+    """Number of the samples of tracking.samples_per_step that are written with the Delta of each token; half of these
+    samples are the worst by K3. Each takes at most 8 KB, for the 256 tokens around the worst token."""
     wandb_samples: bool = True
-    """Whether these samples also go to W&B, as a table that grows."""
+    """Also write the samples of samples.jsonl to W&B, as a growing table."""
     tensorboard: bool = False
-    """Also write the numbers to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""
+    """Also write the metrics to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""

@@ -1,6 +1,6 @@
-"""Rules across the components of a `TrainConfig`; `trainer/config/train.py` reports what they find together.
+"""Rules across the components of a `TrainConfig`; `trainer/config/train.py` reports all broken rules together.
 
-Those with a file of their own are beside what they are about: `schedule_problems`, `episode_problems`,
+Rules about schedules, episodes and combinations lie beside these configs: `schedule_problems`, `episode_problems`,
 `combination_problems`.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from trainer.config.train import TrainConfig
 
 BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estimator.reinforce_pp_baseline)
-"""Estimators whose baseline is the group, which therefore must have two members."""
+"""Estimators whose baseline is the group, which therefore needs at least two samples."""
 
 
 def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between what is saved and what is evaluated."""
+    """Yield broken rules between checkpoints and evaluation."""
     every, evaluated = config.checkpoint.every, config.eval.every
     if config.checkpoint.best_metric is None or every < 1 or evaluated < 0:
         return
@@ -38,7 +38,7 @@ def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between what is evaluated and the data."""
+    """Yield broken rules between evaluation and data."""
     if config.eval.sets and not isinstance(config.data, FileDataConfig):
         yield Problem(
             key="eval.sets",
@@ -49,7 +49,7 @@ def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between the parts of a GPU that a rank and an engine have."""
+    """Yield broken rules about a GPU that a rank and an engine share."""
     rank, engine = config.policy.gpus_per_worker, config.rollout.gpus_per_engine
     if config.shares_gpus and abs(rank + engine - 1) > 1e-6:
         yield Problem(
@@ -70,7 +70,7 @@ def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between advantages and what else decides them: groups and the correction."""
+    """Yield broken rules between advantages, groups and the correction."""
     estimator = config.advantage.estimator
     if config.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
         yield Problem(
@@ -116,7 +116,7 @@ def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def critic_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between the critic, the estimator that needs it, and the length of the run."""
+    """Yield broken rules between the critic, the advantage estimator and the length of the run."""
     if not config.has_critic:
         for key, value in config.critic.changed().items():
             yield Problem(
@@ -136,7 +136,7 @@ def critic_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def reference_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between the KL to the reference and the correction."""
+    """Yield broken rules between the KL to the reference and the correction."""
     spec = config.correction.spec()
     if config.has_kl_in_reward and spec.compared is Compared.current:
         yield Problem(

@@ -1,15 +1,15 @@
-"""When the responses of a step are sampled: before its training, beside that of the step before, or further ahead.
+"""Schedule of sampling: a step's responses are sampled before its training, during the previous step, or further ahead.
 
-`trainer/run/loop.py` calls the same phases in every schedule; a `Schedule` says in which of them the engines begin with
-later steps. With v(k) for the weights that step k starts to train:
+`trainer/run/loop.py` calls the same phases in every schedule; a `Schedule` decides in which phase the engines begin to
+sample later steps. v(k) denotes the weights at the start of the training of step k:
 
     sync          collect k (all from v(k)); train k; weights
     one_step_off  collect k; begin k+1 with v(k); train k; wait for the rest of k+1; weights
-                  -> every token of a step is from the weights of the step before
-    bounded       collect k; begin up to k+max_staleness; train k; weights, while the engines go on
+                  -> every token of a step is from the weights of the previous step
+    bounded       collect k; begin up to k+max_staleness; train k; weights, while the engines continue
                   -> a response may have tokens of several versions, none older than max_staleness steps
 
-Imports no torch: the command line reads the configs.
+Imports no torch, because the command line reads the configs.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig(Checked):
-    """When responses are sampled relative to training. Choose with `schedule=sync|one_step_off|bounded`."""
+    """Time of sampling relative to training. Choose with `schedule=sync|one_step_off|bounded`."""
 
     kind: ClassVar[str] = ""
 
     @property
     def steps_ahead(self) -> int:
-        """Rollout steps whose prompts the engines may have while a step is trained."""
+        """Number of later rollout steps whose prompts the engines may sample while a step is trained."""
         return 0
 
     @property
     def updates_in_flight(self) -> bool:
-        """Whether weights change while responses are unfinished."""
+        """True if weights change while responses are unfinished."""
         return False
 
 
 @dataclass(kw_only=True, slots=True)
 class SyncScheduleConfig(ScheduleConfig):
-    """Sample, then train, then sample with the new weights: on-policy but for the engines' rounding."""
+    """Sample, then train, then sample with the new weights: on-policy except for the engines' rounding."""
 
     kind: ClassVar[str] = "sync"
 
 
 @dataclass(kw_only=True, slots=True)
 class OneStepOffScheduleConfig(ScheduleConfig):
-    """The next step is sampled, with the weights before the update, while this one is trained."""
+    """While a step is trained, the engines sample the next step with the weights before the update."""
 
     kind: ClassVar[str] = "one_step_off"
 
@@ -65,13 +65,14 @@ class OneStepOffScheduleConfig(ScheduleConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BoundedScheduleConfig(ScheduleConfig):
-    """The engines never wait for the trainer until they are `max_staleness` steps ahead; weights change in flight."""
+    """The engines wait for the trainer only when `max_staleness` steps ahead; weights change while they sample."""
 
     kind: ClassVar[str] = "bounded"
     max_staleness: int = ruled(
         1, at_least(1, "rollout step"), remedy="Use schedule=sync for tokens of the newest weights alone."
     )
-    """Rollout steps that the weights which sampled a token may be behind those that train on it. Vetted: 1 to 4."""
+    """Largest lag, in rollout steps, of the weights that sampled a token behind the weights that train on the token.
+    Vetted: 1 to 4."""
 
     @property
     def steps_ahead(self) -> int:
@@ -83,28 +84,28 @@ class BoundedScheduleConfig(ScheduleConfig):
 
 
 class Schedule:
-    """Has the collector begin with later steps; one per run."""
+    """Tells the collector when to begin later steps; one object per run."""
 
     def __init__(self, config: ScheduleConfig, collector: Collector, *, num_steps: int) -> None:
-        """`num_steps` is the last step: nothing is sampled for a later one."""
+        """`num_steps` is the last step, after which no step is sampled."""
         self._config = config
         self._collector = collector
         self._num_steps = num_steps
 
     def begin_next(self, step: int, policy_version: int) -> None:
-        """`step` has been collected and is trained next: let the engines go on, with weights of `policy_version`."""
+        """Let the engines begin later steps with weights of `policy_version`; called after `step` is collected."""
         ahead = min(self._config.steps_ahead, self._num_steps - step)
         if ahead > 0:
             self._collector.start(step + 1, policy_version, num_steps=ahead)
 
     def before_update(self, step: int, policy_version: int) -> None:
-        """`step` has been trained and the engines still hold weights of `policy_version`: they change next."""
+        """Finish sampling with weights of `policy_version` if needed; called after training `step`, before the sync."""
         if self._config.steps_ahead and not self._config.updates_in_flight and step < self._num_steps:
             self._collector.finish(step + 1, policy_version)
 
 
 def schedule_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Rules between the schedule, how groups are collected, and who is on which GPU."""
+    """Yield broken rules between the schedule, the collection of groups and the sharing of GPUs."""
     schedule, collect = config.schedule, config.collect
     if collect.partial and schedule.steps_ahead:
         goes_on = "the engines go on with them" if schedule.updates_in_flight else "every step is sampled to its end"

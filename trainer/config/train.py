@@ -1,7 +1,7 @@
-"""TrainConfig: composes the component configs and checks only what crosses them.
+"""TrainConfig: composes the component configs and checks the rules across components.
 
-Imports no torch, no Ray and no SGLang: the command line builds and checks it in well under a second.
-`GROUPS` and `PRESETS` are the tables from which the Hydra groups are registered (see trainer/compose/session.py).
+Imports no torch, no Ray and no SGLang, so that the command line builds and checks a config in well under a second.
+`trainer/compose/session.py` registers the Hydra groups from the tables `GROUPS` and `PRESETS`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from trainer.config.schedule import (
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig(Checked):
-    """Everything a run needs. Components check themselves; only rules across components stand here."""
+    """The whole configuration of a run. Components check their own rules; this class checks rules across components."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -113,22 +113,22 @@ class TrainConfig(Checked):
 
     @property
     def min_group_size(self) -> int:
-        """Samples without which a group cannot be trained on."""
+        """Smallest number of samples of a trainable group."""
         return 2 if self.advantage.estimator in BASELINE_ESTIMATORS else 1
 
     @property
     def max_lag_steps(self) -> int:
-        """Rollout steps that the weights which sampled a token may be behind those that train on it."""
+        """Largest lag, in rollout steps, of the weights that sampled a token behind the trained weights."""
         return self.collect.max_partial_age if self.collect.partial else self.schedule.steps_ahead
 
     @property
     def policy_loss(self) -> LossConfig:
-        """The loss that is computed: what the correction makes of `loss`."""
+        """The loss after resolution with the correction, which may replace `loss` by REINFORCE."""
         return resolved_loss(self.correction, self.loss)
 
     @property
     def eval_sampling(self) -> SamplingConfig:
-        """How responses are sampled in an evaluation."""
+        """Sampling parameters of an evaluation."""
         temperature, tokens = self.eval.temperature, self.eval.max_new_tokens
         return replace(
             self.sampling,
@@ -138,49 +138,49 @@ class TrainConfig(Checked):
 
     @property
     def needs_prepass(self) -> bool:
-        """Whether pi_old must be known before the first update even with one optimizer step per rollout."""
+        """True if pi_old must be known before the first update even with one optimizer step per rollout."""
         return self.advantage.baseline_scope is BaselineScope.kept or self.has_kl_in_reward
 
     @property
     def has_critic(self) -> bool:
-        """Whether values are learnt beside the policy, and advantages are those of tokens."""
+        """True if a critic learns values and every token has its own advantage."""
         return self.advantage.estimator is Estimator.gae
 
     @property
     def critic_optim(self) -> OptimConfig:
-        """AdamW of the critic: that of the policy with a constant rate of its own."""
+        """AdamW of the critic: the settings of the policy with the critic's constant learning rate."""
         return replace(self.optim, lr=self.critic.lr, warmup_rollout_steps=0, schedule=Schedule.constant)
 
     def policy_learns(self, step: int) -> bool:
-        """Whether the policy is updated in rollout step `step` (1-based): not while only the critic learns."""
+        """True if the policy is updated in rollout step `step` (1-based); False while only the critic learns."""
         return step > self.critic.warmup_rollout_steps
 
     @property
     def has_reference(self) -> bool:
-        """Whether the frozen initial policy is scored beside the policy."""
+        """True if the run also computes log-probs of the frozen initial policy."""
         return self.reference.coef > 0
 
     @property
     def has_kl_in_reward(self) -> bool:
-        """Whether the KL to the reference is taken off the reward."""
+        """True if the KL to the reference is subtracted from the reward."""
         return self.has_reference and self.reference.placement is KLPlacement.reward
 
     @property
     def needs_old_logprobs_pass(self) -> bool:
-        """Whether pi_old costs a forward of its own; otherwise the detached training forward is pi_old."""
+        """True if pi_old needs a separate forward; otherwise the detached training forward is pi_old."""
         steps = self.batch.optimizer_steps_per_rollout
         return self.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether rank i and engine i are on one GPU, because each has a part of one."""
+        """True if rank i and engine i share a GPU, because each reserves a fraction of a GPU."""
         return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpus_per_engine < 1
 
     @property
     def forwards_per_token(self) -> int:
-        """Cost of training in forward equivalents: forward 1, backward 2, pi_old by itself 1, reference 1, critic 4.
+        """Cost of training in forward equivalents: forward 1, backward 2, separate pi_old 1, reference 1, critic 4.
 
-        The critic pays for the values before the first update, and for a forward and a backward of its own.
+        The cost of the critic is 1 for the values before the first update, 1 for its forward and 2 for its backward.
         """
         return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
 
@@ -271,12 +271,12 @@ GROUPS: dict[str, dict[str, type[Checked]]] = {
     },
     "guard": {"none": NoGuardConfig, "mismatch": MismatchGuardConfig},
 }
-"""Hydra groups whose members are types: `correction=tis` chooses the class, `correction.cap=3` sets its field."""
+"""Hydra group -> option -> config class: `correction=tis` chooses the class, `correction.cap=3` sets a field."""
 
 PRESETS: Mapping[str, Mapping[str, Checked]] = {"correction": CORRECTION_PRESETS}
-"""Further options of a group: named values of its types, for example `correction=decoupled_token_is`."""
+"""Group -> name -> config, further options of a group: for example `correction=decoupled_token_is`."""
 
 
 def _is_option(group: str, chosen: Checked) -> bool:
-    """Whether `chosen` is an instance of one of the group's types, not of the base that says nothing."""
+    """True if `chosen` is an instance of one of the group's option classes, not of the base class."""
     return type(chosen) in GROUPS[group].values()
