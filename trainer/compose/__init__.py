@@ -1,1 +1,1 @@
-"""Recipe + overrides -> TrainConfig. Hydra ends here; `compose.py` is the entry."""
+"""Recipe + overrides -> TrainConfig. No other package composes with Hydra; `compose.py` is the entry."""

@@ -1,8 +1,8 @@
 """Recipe files -> cards for `parity recipes`, and a name on the command line -> the file of the recipe.
 
-A recipe is a Hydra primary config whose leading comment states what it is for, one `# Field: text` per line with
-the fields of `RecipeCard`; a line that is indented more goes on with the field above it. Used by
-`trainer/cli/commands.py`; composing a recipe is the work of `compose.py`.
+A recipe is a Hydra primary config whose leading comment states its purpose, one `# Field: text` per line with the
+fields of `RecipeCard`; a line with more indentation continues the field above. `trainer/cli/commands.py` uses the
+cards; `compose.py` composes a recipe.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ UNSTATED = "not stated"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeCard:
-    """What the header of a recipe says."""
+    """The fields of a recipe's header."""
 
     name: str
-    """What follows `parity train`."""
+    """Name of the recipe as the argument of `parity train`."""
     question: str
-    """The question that the run answers."""
+    """Question that the run answers."""
     hardware: str
-    """What it needs."""
+    """Hardware that the run needs."""
     expected: str
-    """What should come out, and after how long."""
+    """Expected result and duration of the run."""
     source: str
-    """Whose numbers it has, and where it differs from them; ours if it does not say."""
+    """Origin of the recipe's values and differences from this origin; Parity's own values if not stated."""
     verified: str
-    """Whether and where it was run: "no, ..." or "yes, ..."."""
+    """Statement whether and on which machine the recipe was run: "no, ..." or "yes, ..."."""
 
 
 def read_card(path: Path) -> RecipeCard:
-    """Read the header of the recipe at `path`; a field that it does not state reads "not stated"."""
+    """Read the header of the recipe at `path`; a missing field reads "not stated"."""
     stated = {field: UNSTATED for field in ("question", "hardware", "expected", "source", "verified")}
     last = ""
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -61,9 +61,9 @@ def recipe_files(directory: Path) -> dict[str, Path]:
 
 
 def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
-    """The file that `given` names: a path to a YAML file, a recipe of `own_dir`, or one that comes with the project.
+    """The file that `given` names: a path to a YAML file, a recipe of `own_dir`, or a recipe of the project.
 
-    Returns a Problem with the nearest name if there is none.
+    Returns a Problem with the nearest name if no file has the name.
     """
     if given.endswith(SUFFIX) or "/" in given:
         path = Path(given)
@@ -89,7 +89,7 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
 
 
 def _known(own_dir: Path | None) -> dict[str, Path]:
-    """Name -> file; the user's own recipes hide those of the project."""
+    """Name -> file of all recipes; the user's own recipes hide recipes of the project with the same name."""
     return recipe_files(recipe_dir()) | ({} if own_dir is None else recipe_files(own_dir))
 
 

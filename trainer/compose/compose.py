@@ -1,7 +1,7 @@
-"""Recipe + words of the command line -> every run that they ask for, each with its TrainConfig or its problems.
+"""Recipe + words of the command line -> every requested run, each with its TrainConfig or its problems.
 
 Hydra composes each run to a plain tree, `read.py` checks the tree against the dataclasses; all problems of all runs are
-given together. The DictConfig ends here. Nothing here imports torch, Ray or SGLang.
+reported together. Callers receive dataclasses, not the DictConfig. This module imports no torch, Ray or SGLang.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""The sweeper whose runs are known, and checked, before the first one starts."""
+"""Class of Hydra's basic sweeper, whose runs are all known, and checked, before the first run starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,28 +38,29 @@ class Run:
     """One run that a command would start."""
 
     overrides: tuple[str, ...]
-    """What was overridden, without the name of the recipe."""
+    """Overrides of the run, without the override of the recipe's name."""
     config: TrainConfig | None
-    """None if it has problems."""
+    """Checked config of the run; None if the run has problems."""
     problems: tuple[Problem, ...]
     engine: type | None
-    """Class of the chosen engine's config, also where the config has problems; None if there is no choice."""
+    """Class of the chosen engine's config, also if the config has problems; None without a choice."""
     output_dir: Path | None
-    """Absolute directory of the run; in a sweep that of all runs. None if it cannot be known."""
+    """Absolute directory of the run, in a sweep the directory of all runs; None if unresolvable."""
     named_after_time: bool
-    """Whether the directory is the default one, which no other run has."""
+    """True if run.dir has its default, a directory that is named after the time and belongs to no other run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolution:
-    """Everything that a command would start."""
+    """All runs that a command would start, with all problems."""
 
     runs: tuple[Run, ...]
-    """One, or one per combination of a sweep."""
+    """One run, or one run per combination of a sweep."""
     multirun: bool
-    """Whether it is a sweep: by -m or by hydra.mode=MULTIRUN."""
+    """True for a sweep, requested by -m or by hydra.mode=MULTIRUN."""
     problems: tuple[Problem, ...]
-    """Of the command line and of all runs; one that not every run has names the combination. Empty if all may start."""
+    """Problems of the command line and of all runs; a problem of only some runs names the combination. Empty if all
+    runs may start."""
 
 
 def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool) -> Resolution:
@@ -79,7 +80,7 @@ def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multiru
 
 
 def _hydra_settings(recipe: Path, hydra_words: Sequence[str]) -> tuple[bool, list[str], list[Problem]]:
-    """Ask the recipe and the hydra.* overrides for a sweep: whether there is one, its words, and problems of it."""
+    """Read the sweep settings of recipe and hydra.* overrides -> (True for a sweep, its words, its problems)."""
     try:
         settings = compose(recipe.stem, overrides=list(hydra_words), return_hydra_config=True).hydra
         params = settings.sweeper.get("params") or {}
@@ -127,9 +128,9 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
 def _compose(
     recipe: Path, overrides: Sequence[Override], *, loader: ConfigLoader, found: list[Problem]
 ) -> tuple[DictConfig | None, list[ResultDefault]]:
-    """Compose what can be composed: the tree, or None, and the entries of the defaults list.
+    """Compose the recipe as far as possible -> (tree or None, entries of the defaults list).
 
-    A misspelt option is reported and replaced with the nearest one, so that the keys below it can be checked.
+    A misspelt option is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
     choices: dict[str, str] = {}
     for override in overrides:
@@ -149,7 +150,7 @@ def _compose(
                 found.append(_not_composed(error, recipe))
                 return None, []
             choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
-        except Exception as error:  # No YAML, a cycle: Hydra lets errors of other packages through.
+        except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
             found.append(_not_composed(error, recipe))
             return None, []
     order = [default.config_path for default in defaults]
@@ -173,7 +174,7 @@ def _compose(
 
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
-    """Report an option that does not exist; return the override that stands in for the choice."""
+    """Report an option that does not exist; return the override that replaces the choice."""
     close = keys.nearest(str(value), options, cutoff=0.5)
     hint = f"Did you mean {group}={close}?" if close else ""
     rule = f"must be one of {', '.join(options)}"
@@ -182,7 +183,7 @@ def _misspelt(group: str, value: object, options: Sequence[str], where: str, fou
 
 
 def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
-    """Group -> class of its choice; an option in a YAML file has the class of the option that it starts from."""
+    """Group -> class of its choice; an option in a YAML file has the class of the option from which it starts."""
     found: dict[str, type] = {}
     for default in defaults:
         group, _, name = (default.config_path or "").rpartition("/")
@@ -196,7 +197,7 @@ def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
 def _located(
     problems: Sequence[Problem], overrides: Sequence[Override], defaults: Sequence[ResultDefault], loader: ConfigLoader
 ) -> list[Problem]:
-    """The `problems` in the order of the command line; those of a YAML file come first and name the file."""
+    """The `problems` in the order of the command line; problems of YAML files come first and name the file."""
     ordered: list[tuple[int, Problem]] = []
     for problem in problems:
         key = problem.key.lstrip("~")
@@ -210,7 +211,7 @@ def _located(
 
 
 def _file_of(key: str, defaults: Sequence[ResultDefault], loader: ConfigLoader) -> str:
-    """The YAML file that sets `key` last, with a colon; empty if none does."""
+    """The YAML file that sets `key` last, with a colon; empty if no file sets the key."""
     for default in reversed(defaults):
         path, package = default.config_path, (default.package or "").replace("_global_", "")
         source = next((source for source in loader.get_sources() if path and source.is_config(path)), None)
@@ -223,31 +224,31 @@ def _file_of(key: str, defaults: Sequence[ResultDefault], loader: ConfigLoader) 
 
 
 def _output_dir(root: DictConfig, *, multirun: bool) -> Path | None:
-    """Absolute directory of the run, or of all runs of a sweep; None if it cannot be resolved."""
+    """Absolute directory of the run, or of all runs of a sweep; None if unresolvable."""
     key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
     directory = OmegaConf.select(root, key, throw_on_resolution_failure=False)
     return None if directory is None else Path(directory).absolute()
 
 
 def _has_default_dir(root: DictConfig) -> bool:
-    """Return True if nobody named run.dir."""
+    """True if neither recipe nor overrides set run.dir."""
     run = OmegaConf.to_container(root, resolve=False)["run"]  # type: ignore[index, call-overload]
     return isinstance(run, dict) and run.get("dir") == RunConfig.__dataclass_fields__["dir"].default
 
 
 def _not_composed(error: Exception, recipe: Path) -> Problem:
-    """An error of Hydra, OmegaConf, YAML or the file system as one sentence about the recipe."""
+    """Describe an error of Hydra, OmegaConf, YAML or the file system in one sentence about the recipe."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).splitlines()[0])
-    # Where Hydra looked is of no use to a user who named a recipe.
+    # Hydra's search path does not help a user who named a recipe.
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))
     return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe))
 
 
 def _together(runs: Sequence[Run]) -> list[Problem]:
-    """Problems of all runs without repetition; one that only some runs have names the first of them."""
+    """Problems of all runs without repetition; a problem of only some runs is labelled with their overrides."""
     everywhere = set.intersection(*(set(run.overrides) for run in runs))
     holders: dict[str, list[int]] = {}
     first: dict[str, Problem] = {}
@@ -259,7 +260,7 @@ def _together(runs: Sequence[Run]) -> list[Problem]:
     for text, problem in first.items():
         broken = [runs[index].overrides for index in holders[text]]
         if len(broken) < len(runs):
-            # What the broken runs share and the others do not all have is most likely the cause.
+            # The overrides that all broken runs share, and not all other runs have, are most likely the cause.
             shared = [word for word in broken[0] if word not in everywhere and all(word in words for words in broken)]
             label = " ".join(shared or [word for word in broken[0] if word not in everywhere])
             problem = replace(problem, key=f"[{label}] {problem.key}")

@@ -2,8 +2,8 @@
 
     python -m trainer.compose.key_page > docs/keys.md
 
-Default, rule and meaning are read from the config dataclasses, names elsewhere from `renamed.py`.
-`tests/trainer/test_key_page.py` holds the page current.
+The page takes default, rule and meaning from the config dataclasses, and names in other trainers from `renamed.py`.
+`tests/trainer/test_key_page.py` fails if docs/keys.md is not current.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ these only. The last column has the name of the key in verl and TRL, where it di
 
 
 def key_page() -> str:
-    """The page, as Markdown."""
+    """Generate the page as Markdown."""
     sections: dict[str, Mapping[str, type]] = {
         name: GROUPS.get(name, {"": kind}) for name, kind in get_type_hints(TrainConfig).items()
     }
@@ -56,7 +56,7 @@ def _section(name: str, options: Mapping[str, type]) -> str:
 
 
 def _lines(rows: Mapping[tuple[str, ...], list[str]], num_options: int) -> Iterator[str]:
-    """The rows of a table; keys of some options only come after the keys of all."""
+    """Yield the rows of a table; keys of all options come before keys of only some options."""
     for (key, *rest), holders in sorted(rows.items(), key=lambda row: len(row[1]) < num_options):
         only = "" if len(holders) == num_options else f" ({', '.join(holders)})"
         yield f"| `{key}`{only} | {' | '.join(rest)} |"
@@ -90,7 +90,7 @@ def _shown(value: object) -> str:
 
 def _elsewhere(key: str) -> str:
     """Names of `key` in verl and TRL."""
-    # What follows a colon or a bracket explains; it names no key.
+    # Text after a colon or a bracket is an explanation and names no key.
     pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])")
     found = [
         f"`{name}` ({trainer})"

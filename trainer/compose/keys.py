@@ -1,7 +1,7 @@
-"""Messages about keys: which exist, what they accept, which one was probably meant.
+"""Messages about keys: the existing keys, the accepted values, the key that was probably meant.
 
-`kinds` maps each section of a configuration to its config class, for a group that of the chosen option. Used by
-`read.py`; reads types only, never values.
+`kinds` maps each section of a configuration to its config class; the class of a group is the class of the chosen
+option. `read.py` uses these functions, which read types only, never values.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def field_names(kind: type) -> list[str]:
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The most similar of `known`, if any has at least the similarity `cutoff`, in [0, 1]."""
+    """The entry of `known` most similar to `word`; None if no similarity reaches `cutoff`, in [0, 1]."""
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
 
 
 def accepted(hint: Any) -> str:
-    """Say what a field annotated with `hint` accepts: "a number", "one of token, sequence"."""
+    """Describe the values that a field annotated with `hint` accepts: "a number", "one of token, sequence"."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(accepted(option) for option in get_args(hint))
     if get_origin(hint) is list:
@@ -45,7 +45,7 @@ def accepted(hint: Any) -> str:
 
 
 def wrong_value(key: str, value: object, hint: Any) -> Problem:
-    """The Problem of a value that is not what a field annotated with `hint` accepts."""
+    """The Problem of a value that a field annotated with `hint` does not accept."""
     options = [option for option in get_args(hint) or (hint,) if isinstance(option, type)]
     names = [member.name for option in options if issubclass(option, Enum) for member in option]
     close = nearest(str(value), names)
@@ -68,7 +68,7 @@ def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem
 
 
 def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, kinds: Kinds) -> Problem:
-    """The Problem of a key whose part number `depth` is not a field of `holder`, the class of the parts before."""
+    """The Problem of a key whose part number `depth` is not a field of `holder`, the class of the earlier parts."""
     own = field_names(holder)
     section = ".".join(path[:depth])
     hint = renamed_hint(list(path)) or did_you_mean(path, own, kinds)
@@ -83,15 +83,15 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
 
 
 def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> str:
-    """A sentence with the key that was probably meant; empty if none is similar.
+    """A sentence with the key that was probably meant; empty if no key is similar.
 
-    A key of the same name elsewhere comes first: `lr` and `batch.lr` both mean `optim.lr`. `siblings` are the keys of
-    the config that was addressed.
+    A key of the same name in another section comes first: `lr` and `batch.lr` both mean `optim.lr`. `siblings` are the
+    keys of the addressed config.
     """
     section, name = path[0], path[-1]
     if section not in kinds and len(path) > 1 and (meant := nearest(section, kinds)) is not None:
         return did_you_mean([meant, *path[1:]], field_names(kinds[meant]), kinds) or f"Did you mean {meant}?"
-    # The first section that has a name wins, the optional critic last: num_steps is run.num_steps, lr is optim.lr.
+    # The first section with the name wins, the optional critic comes last: num_steps is run.num_steps, lr is optim.lr.
     by_name: dict[str, str] = {}
     for holder in sorted(kinds, key=lambda holder: holder == "critic"):
         for key in field_names(kinds[holder]):
@@ -119,7 +119,7 @@ def _sections() -> str:
 
 
 def sections_once(problems: Sequence[Problem]) -> list[Problem]:
-    """The same `problems`; of those that end with the list of sections only the last one keeps it."""
+    """The same `problems`, but only the last problem that ends with the list of sections keeps the list."""
     sections, kept = _sections(), list(problems)
     listed = [index for index, problem in enumerate(kept) if problem.remedy.endswith(sections)]
     for index in listed[:-1]:

@@ -1,4 +1,4 @@
-"""What all commands share: names, flags, exit codes, and how problems are reported. Imports nothing heavy."""
+"""Shared parts of all commands: names, flags, exit codes, and the report of problems. Imports no large package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from algorithms.config import Problem
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: the run failed; nothing was started because of the command line; ended by Ctrl-C."""
+"""Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""
 
 COMMANDS = ("train", "resume", "study", "eval", "replay", "report", "recipes", "export", "doctor")
 BEST_FLAG = "--best"
@@ -16,11 +16,11 @@ COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 
 NOTHING_STARTED = "nothing was started"
-"""With this ends the first line of a refusal."""
+"""End of the first line of a refusal."""
 
 
 def report(problems: Sequence[Problem], *, command: str) -> int:
-    """Write every problem to stderr; returns the exit code of a refused command."""
+    """Write every problem to stderr; return the exit code of a refused command."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     lines = [f"{command}: {count}, {NOTHING_STARTED}", *(f"  - {problem}" for problem in problems)]
     sys.stderr.write("\n".join(lines) + "\n")

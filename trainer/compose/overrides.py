@@ -1,6 +1,6 @@
 """Words of the command line -> overrides that Hydra composes, and a sweep -> the words of each of its runs.
 
-Each word is parsed by itself, so that one that cannot be read does not hide the others. Used by `compose.py`.
+Each word is parsed by itself, so that an unreadable word does not hide the others. Used by `compose.py`.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS
 
 HYDRA_WORDS = ("hydra.", "hydra/")
-"""How overrides of Hydra's own config begin."""
+"""Prefixes of overrides of Hydra's own config."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
 def long_form(words: Sequence[str]) -> tuple[str, ...]:
-    """Overrides, with the one short key of the command line written out."""
+    """Overrides with the short key `resume` of the command line written as `run.resume`."""
     return tuple(_LONG + word.removeprefix(_SHORT) if word.startswith(_SHORT) else word for word in words)
 
 
 def recipe_override(name: str) -> str:
-    """The override with which the command line records the recipe's name in the config."""
+    """The override that records the recipe's name in the config."""
     return f"run.recipe={_quoted(name)}"
 
 
 def directory_override(run_dir: Path) -> str:
-    """The override that names the directory of the run to go on with."""
+    """The override that names the directory of the run to continue."""
     return f"run.dir={_quoted(str(run_dir))}"
 
 
 def lenient(override: Override) -> str:
-    """The word of `override`, so that Hydra sets the key whether it exists or not; `read.py` says what does not."""
+    """The word of `override` in a form that sets existing and unknown keys; `read.py` reports unknown keys."""
     word = (override.input_line or "").lstrip("+")
     is_value = override.key_or_group not in GROUPS and not override.is_hydra_override() and not override.is_delete()
     return f"++{word}" if is_value else word
 
 
 def as_hydra_reads(word: str) -> str:
-    """The same word for Hydra's own composition, in which a key of an open mapping exists only with a plus sign."""
+    """The same word for Hydra's own composition, which accepts a key of an open mapping only with a plus sign."""
     key = word.lstrip("+").partition("=")[0]
     is_open = not word.startswith(("~", *HYDRA_WORDS)) and (word.startswith("+") or key.count(".") > 1)
     return f"++{word.lstrip('+')}" if is_open else word
 
 
 def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tuple[list[Override], list[Problem]]:
-    """Parse `words`; those that cannot be read or cannot take effect become Problems instead."""
+    """Parse `words` -> (overrides, problems of the words that are unreadable or have no effect)."""
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     problems: list[Problem] = []
@@ -77,7 +77,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
 def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     """Words of every run of a sweep, in the order in which Hydra's basic sweeper starts the runs.
 
-    The last of several overrides of one key wins, as it does there. Without a sweep there is one run.
+    The last of several overrides of one key wins, as in Hydra's sweeper. Without a sweep the result has one run.
     """
     choices: dict[str, list[str]] = {}
     for override in overrides:
@@ -95,11 +95,11 @@ def _quoted(text: str) -> str:
 
 
 def _refused(word: str, error: HydraException) -> Problem:
-    """The Problem of a word that Hydra cannot parse, or of a key of Hydra's own that it does not have."""
+    """The Problem of a word that Hydra cannot parse, or of an unknown key under hydra."""
     key, is_set, value = word.partition("=")
     if not is_set:
         return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
-    # Hydra puts the reason between the word itself and a link.
+    # Hydra writes the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
     if key.startswith(HYDRA_WORDS):
         remedy = "parity train <recipe> --cfg hydra shows the keys of Hydra."

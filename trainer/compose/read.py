@@ -1,10 +1,10 @@
-"""Plain tree of keys and values -> config dataclasses, with a Problem for every key and value that does not fit.
+"""Plain tree of keys and values -> config dataclasses, with a Problem for every invalid key or value.
 
-    read_section   one config class and the mapping that should fill it; used for own sections of a command, too
+    read_section   fills one config class from a mapping; also used for sections that belong to one command
     build_config   the whole TrainConfig, and the rules of its values
 
-A key that holds no usable value takes its default for the length of the checks, so that one problem does not hide the
-others. Nothing here knows Hydra.
+A key without a usable value takes its default during the checks, so that one problem does not hide the others. This
+module does not depend on Hydra.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Config = TypeVar("Config", bound=Checked)
 
 
 def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | None, list[Problem], list[Problem]]:
-    """Turn the composed `root` into dataclasses and collect every problem; the config is None if there is any.
+    """Turn the composed `root` into dataclasses and collect every problem; the config is None if a problem exists.
 
-    `chosen`: group -> class of its chosen option. The first list holds keys and values that cannot be read, the second
-    the broken rules about keys that are not in the first.
+    `chosen`: group -> class of its chosen option. The first list holds the problems of unreadable keys and values, the
+    second list the broken rules about keys that are not in the first list.
     """
     found: list[Problem] = []
     bases: dict[str, type[Checked]] = get_type_hints(TrainConfig)
@@ -40,7 +40,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
         if name in GROUPS and name not in chosen:
             found.append(keys.unchosen(name))
             setattr(config, name, kind())
-        elif name not in root.keys():  # noqa: SIM118 - a value that is still missing counts
+        elif name not in root.keys():  # noqa: SIM118 - a key whose value is missing (???) counts as present
             found.append(Problem(key=f"~{name}", rule="cannot be removed", value=None))
             setattr(config, name, kind())
         else:
@@ -56,7 +56,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
 
 
 def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.Kinds, found: list[Problem]) -> Config:
-    """Make a `kind` of the mapping `node`, which stands at `path`, without checking its rules."""
+    """Make an instance of `kind` from the mapping `node` at `path`, without checking its rules."""
     made = object.__new__(kind)
     values, is_mapping = OmegaConf.create({}), isinstance(node, DictConfig) and not node._is_none()
     if is_mapping:
@@ -87,9 +87,9 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
 
 
 def read_own_keys(kind: type[Config], words: Sequence[str], *, section: str) -> tuple[Config, list[Problem]]:
-    """Read the words `section.key=value` of a command with keys of its own as a `kind`, and every problem.
+    """Read the words `section.key=value` of a command with its own section -> (instance of `kind`, problems).
 
-    With a problem the config has its defaults.
+    If a problem exists, the config has its defaults.
     """
     found: list[Problem] = []
     given = OmegaConf.from_dotlist(list(words)).get(section, {})
@@ -110,7 +110,7 @@ def _value(
     default: object,
     found: list[Problem],
 ) -> object:
-    """The value of one field, interpolations resolved, as the type of the field reads it."""
+    """The value of one field with interpolations resolved, converted to the type of the field."""
     key = ".".join(path)
     try:
         value = _container(values[spec.name])
@@ -139,7 +139,7 @@ def _value(
 
 
 def _table_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Problems of names that must stand in a table of the code, or be a file."""
+    """Yield problems of names that must be in a table of the code, or name a file."""
     name = config.reward.function
     rule = function_problem(name)
     if rule is not None:
@@ -149,7 +149,7 @@ def _table_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:
-    """Path and value of everything below an unknown key."""
+    """Path and value of every leaf below an unknown key."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves([*path, str(name)], inner)
@@ -158,12 +158,12 @@ def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]
 
 
 def _container(value: object) -> object:
-    """`value` without any container of OmegaConf."""
+    """`value` with OmegaConf containers converted to plain lists and dicts."""
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
 
 
 def _plain(node: DictConfig, name: str) -> object:
-    """The value of `name` as it was written, interpolations included."""
+    """The value of `name` as written, interpolations unresolved."""
     return _shown(node._get_node(name))
 
 

@@ -1,4 +1,4 @@
-"""What the options of other trainers are called here. Read by `keys.py` when a key does not exist."""
+"""Names of other trainers' options in Parity. `keys.py` reads the table when a key does not exist."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ VERL: Final[dict[str, str]] = {
     "val_kwargs.n": "eval.samples",
     "test_freq": "eval.every",
 }
-"""verl: algorithm.rollout_correction.*, actor.* and others."""
+"""Key of verl -> key of Parity: algorithm.rollout_correction.*, actor.* and others."""
 
 SLIME: Final[dict[str, str]] = {
     "partial_rollout": "collect.partial=true",
@@ -94,7 +94,7 @@ SLIME: Final[dict[str, str]] = {
     "apply_chat_template": "data.chat_template",
     "custom_rm_path": "reward.function=path.py:name",
 }
-"""miles and slime."""
+"""Key of miles and slime -> key of Parity."""
 
 TRL: Final[dict[str, str]] = {
     "vllm_importance_sampling_correction": "correction=tis (true) or correction=recompute (false)",
@@ -133,14 +133,14 @@ OTHERS: Final[dict[str, str]] = {
     "critic_learning_rate": "critic.lr",
     "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
-"""OpenRLHF, SkyRL, NeMo-RL, AReaL."""
+"""Key of OpenRLHF, SkyRL, NeMo-RL and AReaL -> key of Parity."""
 
 RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS
-"""Last part of a key elsewhere, or its last two -> what to write here."""
+"""Last part, or last two parts, of another trainer's key -> the key of Parity."""
 
 
 def renamed_hint(path: list[str]) -> str:
-    """A sentence for a key that another trainer has; empty for all others."""
+    """A sentence with Parity's name of another trainer's key; empty for all other keys."""
     parts = [part.replace("-", "_") for part in path]
     here = RENAMED.get(".".join(parts[-2:])) or RENAMED.get(parts[-1])
     return "" if here is None else f"Here it is {here}."

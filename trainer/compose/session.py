@@ -1,8 +1,8 @@
-"""Hydra, told where the project's configs are: the groups, configs/, recipes/ and the user's own directory.
+"""Hydra with the project's configs: the groups, configs/, recipes/ and the user's own directory.
 
-Hydra composes plain values: an unknown key or a wrong type does not stop it, so that `read.py` can check the whole
-result against the dataclasses and report everything at once. `compose.py` composes inside a `hydra_session`;
-`trainer/cli/launch.py` registers the same places for hydra.main.
+Hydra composes plain values: an unknown key or a wrong type does not stop Hydra, so that `read.py` can check the whole
+result against the dataclasses and report all problems at once. `compose.py` composes inside a `hydra_session`;
+`trainer/cli/launch.py` registers the same directories for hydra.main.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 VERSION_BASE = "1.3"
-"""Behaviour of Hydra that the configs are written for."""
+"""Version of Hydra whose behaviour the configs expect."""
 SCHEMA = "parity_schema"
-"""Name in Hydra's ConfigStore of every section that is no group; the first entry of configs/train.yaml."""
+"""Name in Hydra's ConfigStore of the config with all sections but the groups; first entry of configs/train.yaml."""
 
 
 def plain(config: object) -> DictConfig:
-    """Keys and defaults of a config class, or of an instance, without types: enumerations are their names."""
+    """Keys and defaults of a config class, or of an instance, without types: enum members become their names."""
     values = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(values, dict)
     return OmegaConf.create(values)
 
 
 def empty_root() -> DictConfig:
-    """Every section that is no group, with its defaults."""
+    """Every section that is not a group, with its defaults."""
     hints = get_type_hints(TrainConfig)
     return OmegaConf.create({name: plain(kind) for name, kind in hints.items() if name not in GROUPS})
 
 
 @functools.cache
 def register(own_dir: Path | None) -> None:
-    """Make the groups and the directories of YAML known to Hydra, once, for the life of this process."""
+    """Register the groups and the YAML directories with Hydra, once, for the life of this process."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=empty_root())
     for group, kinds in GROUPS.items():
@@ -54,7 +54,7 @@ def register(own_dir: Path | None) -> None:
             store.store(group=group, name=name, node=plain(option))
 
     class ParitySearchPath(SearchPathPlugin):
-        """Where Hydra looks: configs/, the directory of the recipe ("main"), the user's, recipes/."""
+        """Search path of Hydra: configs/, the recipe's directory ("main"), the user's directory, recipes/."""
 
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
             search_path.prepend("parity", f"file://{config_dir()}", SearchPathQuery(provider="main"))

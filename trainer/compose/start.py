@@ -1,4 +1,4 @@
-"""Reasons against really starting runs that are right in themselves: a directory in use, a missing package."""
+"""Problems of starting correctly configured runs on this machine: a directory in use, a missing package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENSORBOARD_PACKAGE = "tensorboardX"
 
 
 def start_problems(resolution: Resolution) -> list[Problem]:
-    """What stands in the way of really starting the runs: a directory in use, a package that is not installed."""
+    """Problems that prevent the start of the runs: a directory in use, a package that is not installed."""
     problems = _directory_problems(resolution)
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = f"{SGLANG_REMEDY}."
@@ -28,7 +28,7 @@ def start_problems(resolution: Resolution) -> list[Problem]:
 
 
 def missing_tensorboard() -> Problem | None:
-    """The Problem of a run that asks for TensorBoard where the package is not installed."""
+    """The Problem of TensorBoard without its package; None if the package is installed."""
     if importlib.util.find_spec(TENSORBOARD_PACKAGE) is not None:
         return None
     return Problem(
@@ -40,7 +40,7 @@ def missing_tensorboard() -> Problem | None:
 
 
 def _directory_problems(resolution: Resolution) -> list[Problem]:
-    """What stands in the way of the directory that the runs write to."""
+    """Problems of the directory to which the runs write."""
     directory = resolution.runs[0].output_dir if resolution.runs else None
     resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
     if resumes and resolution.multirun:
@@ -66,7 +66,7 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
 
 
 def _too_few_steps(resolution: Resolution, directory: Path) -> list[Problem]:
-    """The Problem of a run that would go on with fewer steps than it has taken."""
+    """The Problem of every run that would continue with fewer steps than it has taken."""
     taken = steps_taken(directory)
     return [
         Problem(
