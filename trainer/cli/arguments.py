@@ -1,6 +1,6 @@
 """Words after `parity train` -> TrainArguments: the recipe, the flags and the overrides. Flags may stand anywhere.
 
-Used by `commands.py`; `launch.py` hands `hydra_flags` to hydra.main.
+Used by `commands.py`; `launch.py` passes `hydra_flags` to hydra.main.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from trainer.compose.renamed import renamed_hint
 DRY_RUN = "--dry-run"
 SWITCHES = (DRY_RUN, "--multirun", "--resolve", "--help", "--hydra-help")
 INSPECTIONS = ("--cfg", "--info", "--hydra-help", "--help")
-"""Flags that show something and run nothing."""
+"""Flags that show information and start no run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
-    """What `parity train` was asked."""
+    """Arguments of `parity train`."""
 
     recipe: str
-    """As given: a name or a path."""
+    """Name or path of the recipe, as given."""
     overrides: tuple[str, ...]
     own_dir: Path | None
-    """--config-dir, if it exists."""
+    """Directory given by --config-dir, if the directory exists."""
     dry_run: bool
     multirun: bool
     inspection: str | None
-    """The flag of INSPECTIONS that was given."""
+    """Given flag of INSPECTIONS; None without such a flag."""
     hydra_flags: tuple[str, ...]
-    """Flags for hydra.main, without --config-dir, which the search path holds already."""
+    """Flags for hydra.main, without --config-dir, which is already in the search path."""
 
 
 def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
-    """Sort the words, at least one of which is no flag; every flag that cannot be used becomes a Problem."""
+    """Sort the words, at least one of which is not a flag; every unusable flag becomes a Problem."""
     problems: list[Problem] = []
     parser = _parser()
     try:
         parsed, unknown = parser.parse_known_intermixed_args(words)
         unknown = [word for word in unknown if word.startswith("-")]
         if unknown:
-            # What stands behind an unknown flag was not sorted: sort again without it.
+            # Words behind an unknown flag were not sorted: sort again without the flag.
             parsed, _ = parser.parse_known_intermixed_args([word for word in words if word not in unknown])
     except argparse.ArgumentError as error:
-        # Which words belong to the flag is not known, so nothing can be said about overrides.
+        # The words that belong to the flag are unknown, so overrides cannot be checked.
         problems.append(Problem(key="flags", rule=f"cannot be read ({error})", value=" ".join(words)))
         parsed, unknown = parser.parse_args([word for word in words if not word.startswith("-")][:1]), []
     problems += [_unknown_flag(flag, parser) for flag in unknown]
@@ -84,7 +84,7 @@ def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The flags of `parity train`; they mean what Hydra says about flags of the same name."""
+    """Parser of the flags of `parity train`, which mean the same as Hydra's flags of the same name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("words", nargs="*")
     short = {"--multirun": ["-m"], "--help": ["-h"]}

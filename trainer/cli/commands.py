@@ -1,7 +1,7 @@
 """Words of the command line -> exit code: `parity train`, `parity eval`, `parity recipes`, shell completion.
 
-`train` checks everything with `trainer/compose/compose.py` before it hands over to Hydra in `launch.py`. Only the
-standard library is imported here: help appears at once, and a mistake is reported before torch or Ray is loaded.
+`train` checks all runs with `trainer/compose/compose.py` before `launch.py` hands over to Hydra. This module imports no
+large package: help appears at once, and a mistake is reported before torch or Ray is loaded.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ USAGES = {
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command; return its exit code."""
     try:
         return _dispatch(list(words))
     except KeyboardInterrupt:
         sys.stderr.write("parity: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left; the interpreter must not complain about it at exit.
+        # The reader of the output has closed the pipe; the interpreter must not report this at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
 
@@ -275,7 +275,7 @@ def _resume(words: list[str]) -> int:
             return report([recipe], command=COMMAND)
         overrides, refused = resume_words(run_dir, words[1:])
         arguments, problems = parse_train([recipe.stem, *overrides])
-        # The file of the recipe is a copy that nobody has seen: what is wrong in it is wrong in the run's own.
+        # The file of the recipe is a temporary copy: problems name the config.yaml of the run instead.
         own = run_dir / CONFIG_FILE
         return _checked_train(recipe, arguments, [*refused, *problems], command=f"{COMMAND} {words[0]}", shown_as=own)
 
@@ -288,9 +288,9 @@ def _checked_train(
     command: str,
     shown_as: Path | None = None,
 ) -> int:
-    """Resolve everything, report all problems together, then print the plan or hand over to Hydra.
+    """Resolve all runs, report all problems together, then print the plan or hand over to Hydra.
 
-    Problems name the file `shown_as` instead of `recipe`, if it is given.
+    If `shown_as` is given, problems name this file instead of `recipe`.
     """
     from trainer.cli.launch import launch
     from trainer.cli.resume import earlier_run
@@ -299,7 +299,7 @@ def _checked_train(
     from trainer.compose.start import start_problems
 
     if arguments.inspection is not None:
-        # Hydra shows configs that are not complete, or not right, yet.
+        # Hydra also shows incomplete and invalid configs.
         return report(problems, command=command) if problems else launch(recipe, arguments, ())
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     earlier = earlier_run(resolution)

@@ -1,7 +1,7 @@
-"""What the shell has of a command line -> what may follow, through Hydra's own completion.
+"""Shell completion: beginning of a command line -> possible next words.
 
-`eval "$(parity -sc install=bash)"` makes the shell call `parity -sc query=bash` with the line in $COMP_LINE. Commands
-and recipes are ours to complete; what follows a recipe is answered by Hydra, from the composed config.
+`eval "$(parity -sc install=bash)"` makes the shell call `parity -sc query=bash` with the line in $COMP_LINE. This
+module completes commands and recipes; Hydra completes the words after a recipe, from the composed config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE = "COMP_LINE"
 COMPOSING = ("train", "study", "eval")
 """Commands that take a recipe and overrides."""
 OWN_WORDS = ("study.", "checkpoint=")
-"""How words begin that a command keeps to itself."""
+"""Prefixes of words that a command reads itself and does not pass to Hydra."""
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 SHARED_FLAGS = ("--config-dir", "--help")
 """Flags of every command that composes a config."""
@@ -64,7 +64,7 @@ def _query(query: str, line: str) -> None:
     else:
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path):
-            # Our own flags, and words that are no key of the config, are no part of what Hydra can parse.
+            # Hydra cannot parse Parity's own flags and words that are not keys of the config.
             rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
             hydra_main(recipe, ["-sc", query], own_dir=None, job=_no_job)
@@ -75,5 +75,5 @@ def _offer(candidates: Sequence[str], start: str) -> None:
 
 
 def _no_job(composed: DictConfig) -> None:
-    """Completion starts no run."""
+    """Raise RuntimeError, because completion must not start a run."""
     raise RuntimeError(f"completion must not run anything, but Hydra started {composed.run.recipe}")

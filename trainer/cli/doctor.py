@@ -1,7 +1,7 @@
-"""This machine -> findings, one per check, for `parity doctor`: what is there, what is missing, what to do about it.
+"""This machine -> findings, one per check, for `parity doctor`: what is present, what is missing, and the remedy.
 
-Nothing is started or downloaded and no network is contacted. Imports torch and measures what the hardware can do at
-most, which take seconds; nothing else does.
+The checks start and download nothing and use no network except loopback. Importing torch and measuring the speed limits
+of the hardware take seconds; all other checks are fast.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rollout.config import SGLANG_REMEDY
 from trainer.rundir.wording import size
 
 SGLANG_FLOOR = (0, 5, 23)
-"""Earlier releases have known remote-code-execution holes in the routes that replace weights."""
+"""Oldest allowed release of SGLang; earlier releases have known remote-code-execution holes in weight-update routes."""
 PYTHON_FLOOR = (3, 11)
 MEMORY_FLOOR = 6 * 2**30
-"""Of the arithmetic recipes: Ray, two FSDP ranks and one engine, each of which imports torch."""
+"""Bytes of memory of the arithmetic recipes: Ray, two FSDP ranks and one engine, each of which imports torch."""
 SHM_FLOOR = 2**30
 DISK_FLOOR = 5 * 2**30
 REQUIRED = ("ray", "transformers", "hydra-core", "safetensors", "xxhash")
@@ -39,13 +39,13 @@ WANDB_HOST = "api.wandb.ai"
 
 
 class Status(Enum):
-    """What a finding means for a run."""
+    """Meaning of a finding for a run."""
 
     ok = "ok"
     note = "note"
-    """Works, with a restriction."""
+    """The part works, with a restriction."""
     missing = "MISSING"
-    """Something cannot work."""
+    """The part is missing or unusable, and some run cannot work."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +64,16 @@ class Findings:
 
     all: tuple[Finding, ...]
     engines: tuple[str, ...]
-    """Options of `rollout=` that can run here."""
+    """Options of `rollout=` that can run on this machine."""
 
     @property
     def can_run(self) -> bool:
-        """Whether a run is possible with some engine."""
+        """True if a run is possible with at least one engine."""
         return bool(self.engines)
 
 
 def examine() -> Findings:
-    """Check everything; no check raises."""
+    """Run all checks; no check raises."""
     torch_found, gpus = _torch()
     sglang = _sglang(gpus=gpus)
     required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
@@ -124,7 +124,7 @@ def _python() -> Finding:
 
 
 def _package(name: str) -> Finding:
-    """Whether a distribution is installed; its code is not imported."""
+    """Check that a distribution is installed, without importing its code."""
     try:
         return Finding(name=name, status=Status.ok, found=version(name))
     except PackageNotFoundError:
@@ -132,7 +132,7 @@ def _package(name: str) -> Finding:
 
 
 def _torch() -> tuple[Finding, list[str]]:
-    """Torch with its CUDA state, and the GPUs it sees."""
+    """(finding about torch and CUDA, names of the GPUs that torch sees)."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -150,7 +150,7 @@ def _torch() -> tuple[Finding, list[str]]:
 
 
 def _sglang(*, gpus: list[str]) -> Finding:
-    """Whether rollout=sglang can run: the package, its floor, and the CPU platform where there is no GPU."""
+    """Check that rollout=sglang can run: the package, its release, and the CPU platform on a machine without GPUs."""
     floor = ".".join(str(part) for part in SGLANG_FLOOR)
     if importlib.util.find_spec("sglang") is None:
         return Finding(name="sglang", status=Status.missing, found="not installed", remedy=SGLANG_REMEDY)
@@ -194,7 +194,7 @@ def _disk() -> Finding:
 
 
 def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
-    """What copies and products reach on all cores, or on the first GPU; measured once, then read from the cache."""
+    """Speed of copies and matrix products on all cores, or on the first GPU; measured once, then cached."""
     if torch_found.status is Status.missing:
         return Finding(name="limits", status=Status.note, found="unknown without torch")
     from trainer.limits.ceilings import find_ceilings
@@ -217,7 +217,7 @@ def _amount(name: str, *, free: int, total: int, floor: int, of: str) -> Finding
 
 
 def _shared_memory() -> Finding:
-    """Shared memory holds Ray's object store, through which weights travel to engines on other machines."""
+    """Check the shared memory, which holds Ray's object store, the transport of weight copies to other machines."""
     path = Path(SHARED_MEMORY)
     if not path.is_dir():
         return Finding(
@@ -234,7 +234,7 @@ def _shared_memory() -> Finding:
 
 
 def _loopback() -> Finding:
-    """Engines, Ray and the process group talk over 127.0.0.1."""
+    """Check that a port on 127.0.0.1 can be used, as engines, Ray and the process group need."""
     try:
         with socket.socket() as server, socket.socket() as client:
             server.bind(("127.0.0.1", 0))
@@ -248,7 +248,7 @@ def _loopback() -> Finding:
 
 
 def _wandb() -> Finding:
-    """Whether W&B can log in. Says where a key is, never what it is; the network is not contacted."""
+    """Check for a W&B key. The finding names the key's place, never the key; the network is not contacted."""
     try:
         installed = version("wandb")
     except PackageNotFoundError:

@@ -1,6 +1,6 @@
 """`parity eval <recipe> checkpoint=... [key=value ...]`: words -> checked config and source -> evaluation -> table.
 
-Everything is checked, and reported together, before torch or Ray is loaded. Called by `commands.py`.
+All problems are reported together before torch or Ray is loaded. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = "parity eval"
 
 
 def run_eval(words: Sequence[str]) -> int:
-    """Evaluate as `words` say; returns the exit code."""
+    """Run `parity eval <words>`; return the exit code."""
     best = BEST_FLAG in words
     given = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
     rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
@@ -54,7 +54,7 @@ def run_eval(words: Sequence[str]) -> int:
 
 
 def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
-    """Flags of `parity train` that another command, which looks at one config, cannot use."""
+    """Problems of flags of `parity train` that another command, which reads one config, cannot use."""
     given = [*arguments.hydra_flags, *(["--dry-run"] if arguments.dry_run else [])]
     if not given:
         return []
@@ -63,7 +63,7 @@ def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
 
 
 def _source(given: list[str], *, best: bool, problems: list[Problem]) -> WeightsSource | None:
-    """What is to be evaluated; None, and a problem, if it cannot be known."""
+    """Source of the weights to evaluate; None if it is unknown, with an entry in `problems`."""
     if len(given) != 1:
         remedy = f"A run directory, a checkpoint in it, an exported model, or {BASE} for the base model."
         problems.append(Problem(key=KEY, rule="must be given once", value=" ".join(given) or None, remedy=remedy))
@@ -78,7 +78,7 @@ def _source(given: list[str], *, best: bool, problems: list[Problem]) -> Weights
 
 
 def _server_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Servers that run already are given weights by a sync from the ranks, and here there is none to verify them."""
+    """Yield the problem of running servers: a sync from ranks verifies weights, and `parity eval` has no ranks."""
     rollout = config.rollout
     if isinstance(rollout, SGLangConfig) and rollout.servers:
         yield Problem(
@@ -90,7 +90,7 @@ def _server_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
-    # Here and not above: these lines import torch, Ray and transformers.
+    # Imported late, because these lines import torch, Ray and transformers.
     from trainer.cli.job import failed
     from trainer.run.evaluation import evaluate_model
 
@@ -108,7 +108,7 @@ def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
 
 
 def render_results(results: Mapping[str, EvalResult]) -> str:
-    """A row per set; behind +- the standard error over prompts."""
+    """Table with one row per set; the number after +- is the standard error over prompts."""
     table = Table("set", "prompts", "greedy", box=None, pad_edge=False, header_style="bold")
     first = next(iter(results.values()))
     titles = [f"avg@{first.num_samples}"]

@@ -1,4 +1,4 @@
-"""One checked config -> trainer.run.loop.train -> exit code, with a sentence about how the run ended."""
+"""One checked config -> trainer.run.loop.train -> exit code, with a sentence about the end of the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ERROR_LOG = "error.log"
 
 
 def run_job(config: TrainConfig, run_dir: Path) -> int:
-    """Run one job; returns its exit code and never raises but for Ctrl-C."""
+    """Run one job; return its exit code. Raises KeyboardInterrupt for Ctrl-C, no other exception."""
     try:
-        # Here and not above: this line imports torch, Ray and transformers.
+        # Imported late, because this line imports torch, Ray and transformers.
         from trainer.run.loop import train
 
         result = train(config)
@@ -41,17 +41,17 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command line that goes on with a run."""
+    """The command line that continues a run."""
     return f"parity resume {shlex.quote(str(run_dir))}"
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:
-    """Say in one paragraph what happened and keep the traceback in the run directory, unless that is another run's."""
+    """Report an error in one paragraph; keep the traceback in the run directory, unless it belongs to another run."""
     trace = redact_text("".join(traceback.format_exception(error)))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
         message = str(error)
     else:
-        # Not one of our own errors, so its message alone may say too little: add where it came from.
+        # The message of a foreign error may say too little: add the place that raised the error.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     if isinstance(error, RunDirectoryError):

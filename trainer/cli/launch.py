@@ -1,7 +1,7 @@
 """A checked command -> hydra.main -> one job, or one per combination of a sweep.
 
-Hydra shows configs (--cfg), expands sweeps and names the directories; every run takes the config that was checked
-before the first one started. Called by `commands.py`.
+Hydra shows configs (--cfg), expands sweeps and names the directories; every run uses the config that was checked before
+the first run started. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainer.compose.session import VERSION_BASE, register
 
 
 def launch(recipe: Path, arguments: TrainArguments, runs: Sequence[Run]) -> int:
-    """Let Hydra start the checked `runs`, or show what the flags ask for; returns the worst exit code of the runs."""
+    """Let Hydra start the checked `runs`, or show the information that flags request; return the worst exit code."""
     outcomes: list[int] = []
 
     def job(composed: DictConfig) -> None:
         run, run_dir = runs[len(outcomes)], Path(HydraConfig.get().runtime.output_dir)
         assert run.config is not None
-        # Hydra decides the directory: run.dir, a directory per job of a sweep, or what hydra.run.dir says.
+        # Hydra decides the directory: run.dir, one directory per job of a sweep, or hydra.run.dir.
         run.config.run.dir = str(run_dir)
         if len(runs) > 1:
             words = [word for word in run.overrides if not word.startswith("hydra.")]

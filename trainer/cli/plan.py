@@ -1,6 +1,6 @@
-"""TrainConfig -> the plan that `parity train <recipe> --dry-run` prints: what a run does, costs and needs.
+"""TrainConfig -> the plan that `parity train <recipe> --dry-run` prints: work, cost and resources of a run.
 
-Resolved from the configuration and this machine alone: no torch, no Ray, no network, nothing is loaded or written.
+The plan depends on the configuration and this machine only: no torch, no Ray, no network; nothing is loaded or written.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LABEL_WIDTH = 11
 
 
 def render_plans(resolution: Resolution) -> str:
-    """The plan of every run that the command would start, as text that ends in a line break."""
+    """The plans of all runs that the command would start, as text that ends in a line break."""
     machine = this_machine()
-    # Each run's configuration was composed at a time of its own; Hydra names the directory once, for all of them.
+    # The runs' configurations were composed at different times; Hydra names the directory once for all runs.
     directory = resolution.runs[0].output_dir
     plans = []
     for index, run in enumerate(resolution.runs):
@@ -79,7 +79,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
 
 
 def _resume(config: TrainConfig, run_dir: Path) -> str:
-    """What becomes of the run that the directory holds."""
+    """Describe the treatment of an earlier run in the directory."""
     saved = newest_saved_step(run_dir)
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return "there is no earlier run: it begins"
@@ -92,7 +92,7 @@ def _resume(config: TrainConfig, run_dir: Path) -> str:
 
 
 def forwards(config: TrainConfig) -> str:
-    """Cost of training per token, and why a separate forward for pi_old is or is not among it."""
+    """Cost of training per token, with the reason for or against a separate forward for pi_old."""
     steps, mode = config.batch.optimizer_steps_per_rollout, config.correction.mode
     if config.needs_prepass:
         reason = "and 1 for pi_old, on which the advantages depend before the first optimizer step"
@@ -109,7 +109,7 @@ def forwards(config: TrainConfig) -> str:
 
 
 def _critic(config: TrainConfig) -> str:
-    """What the critic starts from and how it learns."""
+    """Initial model and learning settings of the critic."""
     critic, advantage = config.critic, config.advantage
     clip = "no value clip" if critic.value_clip is None else f"value clip {critic.value_clip:g}"
     alone = critic.warmup_rollout_steps
@@ -130,7 +130,7 @@ def _checkpoints(config: TrainConfig) -> str:
 
 
 def _dumps(config: TrainConfig) -> str:
-    """How often a batch is written down, and what that takes of the disk at most."""
+    """Frequency of dumps, and the largest size of a dump on disk."""
     at_most = size(batch_shape(config).tokens_per_step * DUMP_BYTES_PER_TOKEN)
     return (
         f"every {counted(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "

@@ -1,6 +1,6 @@
-"""`parity replay <run.dir> step=N [key=value ...]`: a step that was written down, under every correction, as a table.
+"""`parity replay <run.dir> step=N [key=value ...]`: a dumped step under every correction, as a table.
 
-Everything is checked, and reported together, before torch is loaded. Called by `commands.py`.
+All problems are reported together before torch is loaded. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 NAME = "parity replay"
 OUTPUT = "replay"
-"""Directory in run.dir for the results, unless out= names another."""
+"""Directory in run.dir for the results, unless out= names another directory."""
 KEYS = ("step", "modes", "out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayArguments:
-    """What `parity replay` was asked."""
+    """Arguments of `parity replay`."""
 
     run_dir: Path
     step: int
     modes: tuple[str, ...]
-    """Names; all of them if none were given."""
+    """Names of modes and presets; all names if none was given."""
     out: Path
 
 
 def run_replay(words: Sequence[str]) -> int:
-    """Replay as `words` say; returns the exit code."""
+    """Run `parity replay <words>`; return the exit code."""
     arguments, problems = parse_replay(words)
     if arguments is None:
         return report(problems, command=NAME)
@@ -61,7 +61,7 @@ def run_replay(words: Sequence[str]) -> int:
 
 
 def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Problem]]:
-    """The words after `parity replay`; None with at least one problem."""
+    """Parse the words after `parity replay` -> (arguments or None, problems); None with at least one problem."""
     given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
     places = [word for word in words if "=" not in word]
     problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
@@ -85,7 +85,7 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:
-    """What may follow `parity replay <run.dir>`, `typed` being all words but the command."""
+    """Possible completions of the last word of `parity replay <run.dir> ...`; `typed` holds all words after parity."""
     last = typed[-1]
     if last.startswith("step="):
         return [f"step={step}" for step in dumped_steps(Path(typed[1]).expanduser())]
@@ -118,7 +118,7 @@ def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int 
 
 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
-    # Here and not above: these lines import torch.
+    # Imported late, because these lines import torch.
     from trainer.cli.job import failed
     from trainer.replay.page import write_page
     from trainer.replay.results import record, replay_step, write_record
@@ -136,7 +136,7 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
 
 
 def render_replay(replay: Replay) -> str:
-    """Facts, a row per mode, and what was refused."""
+    """Text with facts about the step, one row per mode, and the refused modes with their reasons."""
     from trainer.replay.page import mode_rows
 
     facts = "\n".join(replay.facts())

@@ -1,4 +1,4 @@
-"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or of several beside each other."""
+"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ COMMAND = "parity report"
 OUT_FLAGS = ("-o", "--out")
 METRICS = "metrics.jsonl"
 COMPARISON = "comparison.html"
-"""Where several runs go without -o, in the current directory; one run goes to its own report.html."""
+"""Default file in the current directory for the page of several runs; the page of one run is its own report.html."""
 
 
 def run_report(words: Sequence[str]) -> int:
-    """Write the page and print its path; returns the exit code."""
+    """Write the page and print its path; return the exit code."""
     run_dirs, out, problems = _parse(words)
     problems += [problem for directory in run_dirs for problem in _directory_problems(directory)]
     if out is not None and not out.parent.is_dir():
@@ -40,7 +40,7 @@ def run_report(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
-    """(run directories without repeats, --out, what is wrong with the words)."""
+    """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
     problems: list[Problem] = []
     found: dict[Path, Path] = {}
     out: Path | None = None
@@ -56,7 +56,7 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
         elif word.startswith("-"):
             problems.append(Problem(key="flag", rule="is not known", value=word, remedy=f"See {COMMAND} --help."))
         else:
-            # metrics.jsonl or report.html in it name the run as well.
+            # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
             path = Path(word).parent if Path(word).is_file() else Path(word)
             found[path.resolve()] = path
     if not found and not problems:

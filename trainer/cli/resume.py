@@ -1,6 +1,6 @@
-"""What a command goes on with: `parity resume <run.dir>`, and the newest run of `parity train <recipe> resume=auto`.
+"""Earlier runs to continue: `parity resume <run.dir>`, and the newest run for `parity train <recipe> resume=auto`.
 
-`parity resume` takes its settings from the config.yaml of the run, as a recipe of its own. Used by `commands.py`.
+`parity resume` uses the config.yaml of the run as the recipe. Used by `commands.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")
 
 @contextmanager
 def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | Problem]:
-    """The configuration of the run in `run_dir` as the file of a recipe, which exists until the end of the block.
+    """Yield the configuration of the run in `run_dir` as a recipe file, which exists until the end of the block.
 
-    A section whose group is chosen anew by the `overrides` is left out, since its keys are those of another type.
-    Gives a Problem for a directory without a run, and for a secret that config.yaml does not hold.
+    The recipe omits the section of a group that `overrides` choose anew, because its keys belong to another type.
+    Yields a Problem for a directory without a run, and for a secret that config.yaml does not contain.
     """
     path = run_dir / CONFIG_FILE
     try:
@@ -55,7 +55,7 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
 
 
 def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The overrides with which the run goes on, and a Problem for each that `parity resume` decides itself."""
+    """(overrides with which the run continues, a Problem for each key that `parity resume` sets itself)."""
     problems = [
         Problem(key=word.partition("=")[0], rule=f"is set by {COMMAND}", value=word, remedy="Remove it.")
         for word in overrides
@@ -66,10 +66,10 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
 
 
 def earlier_run(resolution: Resolution) -> Path | None:
-    """The newest run of the recipe, if the command asks to resume without naming run.dir; None for a new one.
+    """The newest run of the recipe, if the command resumes without naming run.dir; None if a new run begins.
 
-    run.dir as it is by default is named after the time, so the earlier runs are beside it. Runs that ended before their
-    first step are passed over if there is another: a mistake in a command must not hide the run that it was about.
+    The default run.dir is named after the time, so earlier runs are in the same parent directory. Runs without a first
+    step are skipped if another run exists: the failed start of a resume must not hide the run to be resumed.
     """
     if resolution.multirun or len(resolution.runs) != 1:
         return None
@@ -83,7 +83,7 @@ def earlier_run(resolution: Resolution) -> Path | None:
 
 
 def _redacted(node: object, key: str = "") -> list[str]:
-    """Dotted keys of the values that were replaced because they are secret."""
+    """Dotted keys of the values that were redacted because they are secret."""
     if isinstance(node, Mapping):
         found = [(f"{key}.{name}" if key else str(name), value) for name, value in node.items()]
         return [inner for name, value in found for inner in _redacted(value, name)]
@@ -91,6 +91,6 @@ def _redacted(node: object, key: str = "") -> list[str]:
 
 
 def _has_begun(run_dir: Path) -> bool:
-    """Whether a run made a step."""
+    """True if the run has taken a step."""
     metrics = run_dir / "metrics.jsonl"
     return has_checkpoint(run_dir) or (metrics.is_file() and metrics.stat().st_size > 0)

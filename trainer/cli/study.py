@@ -1,6 +1,6 @@
 """`parity study <recipe> [study.key=value ...] [key=value ...]`: words -> checked grid -> runs -> one page.
 
-Every problem of every run is reported before anything is started. Called by `commands.py`.
+Every problem of every run is reported before a run is started. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESUME_WORDS = ("resume=auto", "run.resume=auto")
 
 
 def run_study(words: Sequence[str]) -> int:
-    """Run, or go on with, the study that `words` ask for; returns the exit code."""
+    """Run or continue the study of `parity study <words>`; return the exit code."""
     own = [word for word in words if word.startswith(f"{SECTION}.")]
     rest = [word for word in words if word not in own and word not in RESUME_WORDS]
     if not any(not word.startswith("-") for word in rest):
@@ -59,13 +59,13 @@ def run_study(words: Sequence[str]) -> int:
     if arguments.dry_run:
         sys.stdout.write(render_grid(grid, standings, study, study_dir))
         return DONE
-    # Where it was run, and how often it was gone on with, is no part of what it is.
+    # The recorded command omits study.dir and resume, so that it stays the same when a study is continued or moved.
     kept = [word for word in words if word not in RESUME_WORDS and not word.startswith(f"{SECTION}.dir=")]
     return _run(grid, study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
 
 
 def _directory(study: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
-    """study.dir, the newest study of the recipe if it is to be resumed, or a new directory."""
+    """Directory of the study: study.dir, else with `resumes` the newest study of the recipe, else a new directory."""
     if study.dir is not None:
         return Path(study.dir)
     newest = newest_study(recipe_name) if resumes else None
@@ -73,7 +73,7 @@ def _directory(study: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
 
 
 def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> int:
-    """Run what is not finished, and write the page after every run."""
+    """Run all unfinished runs, and write the page after every run."""
     with taken(study_dir) as problem:
         if problem is not None:
             return report([problem], command=NAME)
@@ -113,7 +113,7 @@ def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> in
 def summary(
     grid: Grid, standings: Sequence[Standing], study: StudyConfig, study_dir: Path, records: dict[str, CellRecord]
 ) -> str:
-    """How many runs there are, what is done, and how long the rest takes, if that is known."""
+    """One line with the number of runs, the finished runs, and the remaining time if it can be estimated."""
     done = [standing for standing in standings if standing.stage is Stage.finished]
     left = len(standings) - len(done)
     shape = f"{len(grid.modes)} modes x {len(grid.precisions)} precisions x {len(grid.seeds)} seeds"
@@ -127,7 +127,7 @@ def summary(
 
 
 def render_grid(grid: Grid, standings: Sequence[Standing], study: StudyConfig, study_dir: Path) -> str:
-    """What --dry-run prints: the grid, every run, and the plan of the first."""
+    """Output of --dry-run: the grid, every run, and the plan of the first run."""
     lines: list[tuple[str, str]] = [("study", summary(grid, standings, study, study_dir, read_records(study_dir)))]
     config = grid.cells[0].config
     lines.append(("steps", f"{config.run.num_steps} each, {config.run.num_steps * len(grid.cells):,} together"))
