@@ -1,8 +1,8 @@
 """Configuration of the algorithms, readable without torch.
 
-Every choice between algorithms is a choice of a type; every default stands here, once. The command line
-composes and checks these classes before torch or Ray is imported, which is why they do not live beside the
-tensor code that they configure. `algorithms.correction` and `algorithms.loss` re-export them.
+Every choice between algorithms is a choice of a type; this package declares every default exactly once. The command
+line composes and checks these classes before torch or Ray is imported, so the classes are separate from the tensor code
+that they configure. `algorithms.correction` and `algorithms.loss` re-export them.
 """
 
 from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator

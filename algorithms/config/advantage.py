@@ -11,16 +11,16 @@ from algorithms.config.rules import above, ruled, within
 
 
 class Estimator(Enum):
-    """How the rewards of a step become one advantage per sample, or per token (gae). r: reward of the sample."""
+    """Estimator of advantages from the rewards of a step: one per sample, gae: one per token. r: reward of a sample."""
 
     grpo = "grpo"
-    """(r - mean) / (std + epsilon) over the group, std with n - 1."""
+    """(r - mean) / (std + epsilon), mean and std over the group, std with divisor n - 1."""
     dr_grpo = "dr_grpo"
     """r - mean of the group: no division by the spread."""
     rloo = "rloo"
     """r - mean of the other samples of the group."""
     reinforce = "reinforce"
-    """r itself: no baseline, needs no groups."""
+    """r: no baseline; needs no groups."""
     reinforce_pp = "reinforce_pp"
     """(r - mean) / (std + epsilon) over the response tokens of the step (REINFORCE++); needs no groups."""
     reinforce_pp_baseline = "reinforce_pp_baseline"
@@ -30,28 +30,29 @@ class Estimator(Enum):
 
 
 class BaselineScope(Enum):
-    """Which samples form the baseline when the correction rejects whole responses."""
+    """Samples that form the baseline when the correction rejects whole responses."""
 
     all = "all"
-    """Every sample: the baseline estimates the mean reward of the rollout policy."""
+    """All samples: the baseline estimates the mean reward of the rollout policy."""
     kept = "kept"
-    """The samples that were not rejected: the baseline estimates the mean reward of what the loss sees."""
+    """Samples that were not rejected: the baseline estimates the mean reward of the samples in the loss."""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdvantageConfig(Checked):
-    """From the rewards of a step to advantages."""
+    """Computation of advantages from the rewards of a step."""
 
     estimator: Estimator = Estimator.grpo
-    """Which formula. Vetted: grpo."""
+    """Formula of the advantages. Vetted: grpo."""
     epsilon: float = ruled(1e-6, above(0), remedy="Vetted: 1e-6.")
-    """Added to the standard deviation (grpo, reinforce_pp, reinforce_pp_baseline, gae). Vetted: 1e-6."""
+    """Number added to the standard deviation, in units of reward (grpo, reinforce_pp, reinforce_pp_baseline, gae).
+    Vetted: 1e-6."""
     baseline_scope: BaselineScope = BaselineScope.all
-    """Which samples form the baseline when the correction rejects whole responses. Vetted: all."""
+    """Samples that form the baseline when the correction rejects whole responses. Vetted: all."""
     gamma: float = ruled(1.0, within(0, 1), remedy="Vetted: 1.")
-    """Discount per response token (gae). Vetted: 1 (verl, NeMo-RL), for a reward at the end of the response."""
+    """Discount factor per response token (gae). Vetted: 1 (verl, NeMo-RL), for a reward at the end of the response."""
     gae_lambda: float = ruled(1.0, within(0, 1), remedy="Vetted: 1.")
-    """lambda of GAE: 1 trusts the rewards, 0 the critic. Vetted: 1 (verl, NeMo-RL)."""
+    """lambda of GAE: 1 relies on the rewards, 0 on the critic. Vetted: 1 (verl, NeMo-RL)."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.baseline_scope is BaselineScope.kept and self.estimator is Estimator.reinforce:

@@ -1,4 +1,4 @@
-"""The base of every config dataclass of the project: a class states its rules, building one that breaks them raises."""
+"""The base of every config dataclass of the project: a class declares rules, and creation with a broken rule raises."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from algorithms.config.rules import declared_rules
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One broken rule of a configuration: which key, which rule, what was given, and the way out."""
+    """One broken rule of a configuration: the key, the rule, the given value, and the way out."""
 
     key: str
     """Dotted path of the key, relative to the config that reports it."""
     rule: str
     """The rule in words, for example "must be > 0"."""
     value: object
-    """What was given."""
+    """The given value."""
     remedy: str = ""
-    """What to write instead: a value, an allowed set, or another key."""
+    """Way out for the user: a value, an allowed set, or another key."""
 
     def under(self, prefix: str) -> Problem:
-        """The same problem, seen from the config that holds this one under `prefix`."""
+        """The same problem with the key as seen from the config that holds this config under `prefix`."""
         return replace(self, key=f"{prefix}.{self.key}" if prefix else self.key)
 
     def __str__(self) -> str:
@@ -43,7 +43,8 @@ class ConfigError(ValueError):
 class Checked:
     """Base of config dataclasses. Construction refuses a config with broken rules; `problems` lists them.
 
-    A rule of one field is declared beside the field (`algorithms.config.rules`), a rule between fields in `conflicts`.
+    A rule about one field is declared beside the field (`algorithms.config.rules`), a rule between fields in
+    `conflicts`.
     """
 
     def problems(self) -> Iterator[Problem]:

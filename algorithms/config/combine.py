@@ -1,4 +1,4 @@
-"""Rules between correction and loss, and the loss that the two resolve to."""
+"""Rules between correction and loss, and the loss that results from the two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from algorithms.config.spec import Anchor, Level, RejectedDenominator, SelfNorma
 
 
 def resolved_loss(correction: CorrectionConfig, loss: LossConfig) -> LossConfig:
-    """The loss that is computed: a correction without a ratio (bypass with loss=reinforce) makes it REINFORCE."""
+    """The loss to compute: REINFORCE for a correction without a ratio (bypass with loss=reinforce), else `loss`."""
     if correction.spec().anchor is not Anchor.none or isinstance(loss, ReinforceConfig):
         return loss
     return ReinforceConfig(
@@ -20,7 +20,7 @@ def resolved_loss(correction: CorrectionConfig, loss: LossConfig) -> LossConfig:
 
 
 def combination_problems(correction: CorrectionConfig, loss: LossConfig) -> Iterator[Problem]:
-    """What one of the two asks for and the other takes away."""
+    """Yield a Problem for every contradiction between correction and loss."""
     spec = correction.spec()
     if spec.anchor is Anchor.none and not isinstance(loss, PPOClipConfig | ReinforceConfig):
         yield Problem(
@@ -46,7 +46,7 @@ def combination_problems(correction: CorrectionConfig, loss: LossConfig) -> Iter
 
 
 def combination_notes(correction: CorrectionConfig, loss: LossConfig) -> Iterator[str]:
-    """What is allowed and probably not meant, one sentence each."""
+    """Yield one sentence for every combination that is allowed and probably not intended."""
     yield from correction.notes()
     if resolved_loss(correction, loss) is not loss:
         yield f"the keys of loss={loss.surrogate} beside aggregation and entropy_coef have no effect: there is no ratio"

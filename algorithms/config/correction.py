@@ -1,7 +1,7 @@
 """Configuration of the mismatch correction: the modes, short names for values of `CorrectionSpec`.
 
-Every mode is a dataclass with the keys that mean something in it, and gives its spec with `spec()`. `CustomConfig`
-(`algorithms.config.custom`) has all the keys; the presets of other libraries are values of it.
+Every mode is a dataclass with the keys that have a meaning in the mode; `spec()` returns its spec. `CustomConfig`
+(`algorithms.config.custom`) has all keys; most presets of other libraries are instances of it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from algorithms.config.spec import (
 )
 
 _CAP = Rule("must be >= 1, or on-policy tokens are cut", lambda cap: cap >= 1)
-"""The rule of an upper bound of rho."""
+"""Rule of an upper bound of rho."""
 
 
 class MISBound(Enum):
-    """What happens to a weight outside [low, high] under `correction=mis`."""
+    """Treatment of a weight outside [low, high] under `correction=mis`."""
 
     mask = "mask"
-    """The weight's tokens are rejected (IcePop)."""
+    """Reject the tokens of the weight (IcePop)."""
     truncate = "truncate"
-    """The weight is cut to `high`; tokens below `low` are rejected."""
+    """Cut the weight to `high`; reject tokens with a weight below `low`."""
 
 
 class BypassLoss(Enum):
@@ -49,21 +49,21 @@ class BypassLoss(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Checked):
-    """How the gap between the rollout engine and the trainer is corrected. Choose with `correction=<mode>`."""
+    """Correction of the mismatch between rollout engine and trainer. Choose with `correction=<mode>`."""
 
     mode: ClassVar[str] = ""
 
     def spec(self) -> CorrectionSpec:
-        """The correction in full; modes override."""
+        """The full specification of the correction; modes override this method."""
         raise TypeError(f"no correction mode for a {type(self).__name__}")
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether pi_old must be known when a rollout is used for more than one optimizer step."""
+        """True if pi_old must be known when a rollout is used for more than one optimizer step."""
         return self.spec().compared is Compared.old
 
     def notes(self) -> Iterator[str]:
-        """What is allowed and probably not meant, one sentence each; printed with the plan."""
+        """Yield one sentence for every setting that is allowed and probably not intended; printed with the plan."""
         spec = self.spec()
         if spec.weight is not None:
             yield from _level_notes(spec.weight)
@@ -74,7 +74,7 @@ class CorrectionConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class RecomputeConfig(CorrectionConfig):
-    """PPO ratio against pi_old, no weight: the mismatch is ignored by the loss (and still measured)."""
+    """PPO ratio against pi_old, no weight: the loss ignores the mismatch, which is still measured."""
 
     mode: ClassVar[str] = "recompute"
 
@@ -84,7 +84,7 @@ class RecomputeConfig(CorrectionConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PPOISConfig(CorrectionConfig):
-    """PPO ratio against pi_rollout: the correction sits inside the clip. pi_old is kept for the metrics."""
+    """PPO ratio against pi_rollout: the clip bounds drift and mismatch together. pi_old serves the metrics only."""
 
     mode: ClassVar[str] = "ppo_is"
 
@@ -100,7 +100,7 @@ class VanillaISConfig(CorrectionConfig):
     level: Level = Level.token
     """Tokens over which rho is accumulated. Vetted: token."""
     self_normalize: SelfNormalize = SelfNormalize.none
-    """Whether weights are divided by their mean. Vetted: none."""
+    """Division of the weights by their mean: none or mean_one. Vetted: none."""
 
     def spec(self) -> CorrectionSpec:
         return CorrectionSpec(
@@ -121,7 +121,8 @@ class TISConfig(CorrectionConfig):
     cap: float = ruled(2.0, _CAP, remedy="Use correction=vanilla_is for a weight without a cap.")
     """Upper bound C of the weight, a ratio; larger means less bias and more variance. Vetted: 2.0 (token)."""
     self_normalize: SelfNormalize = SelfNormalize.none
-    """Whether weights are divided by their mean. Vetted: none; mean_one is advised at sequence and geometric level."""
+    """Division of the weights by their mean: none or mean_one. Vetted: none; mean_one is advised at sequence and
+    geometric level."""
 
     def spec(self) -> CorrectionSpec:
         return CorrectionSpec(
@@ -140,17 +141,17 @@ class MISConfig(CorrectionConfig):
     level: Level = Level.token
     """Tokens over which rho is accumulated. Vetted: token (IcePop) and sequence."""
     bound: MISBound = MISBound.mask
-    """What happens outside [low, high]. Vetted: mask."""
+    """Treatment of a weight outside [low, high]. Vetted: mask."""
     low: float | None = 0.5
-    """Lower bound of rho, a ratio; null for none. Vetted: 0.5."""
+    """Lower bound of rho, a ratio; null means no lower bound. Vetted: 0.5."""
     high: float = 2.0
     """Upper bound of rho, a ratio. Vetted: 2.0."""
     reject: RejectConfig = field(default_factory=lambda: RejectConfig(veto=1e-4))
-    """Further criteria; all must keep a token. Vetted: veto=1e-4 alone."""
+    """Further rejection criteria; a token is kept if all criteria keep it. Vetted: veto=1e-4 alone."""
     self_normalize: SelfNormalize = SelfNormalize.none
-    """Whether weights are divided by their mean. Vetted: none."""
+    """Division of the weights by their mean: none or mean_one. Vetted: none."""
     rejected_denominator: RejectedDenominator = RejectedDenominator.keep
-    """Whether rejected tokens stay in the denominator of the loss. Vetted: keep."""
+    """Treatment of rejected tokens in the denominator of the loss: keep or drop. Vetted: keep."""
 
     def spec(self) -> CorrectionSpec:
         bound = Bound.mask if self.bound is MISBound.mask else Bound.truncate
@@ -169,19 +170,20 @@ class MISConfig(CorrectionConfig):
 
 @dataclass(kw_only=True, slots=True)
 class BypassConfig(CorrectionConfig):
-    """No pi_old at all: the loss is anchored on pi_rollout and no extra forward is ever run."""
+    """No pi_old: the loss is anchored on pi_rollout and needs no extra forward."""
 
     mode: ClassVar[str] = "bypass"
     loss: BypassLoss = BypassLoss.ppo_clip
-    """A ratio pi_theta/pi_rollout, or REINFORCE with a detached truncated weight. Vetted: ppo_clip."""
+    """Objective: ppo_clip for a surrogate with the ratio pi_theta/pi_rollout, reinforce for REINFORCE with a detached
+    truncated weight. Vetted: ppo_clip."""
     level: Level = Level.token
     """Tokens over which the weight of `loss=reinforce` is accumulated. Vetted: token."""
     cap: float = ruled(2.0, _CAP, remedy="Vetted: 2.0.")
     """Upper bound of the detached weight of `loss=reinforce`, a ratio. Vetted: 2.0."""
     reject: RejectConfig = field(default_factory=RejectConfig)
-    """Criteria on pi_theta / pi_rollout; all must keep a token. Vetted: none."""
+    """Rejection criteria on pi_theta / pi_rollout; a token is kept if all criteria keep it. Vetted: none."""
     rejected_denominator: RejectedDenominator = RejectedDenominator.keep
-    """Whether rejected tokens stay in the denominator of the loss. Vetted: keep."""
+    """Treatment of rejected tokens in the denominator of the loss: keep or drop. Vetted: keep."""
 
     def spec(self) -> CorrectionSpec:
         reinforce = self.loss is BypassLoss.reinforce
@@ -211,7 +213,7 @@ class BypassConfig(CorrectionConfig):
 
 
 def interval_problems(low: float | None, high: float) -> Iterator[Problem]:
-    """The rule of a pair of bounds, reported under `low`; without a lower one that of a cap."""
+    """Yield the broken rule of a pair of bounds, reported under `low`; if `low` is None, the broken rule of `high`."""
     if low is None:
         if not _CAP.holds(high):
             yield Problem(key="high", rule=_CAP.text, value=high, remedy="For example high=2.0.")
@@ -233,7 +235,7 @@ def interval_problems(low: float | None, high: float) -> Iterator[Problem]:
 
 
 def _level_notes(weight: WeightSpec) -> Iterator[str]:
-    """Bounds of one level that were probably meant for another."""
+    """Yield a sentence for every bound that was probably intended for another level."""
     low, high = weight.low or 0.0, weight.high or 0.0
     if weight.level is Level.geometric and weight.bound is not Bound.none and (high > 1.1 or 0 < low < 0.9):
         loose = high if high > 1.1 else low

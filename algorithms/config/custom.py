@@ -1,4 +1,4 @@
-"""`correction=custom`: every part of the spec by itself."""
+"""`correction=custom`: one key for every part of the spec."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from algorithms.config.spec import (
 
 @dataclass(kw_only=True, slots=True)
 class CustomConfig(CorrectionConfig):
-    """Every part of a correction by itself: what the other modes and the presets are made of."""
+    """A correction with a key for every part of the spec; other modes and presets are special cases."""
 
     mode: ClassVar[str] = "custom"
     anchor: Anchor = Anchor.old
     """Denominator of the surrogate's ratio. Vetted: old."""
     compared: Compared = Compared.old
-    """Which log-probs of the trainer are compared with the engine's. Vetted: old; current saves a forward."""
+    """Log-probs of the trainer that are compared with the engine's log-probs. Vetted: old; current saves a forward."""
     level: Level | None = None
-    """Tokens over which rho is accumulated; null for a weight of 1."""
+    """Tokens over which rho is accumulated; null means a weight of 1."""
     bound: Bound = Bound.none
-    """What happens to a weight outside its bounds."""
+    """Treatment of a weight outside its bounds."""
     low: float | None = None
-    """Lower bound of rho, a ratio; bound=clip needs it, bound=truncate and bound=mask can do without."""
+    """Lower bound of rho, a ratio; required with bound=clip, optional with bound=truncate and bound=mask."""
     high: float | None = None
-    """Upper bound of rho, a ratio; read by every bound but none."""
+    """Upper bound of rho, a ratio; required with every bound except bound=none."""
     reject: RejectConfig = field(default_factory=RejectConfig)
-    """Criteria; all must keep a token."""
+    """Rejection criteria; a token is kept if all criteria keep it."""
     self_normalize: SelfNormalize = SelfNormalize.none
-    """Whether weights are divided by their mean."""
+    """Division of the weights by their mean: none or mean_one."""
     rejected_denominator: RejectedDenominator = RejectedDenominator.keep
-    """Whether rejected tokens stay in the denominator of the loss."""
+    """Treatment of rejected tokens in the denominator of the loss: keep or drop."""
 
     def spec(self) -> CorrectionSpec:
         weight = None

@@ -1,15 +1,15 @@
 """Configuration of the policy loss: one dataclass per surrogate, each with aggregation and entropy bonus.
 
-    surrogate   of one token, to be minimised; r = pi_theta / anchor, sg: stop-gradient
+    surrogate   loss of one token, to be minimised; r = pi_theta / anchor, sg: stop-gradient
     ppo_clip    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
     gspo        ppo_clip on the geometric mean of r over the response
     cispo       -sg(clip(r, low, high)) A log pi_theta
     reinforce   -A log pi_theta
     dppo_tv     -r A, no gradient where the probability of the token has moved by more than `threshold`
-    dppo_kl     -r A, no gradient where the KL of that move exceeds `threshold`
+    dppo_kl     -r A, no gradient where the KL divergence of the move exceeds `threshold`
     sapo        -(4 / tau) sigmoid(tau (r - 1)) A
 
-At r = 1 the gradient of every one is -A grad log pi_theta.
+At r = 1 the gradient of every surrogate is -A grad log pi_theta.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from algorithms.config.checked import Checked, Problem
 from algorithms.config.rules import above, at_least, ruled, within
 
 _GSPO_CLIP = within(0, 0.05, "()", because="the mean log-ratio of a response never gets that far")
-"""A GSPO clip from 0.05 on is refused: see `GSPOConfig`."""
+"""Rule of a GSPO clip, which refuses values >= 0.05: see `GSPOConfig`."""
 _TOKEN_CLIP = "A clip of the token's ratio is loss=ppo_clip."
 MAX_KL_THRESHOLD = 13
-"""A larger threshold of DPPO's KL never drops a token: 1 - p is bounded below by 1e-6, and log 1e6 = 13.8."""
+"""Largest useful threshold of DPPO's KL, nats: a larger threshold never drops a token, because 1 - p is bounded below
+by 1e-6, and log 1e6 = 13.8."""
 
 
 class Aggregation(Enum):
-    """How per-token losses become one number; decides the weight of long responses."""
+    """Aggregation of per-token losses into one number, which decides the weight of long responses."""
 
     token_mean = "token_mean"
     """Sum over tokens / all response tokens of the optimizer step (DAPO)."""
@@ -41,21 +42,21 @@ class Aggregation(Enum):
     fixed_length = "fixed_length"
     """Sum over the tokens of a response / `loss.fixed_length_tokens`, then mean over responses (Dr.GRPO)."""
     token_sum = "token_sum"
-    """Plain sum."""
+    """Sum over all response tokens, without a divisor."""
 
 
 @dataclass(kw_only=True, slots=True)
 class LossConfig(Checked):
-    """What every surrogate has: how its per-token losses are aggregated, and the entropy bonus."""
+    """Keys of every surrogate: aggregation of the per-token losses, and entropy bonus."""
 
     surrogate: ClassVar[str] = ""
     """Name in `algorithms.surrogate.SURROGATES`; this base has none."""
     aggregation: Aggregation = Aggregation.token_mean
-    """How per-token losses are averaged. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
+    """Aggregation of per-token losses into one number. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
     fixed_length_tokens: int | None = None
-    """Divisor of aggregation=fixed_length, tokens; usually sampling.max_new_tokens."""
+    """Divisor of aggregation=fixed_length, in tokens; usually sampling.max_new_tokens."""
     entropy_coef: float = ruled(0.0, at_least(0), remedy="Vetted: 0.")
-    """Weight of the entropy bonus, nats; 0 turns it off. Vetted: 0."""
+    """Weight of the entropy bonus, loss per nat of entropy; 0 turns the bonus off. Vetted: 0."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.aggregation is Aggregation.fixed_length and not (self.fixed_length_tokens or 0) > 0:
@@ -80,43 +81,46 @@ class PPOClipConfig(LossConfig):
 
     surrogate: ClassVar[str] = "ppo_clip"
     clip_low: float = ruled(0.2, within(0, 1, "()"), remedy="Vetted: 0.2.")
-    """PPO clip below: the ratio is clipped at 1 - clip_low. Vetted: 0.2."""
+    """PPO clip below, a distance of the ratio from 1: the ratio is clipped at 1 - clip_low. Vetted: 0.2."""
     clip_high: float = ruled(0.2, above(0), remedy="Vetted: 0.2 or 0.28.")
-    """PPO clip above: the ratio is clipped at 1 + clip_high. Vetted: 0.2 (GRPO), 0.28 (DAPO clip-higher)."""
+    """PPO clip above, a distance of the ratio from 1: the ratio is clipped at 1 + clip_high. Vetted: 0.2 (GRPO), 0.28
+    (DAPO clip-higher)."""
     dual_clip: float | None = ruled(None, above(1), remedy="Vetted: 3.0.")
-    """Bound c on the loss of negative advantages, -A * c; None turns it off. Vetted: 3.0 (PPO), 10.0 (DAPO)."""
+    """Bound c, a ratio, on the loss of negative advantages, -A * c; null turns the bound off. Vetted: 3.0 (PPO), 10.0
+    (DAPO)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GSPOConfig(LossConfig):
     """PPO-clip on one ratio per response: the geometric mean over its tokens (https://arxiv.org/abs/2507.18071).
 
-    A mean over many tokens hardly leaves 1, so the clip is three orders of magnitude below PPO's. A bound of 0.05
-    asks every token of a response to have moved by 5 % on average; a value meant for PPO would never clip, without
-    a word. That is why such values are refused.
+    A mean over many tokens stays close to 1, so the clip is three orders of magnitude below PPO's. With a clip of 0.05
+    the tokens of a response must have moved by 5 % on average before the clip acts; a value for PPO would never clip,
+    without any message. Such values are therefore refused.
     """
 
     surrogate: ClassVar[str] = "gspo"
     clip_low: float = ruled(3e-4, _GSPO_CLIP, remedy=f"Vetted: 3e-4. {_TOKEN_CLIP}")
-    """Clip below, of the response's ratio: 1 - clip_low. Vetted: 3e-4."""
+    """Clip below, a distance from 1: the ratio of a response is clipped at 1 - clip_low. Vetted: 3e-4."""
     clip_high: float = ruled(4e-4, _GSPO_CLIP, remedy=f"Vetted: 4e-4. {_TOKEN_CLIP}")
-    """Clip above, of the response's ratio: 1 + clip_high. Vetted: 4e-4."""
+    """Clip above, a distance from 1: the ratio of a response is clipped at 1 + clip_high. Vetted: 4e-4."""
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
-    """How per-token losses are averaged. The objective of the paper is seq_mean_token_mean. Vetted: that."""
+    """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CISPOConfig(LossConfig):
     """REINFORCE weighted with the detached, bounded ratio (https://arxiv.org/abs/2506.13585).
 
-    No token loses its gradient. The bounds are on the ratio itself. Peers that take an epsilon mean 1 + epsilon.
+    No token loses its gradient. The bounds are on the ratio itself; an epsilon of other trainers means 1 + epsilon.
     """
 
     surrogate: ClassVar[str] = "cispo"
     low: float = ruled(
         0.0, within(0, 1, because="it bounds the ratio, which is 1 on-policy"), remedy="Vetted: 0, no lower bound."
     )
-    """Lower bound of the ratio; 0 leaves it one-sided. Above 0 it raises the weight of small ratios. Vetted: 0."""
+    """Lower bound of the ratio; 0 means no lower bound, a bound above 0 raises the weight of small ratios. Vetted:
+    0."""
     high: float = ruled(5.0, above(1, because="it bounds the ratio, not its distance from 1"), remedy="Vetted: 5.0.")
     """Upper bound of the ratio. Vetted: 5.0."""
 
@@ -132,8 +136,9 @@ class ReinforceConfig(LossConfig):
 class DPPOConfig(LossConfig):
     """Ratio times advantage inside a trust region of the token's probability (https://arxiv.org/abs/2602.04879).
 
-    A token is dropped when its update would push it further out. Unlike a bound on the ratio, this leaves rare tokens
-    free to move and holds likely ones. The paper anchors it on pi_rollout: correction=ppo_is or bypass.
+    A token outside the region is dropped if its update would increase the distance. Unlike a bound on the ratio, the
+    region leaves rare tokens free to move and holds likely tokens. The paper anchors the ratio on pi_rollout:
+    correction=ppo_is or bypass.
     """
 
     ratio_cap: float = ruled(20.0, above(1), remedy="Vetted: 20.0.")
@@ -164,13 +169,13 @@ class DPPOKLConfig(DPPOConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SAPOConfig(LossConfig):
-    """A smooth gate in place of the clip: it closes as the ratio leaves 1 (https://arxiv.org/abs/2511.20347)."""
+    """A smooth gate in place of the clip, which closes as the ratio leaves 1 (https://arxiv.org/abs/2511.20347)."""
 
     surrogate: ClassVar[str] = "sapo"
     temperature_positive: float = ruled(1.0, above(0), remedy="Vetted: 1.0.")
-    """tau where A > 0, no unit; larger closes the gate sooner. Vetted: 1.0."""
+    """tau where A > 0, no unit; a larger tau closes the gate sooner. Vetted: 1.0."""
     temperature_negative: float = ruled(1.05, above(0), remedy="Vetted: 1.05.")
-    """tau where A <= 0, no unit. The paper takes it above temperature_positive, because pushing one token down
-    raises all the others. Vetted: 1.05."""
+    """tau where A <= 0, no unit. The paper chooses a value above temperature_positive, because lowering the probability
+    of one token raises all others. Vetted: 1.05."""
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
-    """How per-token losses are averaged. The objective of the paper is seq_mean_token_mean. Vetted: that."""
+    """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""

@@ -1,10 +1,10 @@
 """Named values of the correction spec: the presets of other libraries, under their own names.
 
 The first nineteen are verl's (rollout correction, `RolloutCorrectionConfig`), with its thresholds and, under
-loss.aggregation=token_mean, its denominators: its decoupled mode drops rejected tokens, its bypass mode keeps them.
-(For means over responses verl divides by all responses, rejected or not: rejected_denominator=keep.) Where verl
-compares 1/rho with the bounds of a K1 criterion, ours compares rho; its intervals are (nearly) reciprocal, so the
-same responses are kept. `miles_default` is miles' example for mismatch correction.
+loss.aggregation=token_mean, its denominators: verl's decoupled mode drops rejected tokens, its bypass mode keeps them.
+(For means over responses verl divides by all responses, rejected or not: rejected_denominator=keep.) For a K1 criterion
+verl compares 1/rho with the bounds, Parity compares rho; verl's intervals are (nearly) reciprocal, so both keep the
+same responses. `miles_default` is miles' example for mismatch correction.
 """
 
 from __future__ import annotations
@@ -86,4 +86,4 @@ PRESETS: Final[dict[str, CorrectionConfig]] = {
         self_normalize=SelfNormalize.mean_one,
     ),
 }
-"""Name -> correction; `correction=<name>` on the command line."""
+"""Name of a preset -> correction; chosen with `correction=<name>` on the command line."""

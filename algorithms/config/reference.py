@@ -1,4 +1,4 @@
-"""Configuration of the KL to a reference policy: estimator and where it enters."""
+"""Configuration of the KL to a reference policy: estimator, coefficient, and placement in loss or reward."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from algorithms.config.rules import at_least, ruled
 
 
 class KLEstimator(Enum):
-    """The per-token estimate of KL(pi_theta || pi_ref) from samples of pi_theta. L = log pi_theta - log pi_ref."""
+    """Per-token estimator of KL(pi_theta || pi_ref) from samples of pi_theta. L = log pi_theta - log pi_ref."""
 
     k1 = "k1"
     """L: unbiased, signed. In the reward only: its gradient in the loss is 0 on average."""
     k2 = "k2"
     """L^2 / 2: a biased value, but in the loss the right gradient on policy."""
     k3 = "k3"
-    """exp(-L) - 1 + L: unbiased and >= 0, but in the loss it has the gradient of KL(pi_ref || pi_theta)."""
+    """exp(-L) - 1 + L: unbiased and >= 0, but in the loss k3 has the gradient of KL(pi_ref || pi_theta)."""
     unbiased = "unbiased"
     """k3 x pi_theta / pi_old, ratio differentiated: right value and right gradient, also off policy."""
 
 
 class KLPlacement(Enum):
-    """Where the KL enters."""
+    """Placement of the KL: in the loss or in the reward."""
 
     loss = "loss"
-    """A term of the loss, differentiated: regularises every token by itself."""
+    """A differentiated term of the loss, which regularises every token by itself."""
     reward = "reward"
-    """A cost taken off the reward, detached: an early token answers for the KL of the later ones too."""
+    """A detached cost, subtracted from the reward: an early token is charged for the KL of later tokens too."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ReferenceKLConfig(Checked):
-    """How strongly, and by which estimate, pi_theta is held close to a reference policy."""
+    """KL regularisation of pi_theta towards a reference policy: coefficient, estimator and placement."""
 
     coef: float = ruled(0.0, at_least(0), remedy="Vetted: 0 or 1e-3.")
-    """Weight of the KL, reward (or loss) per nat; 0 turns it off. Vetted: 0 (DAPO), 1e-3 (GRPO)."""
+    """Weight of the KL, reward (or loss) per nat; 0 turns the KL off. Vetted: 0 (DAPO), 1e-3 (GRPO)."""
     estimator: KLEstimator = KLEstimator.unbiased
-    """Which estimate. Vetted: unbiased or k3 in the loss, k1 in the reward."""
+    """Estimator of the KL. Vetted: unbiased or k3 in the loss, k1 in the reward."""
     placement: KLPlacement = KLPlacement.loss
-    """In the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""
+    """Placement of the KL, in the loss or in the reward. Vetted: loss (GRPO), reward (RLOO, PPO)."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.estimator is KLEstimator.k1 and self.placement is KLPlacement.loss:

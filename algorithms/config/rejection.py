@@ -1,8 +1,8 @@
-"""Configuration of the rejection criteria: a key with a value is a criterion, and all of them must keep a token.
+"""Configuration of the rejection criteria: a key with a value is a criterion; a token stays if all criteria keep it.
 
 Delta = log pi_train - log mu, rho = exp(Delta). pi_train is pi_old, or the running forward where the correction
-compares that (bypass). The function of a criterion is the row of the same name in `algorithms.rejection.CRITERIA`; its
-`indicator` is its factor in the line of `algorithms.objective`.
+compares the running forward (bypass). The function of a criterion is the row of the same name in
+`algorithms.rejection.CRITERIA`; the `indicator` is the criterion's factor in the line of `algorithms.objective`.
 """
 
 from __future__ import annotations
@@ -31,40 +31,41 @@ _PROB_DIFF = Rule(
 
 @dataclass(kw_only=True, slots=True)
 class RejectConfig(Checked):
-    """Which tokens and responses leave the loss. null: not used."""
+    """Criteria by which tokens and responses leave the loss. null turns a criterion off."""
 
     token_ratio: list[float] | None = ruled(
         None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= {rho} <= {high:g}]"
     )
-    """[low, high] of each token's rho. Vetted: [0.5, 2.0]."""
+    """[low, high] of each token's rho, a ratio. Vetted: [0.5, 2.0]."""
     sequence_ratio: list[float] | None = ruled(
         None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= prod_y({rho}) <= {high:g}]"
     )
-    """[low, high] of the product of rho over the response; rejects long responses first. Vetted: [0.5, 2.0]."""
+    """[low, high] of the product of rho over the response, a ratio; rejects long responses first. Vetted:
+    [0.5, 2.0]."""
     geometric_ratio: list[float] | None = ruled(
         None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= geomean_y({rho}) <= {high:g}]"
     )
-    """[low, high] of the geometric mean of rho; rejects short responses first. Vetted: [0.999, 1.001]."""
+    """[low, high] of the geometric mean of rho, a ratio; rejects short responses first. Vetted: [0.999, 1.001]."""
     token_k2: float | None = ruled(None, above(0), indicator="1[K2 <= {bound:g}]")
     """Upper bound of Delta^2 / 2 of a token, nats^2. Vetted: 2.0."""
     token_k3: float | None = ruled(None, above(0), indicator="1[K3 <= {bound:g}]")
     """Upper bound of K3 of a token, nats. Vetted: 0.01."""
     sum_k2: float | None = ruled(None, above(0), indicator="1[sum_y(K2) <= {bound:g}]")
-    """Upper bound of the sum of Delta^2 / 2 over the response. Vetted: 3.0."""
+    """Upper bound of the sum of Delta^2 / 2 over the response, nats^2. Vetted: 3.0."""
     sum_k3: float | None = ruled(None, above(0), indicator="1[sum_y(K3) <= {bound:g}]")
     """Upper bound of the sum of K3 over the response, nats."""
     mean_k2: float | None = ruled(None, above(0), indicator="1[mean_y(K2) <= {bound:g}]")
-    """Upper bound of the mean of Delta^2 / 2 over the response. Vetted: 2.0."""
+    """Upper bound of the mean of Delta^2 / 2 over the response, nats^2. Vetted: 2.0."""
     mean_k3: float | None = ruled(None, above(0), indicator="1[mean_y(K3) <= {bound:g}]")
     """Upper bound of the mean of K3 over the response, nats. Vetted: 0.01."""
     max_k2: float | None = ruled(None, above(0), indicator="1[max_y(K2) <= {bound:g}]")
-    """Upper bound of the largest Delta^2 / 2 of the response."""
+    """Upper bound of the largest Delta^2 / 2 of the response, nats^2."""
     max_k3: float | None = ruled(None, above(0), indicator="1[max_y(K3) <= {bound:g}]")
     """Upper bound of the largest K3 of the response, nats."""
     veto: float | None = ruled(
         None, within(0, 1, "()"), remedy="Vetted: 1e-4.", indicator="1[min_y({rho}) >= {bound:g}]"
     )
-    """A response with any token whose rho is below this is rejected whole. Vetted: 1e-4."""
+    """Lower bound of rho, a ratio; a response with any token below the bound is rejected as a whole. Vetted: 1e-4."""
     prob_diff: list[float] | None = ruled(
         None, _PROB_DIFF, remedy="Vetted: [-0.2, 0.2].", indicator="1[{low:g} <= {train} - mu <= {high:g}]"
     )
@@ -77,24 +78,27 @@ class RejectConfig(Checked):
     )
     """Upper bound of the mean of e^|Delta| over the response, a ratio >= 1. Vetted: 1.5."""
     dppo_tv: float | None = ruled(None, above(0), indicator="1[sign(A)({train} - mu) <= {bound:g}]")
-    """A token whose pi_train - mu exceeds this in the direction in which its advantage pushes. Vetted: 0.2."""
+    """Upper bound of sign(A) (pi_train - mu), a probability difference: rejects a token that has moved too far in the
+    direction in which its advantage pushes. Vetted: 0.2."""
     dppo_kl: float | None = ruled(
         None, above(0), indicator="1[A log({rho}) <= 0 or KL_Bernoulli(mu, {train}) <= {bound:g}]"
     )
-    """As dppo_tv with the Bernoulli KL(mu || pi_train) of the token, nats. Vetted: 0.05."""
+    """Upper bound of the Bernoulli KL(mu || pi_train) of a token, nats; applies only if pi_train has moved in the
+    direction in which the advantage pushes. Vetted: 0.05."""
     opsm: float | None = ruled(None, above(0), indicator="1[A >= 0 or mean_y(-log({rho})) <= {bound:g}]")
-    """A response with A < 0 and a mean of -Delta above this, nats per token. Vetted: 0.5 (TRL, against mu as here)."""
+    """Upper bound of the mean of -Delta over a response with A < 0, nats per token. Vetted: 0.5 (TRL, which also
+    compares with mu)."""
 
     def active(self) -> list[str]:
         """Names of the criteria in use, in the order of their definition."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
 
     def reads_advantages(self) -> bool:
-        """Whether a criterion in use depends on the sign of the advantage."""
+        """True if a criterion in use depends on the sign of the advantage."""
         return any(name in ADVANTAGE_CRITERIA for name in self.active())
 
     def notes(self) -> Iterator[str]:
-        """Bounds of one level that were probably meant for another."""
+        """Yield a sentence for every bound that was probably intended for another level or definition."""
         if self.geometric_ratio is not None and (self.geometric_ratio[0] < 0.9 or self.geometric_ratio[1] > 1.1):
             yield f"reject.geometric_ratio={self.geometric_ratio} practically never rejects: peers use [0.999, 1.001]"
         if self.sequence_ratio is not None and (self.sequence_ratio[0] > 0.9 or self.sequence_ratio[1] < 1.1):

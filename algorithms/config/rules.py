@@ -20,14 +20,14 @@ _DECLARED = "parity_rule"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A condition on one value, in words and as a predicate."""
+    """A condition on one value, as text and as a predicate."""
 
     text: str
     """The condition after the name of the key: "must be > 0"."""
     holds: Callable[[Any], bool]
-    """False for a value that breaks the rule. NaN compares as False, so it breaks every rule about order."""
+    """Predicate, False for a value that breaks the rule. NaN compares as False and breaks every rule about order."""
     because: str = ""
-    """Reason for the condition, if the words do not say it."""
+    """Reason for the condition; empty if the text states the reason."""
 
     def __str__(self) -> str:
         return f"{self.text}: {self.because}" if self.because else self.text
@@ -40,7 +40,7 @@ class DeclaredRule:
     name: str
     """Name of the field."""
     rule: Rule
-    """The rule; where the field accepts null, the rule does too, and says so."""
+    """The rule; if the field accepts null, the rule accepts null and its text says so."""
     remedy: str
     """The way out, for example "Vetted: 1e-6."; empty if the rule says enough."""
 
@@ -52,9 +52,9 @@ class Description:
     key: str
     """Dotted path below the described config."""
     default: object
-    """Value of the key when nobody sets it."""
+    """Value of the key if neither recipe nor command line sets it."""
     rule: str
-    """Text of the declared rule; empty if the type says everything."""
+    """Text of the declared rule; empty without a declared rule."""
     meaning: str
     """Docstring of the field, units included."""
 
@@ -62,7 +62,7 @@ class Description:
 def ruled(default: T, rule: Rule, *, remedy: str = "", **metadata: str) -> T:
     """Declare a field of a config dataclass with its default, its rule and the way out of a broken rule.
 
-    `metadata` is further text about the field, for whoever reads it by its name.
+    `metadata` holds further texts about the field, read by name from the field's metadata.
     """
     return field(default=default, metadata={_DECLARED: (rule, remedy), **metadata})
 
@@ -98,12 +98,12 @@ def given() -> Rule:
 
 
 def declared_rules(kind: type) -> tuple[DeclaredRule, ...]:
-    """Rules that are declared beside the fields of `kind`, those of its bases included, in the order of the fields."""
+    """Rules declared beside the fields of `kind` and of its bases, in the order of the fields."""
     found = []
     for spec in _fields(kind):
         if _DECLARED in spec.metadata:
             rule, remedy = spec.metadata[_DECLARED]
-            # An annotation is text here; a type that accepts null names None.
+            # Annotations are strings (PEP 563); a type that accepts null contains "None".
             if "None" in str(spec.type):
                 rule = _or_null(rule)
             found.append(DeclaredRule(spec.name, rule, remedy))

@@ -1,9 +1,9 @@
-"""The correction spec: everything that a mismatch correction decides, as one value.
+"""The correction spec: all decisions of a mismatch correction, as one value.
 
     anchor of the ratio x importance weight (level, bound) x rejection criteria x self-normalisation x denominator
 
-`algorithms.correction` carries it out, `algorithms.objective` prints it. Bounds are always on rho = pi_train / mu,
-never on its inverse; mu = pi_rollout, Delta = log pi_train - log mu.
+`algorithms.correction` computes the correction of a spec, `algorithms.objective` prints the spec. Bounds are always on
+rho = pi_train / mu, never on the inverse; mu = pi_rollout, Delta = log pi_train - log mu.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from algorithms.config.rejection import RejectConfig
 MAX_LOG_RATIO = 20.0
 """Bound on |log-ratio| before exp: e^20 and its square are finite in float32."""
 HARMLESS_ESS = 0.99
-"""Effective share of the samples above which no average depends on the tail of the weights, whatever its shape."""
+"""Effective fraction of samples above which averages do not depend on the weights' tail, whatever the tail's shape."""
 
 
 class Level(Enum):
-    """Over which tokens a log-ratio is accumulated before it becomes a weight."""
+    """Tokens over which a log-ratio is accumulated before it becomes a weight."""
 
     token = "token"
     """Delta_t: each token by itself. Low variance, biased over long responses."""
@@ -29,9 +29,10 @@ class Level(Enum):
     geometric = "geometric"
     """Mean of Delta over the response: the length-normalised product."""
     segment = "segment"
-    """Sum of Delta over the assistant turn that holds the token; with one turn the same as sequence."""
+    """Sum of Delta over the assistant turn of the token; equal to sequence if the response has one turn."""
     prefix = "prefix"
-    """Sum of Delta up to the token: corrects which prefixes are seen, not what follows. Less biased than token."""
+    """Sum of Delta up to the token: corrects the distribution of prefixes, not of later tokens; less bias than
+    token."""
 
 
 WHOLE_RESPONSE_LEVELS = (Level.sequence, Level.geometric)
@@ -39,16 +40,16 @@ WHOLE_RESPONSE_LEVELS = (Level.sequence, Level.geometric)
 
 
 class Bound(Enum):
-    """What happens to a weight outside its bounds."""
+    """Treatment of a weight outside its bounds."""
 
     none = "none"
-    """Nothing: the weight is rho, up to e^20."""
+    """No bound: the weight is rho, up to e^20."""
     truncate = "truncate"
-    """min(rho, high); where low is set, tokens with a weight below it are rejected."""
+    """The weight is min(rho, high); if low is set, tokens with a weight below low are rejected."""
     clip = "clip"
-    """Raised to low and cut to high. Raises the weight of tokens that the trainer finds unlikely."""
+    """The weight is raised to low and cut to high. Raises the weight of tokens that the trainer finds unlikely."""
     mask = "mask"
-    """Tokens with a weight outside [low, high] are rejected (IcePop); low may be left out."""
+    """Tokens with a weight outside [low, high] are rejected (IcePop); low is optional."""
 
 
 class Anchor(Enum):
@@ -63,25 +64,25 @@ class Anchor(Enum):
 
 
 class Compared(Enum):
-    """Which log-probs of the trainer are compared with those of the engine."""
+    """Log-probs of the trainer that are compared with the engine's log-probs."""
 
     old = "old"
-    """pi_old, with the weights at the start of the step; a forward of its own with several optimizer steps."""
+    """Log-probs of pi_old, the weights at the start of the step; a separate forward with several optimizer steps."""
     current = "current"
-    """The running forward, detached; never an extra forward."""
+    """Detached log-probs of the running forward; never an extra forward."""
 
 
 class SelfNormalize(Enum):
-    """Whether weights are divided by their mean over the optimizer step."""
+    """Division of the weights by their mean over the optimizer step."""
 
     none = "none"
     mean_one = "mean_one"
-    """w / mean of w over what enters the loss (responses at whole-response levels, else tokens), all ranks. Applied
-    after the bound, so a weight can exceed it."""
+    """w / mean of w over the responses (whole-response levels) or tokens (other levels) that enter the loss, on all
+    ranks. Applied after the bound, so a weight can exceed the bound."""
 
 
 class RejectedDenominator(Enum):
-    """Whether rejected tokens stay in the denominator of the loss."""
+    """Treatment of rejected tokens in the denominator of the loss."""
 
     keep = "keep"
     """Divide by all response tokens: rejection shrinks the gradient (safe; default)."""
@@ -101,24 +102,24 @@ class WeightSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorrectionSpec:
-    """What a correction does, in full."""
+    """The full specification of a correction."""
 
     anchor: Anchor
     compared: Compared
     weight: WeightSpec | None = None
-    """None is a weight of 1."""
+    """Importance weight; None means a weight of 1."""
     reject: RejectConfig = field(default_factory=RejectConfig)
     self_normalize: SelfNormalize = SelfNormalize.none
     rejected_denominator: RejectedDenominator = RejectedDenominator.keep
 
     @property
     def measures_trainer(self) -> bool:
-        """Whether weight or rejection read the trainer's log-probs."""
+        """True if weight or rejection reads the trainer's log-probs."""
         return self.weight is not None or bool(self.reject.active())
 
     @property
     def rejects(self) -> bool:
-        """Whether anything but an invalid token can be rejected."""
+        """True if the correction can reject valid tokens."""
         weight = self.weight
         by_weight = weight is not None and (
             weight.bound is Bound.mask or (weight.bound is Bound.truncate and weight.low)
