@@ -1,4 +1,4 @@
-"""From prompts to rewarded groups of samples. The nouns are at the root; each folder is a room.
+"""Rollout: prompts -> rewarded groups of samples. Shared types and configs lie at the root; a folder has one purpose.
 
-`types` and `config` are the vocabulary and import neither torch nor Ray; nothing here imports `trainer`.
+`types` and `config` are the shared vocabulary and import neither torch nor Ray; no file of `rollout` imports `trainer`.
 """

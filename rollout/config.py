@@ -23,41 +23,44 @@ class DType(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig(Checked):
-    """What every rollout engine has. Choose one with `rollout=sglang` or `rollout=torch`."""
+    """Keys of every rollout engine. Choose the kind of engine with `rollout=sglang` or `rollout=torch`."""
 
     kind: ClassVar[str] = ""
     num_engines: int = ruled(1, at_least(1))
-    """Rollout workers, each with one engine and a full copy of the weights."""
+    """Number of rollout workers, each with one engine and a full copy of the weights."""
     dtype: DType = DType.bfloat16
-    """Type of the engine's weights and activations. Vetted: bfloat16."""
+    """Floating-point type of the engine's weights and activations. Vetted: bfloat16."""
     quantization: Quantization = Quantization.none
-    """Grid on which the weights of all engines are put at every sync (none, fp8, int8, int4). Use tis or mis."""
+    """Format to which the weights of all engines are quantised at every sync (none, fp8, int8, int4). Combine
+    quantisation with correction=tis or correction=mis."""
     cpus_per_engine: float = ruled(0.5, at_least(0))
-    """Ray CPUs (logical cores) reserved for a worker."""
+    """Ray CPUs (logical cores) reserved per rollout worker."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
-    """Ray GPUs reserved for a worker; 0 on a CPU-only machine."""
+    """Ray GPUs reserved per rollout worker; 0 on a CPU-only machine."""
     start_timeout_s: float = ruled(300.0, above(0, "seconds"))
-    """Deadline in seconds from start to ready."""
+    """Deadline in seconds for an engine to become ready after its start."""
     generate_timeout_s: float = ruled(600.0, above(0, "seconds"))
-    """Deadline in seconds of one request, from when the engine takes it up. An engine that misses it counts as dead."""
+    """Deadline in seconds of one request, counted from the moment the engine begins to process the request. An engine
+    that misses the deadline counts as dead."""
     answer_timeout_s: float = ruled(60.0, above(0, "seconds"))
-    """Seconds that an engine with requests may be silent when asked for answers, before it counts as dead."""
+    """Deadline in seconds for an engine with requests to answer a poll. An engine that misses the deadline counts as
+    dead."""
     sync_timeout_s: float = ruled(120.0, above(0, "seconds"))
     """Deadline in seconds of one weight sync."""
     probe_tolerance: float | None = ruled(None, above(0, "nats"))
-    """Mean |log-prob of the engine - of the trainer| in nats that the probe before training allows; null: what rounding
-    explains (0.001 in float32, 0.125 in bfloat16 at temperature 1)."""
+    """Largest mean |log-prob of the engine - log-prob of the trainer|, in nats, that the probe before training accepts;
+    null allows the difference that rounding explains (0.001 in float32, 0.125 in bfloat16 at temperature 1)."""
     max_restarts: int = ruled(3, at_least(0))
-    """How often an engine that died or does not answer is started anew in a run; 0 for never."""
+    """Number of times per run that a dead or silent engine is restarted; 0 never restarts an engine."""
 
     @property
     def max_running(self) -> int | None:
-        """Sequences that an engine decodes together at most; None where the engine decides."""
+        """Largest number of sequences that an engine decodes together; None if the engine decides."""
         return None
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether the engines take 8-bit values and scales; others take what these stand for, in their type."""
+        """True if the engines load 8-bit values and scales; other engines load dequantised weights in `dtype`."""
         return False
 
 
@@ -80,35 +83,36 @@ OWNED_SGLANG_ARGS = frozenset(
         "weight_version",
     ]
 )
-"""SGLang options that Parity sets itself; passing them through would contradict a key of ours."""
+"""SGLang options that Parity sets itself; a value in engine_args would contradict a key of Parity."""
 
 REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})
-"""SGLang options that run code found in a request."""
+"""SGLang options that are refused because they execute code sent with a request."""
 
 UNSUPPORTED_SGLANG_ARGS = frozenset(
     {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm"}
 )
-"""SGLang options under which the weights that an engine holds cannot be verified tensor by tensor yet."""
+"""SGLang options under which the weights of an engine cannot be verified tensor by tensor yet."""
 
 
 class PauseMode(Enum):
-    """What becomes of unfinished responses while an engine takes new weights."""
+    """Treatment of unfinished responses while an engine loads new weights."""
 
     retract = "retract"
-    """They go on with the new weights, which first read again what is there: exact, at the price of a prefill."""
+    """Responses continue with the new weights after a new prefill of prompt and tokens so far: exact, at the cost of
+    the prefill."""
     in_place = "in_place"
-    """They go on with the new weights and with what the old ones computed for the tokens so far: no prefill, but the
-    tokens that follow are those of no version's policy."""
+    """Responses continue with the new weights and the KV cache of the old weights: no prefill, but later tokens are
+    sampled from a mix of old KV cache and new weights, which is the policy of no version."""
     abort = "abort"
-    """They end; the collection may resume them."""
+    """Responses end at the tokens so far; the collector may resume them."""
 
 
 MAX_PACKED_BYTES = 2**30
-"""Weights of decoder layers that are more are not held a second time, packed, by the torch engine on a CPU."""
+"""Bytes of decoder-layer weights up to which the torch engine on a CPU also keeps a packed copy of these weights."""
 SGLANG_REMEDY = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
-"""What helps where SGLang is not installed."""
+"""Remedy if SGLang is not installed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Hosts that only this machine can reach."""
+"""Names of hosts that only this machine can reach."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,14 +121,14 @@ class SGLangConfig(EngineConfig):
 
     kind: ClassVar[str] = "sglang"
     pause_mode: PauseMode = PauseMode.retract
-    """What becomes of unfinished responses while weights are replaced. Vetted: retract."""
+    """Treatment of unfinished responses while weights are replaced. Vetted: retract."""
     servers: list[str] = field(default_factory=list)
-    """Servers that run already, one per engine, for example ["http://127.0.0.1:30000"]; none are started then. Their
-    keys come from the environment: PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY."""
+    """URLs of running servers, one per engine, for example ["http://127.0.0.1:30000"]; Parity then starts no server.
+    The API keys come from the environment: PARITY_SGLANG_API_KEY and PARITY_SGLANG_ADMIN_API_KEY."""
     allow_remote: bool = False
-    """Whether servers may be on other machines. Prompts, responses and keys then cross the network."""
+    """Allow servers on other machines. Prompts, responses and keys then cross the network."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """SGLang server options in snake_case, passed through untouched; add one with +rollout.engine_args.NAME=value.
+    """SGLang server options in snake_case, passed through unchanged; add one with +rollout.engine_args.NAME=value.
     tp_size is the number of GPUs of one engine (tensor parallelism)."""
 
     @property
@@ -169,7 +173,7 @@ class SGLangConfig(EngineConfig):
                 )
 
     def _server_problems(self) -> Iterator[Problem]:
-        """Rules of servers that run already."""
+        """Yield broken rules about running servers (`servers`)."""
         if not self.servers:
             return
         if len(self.servers) != self.num_engines:
@@ -195,7 +199,7 @@ class SGLangConfig(EngineConfig):
 
 
 def _address_problem(server: str, *, allow_remote: bool) -> tuple[str, str]:
-    """(rule, remedy) that the address of a server breaks; empty texts if it is fine."""
+    """(rule, remedy) of the rule that the address of a server breaks; empty texts if the address is valid."""
     try:
         parts = urlsplit(server)
         host, port = parts.hostname, parts.port
@@ -215,11 +219,11 @@ def _address_problem(server: str, *, allow_remote: bool) -> tuple[str, str]:
 
 @dataclass(kw_only=True, slots=True)
 class TorchEngineConfig(EngineConfig):
-    """The embedded engine: transformers in the worker's process, no server. Deterministic; also the test reference."""
+    """The embedded engine: transformers in the worker's process, no server. Deterministic; the reference in tests."""
 
     kind: ClassVar[str] = "torch"
     max_batch_size: int = ruled(256, at_least(1))
-    """Sequences decoded together; when some have ended, waiting ones take their slots."""
+    """Largest number of sequences decoded together; a waiting sequence takes the slot of a finished one."""
 
     @property
     def max_running(self) -> int | None:
@@ -228,10 +232,10 @@ class TorchEngineConfig(EngineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig(Checked):
-    """How responses are sampled during training.
+    """Parameters for sampling responses in training.
 
-    There is no top_p, top_k or min_p: truncation changes the sampled law without changing the reported log-prob, which
-    is then wrong by the log of the kept mass.
+    There is no top_p, top_k or min_p: truncation changes the sampling distribution but not the reported log-prob, which
+    is then wrong by the log of the kept probability mass.
     """
 
     temperature: float = ruled(
@@ -239,35 +243,37 @@ class SamplingConfig(Checked):
         Rule("must be > 0 (training needs sampling)", lambda temperature: temperature > 0),
         remedy="Vetted: 1.0. Greedy decoding is used by the evaluation on its own.",
     )
-    """Divides the logits, in the engine and in the trainer alike. Vetted: 1.0."""
+    """Divisor of the logits, in the engine and in the trainer. Vetted: 1.0."""
     max_new_tokens: int = ruled(1024, at_least(1))
-    """Upper bound on response tokens."""
+    """Upper bound on the tokens of a response."""
 
 
 class CollectOrder(Enum):
-    """Which of the finished groups a step takes first."""
+    """Order in which a step takes finished groups."""
 
     submission = "submission"
-    """Those whose prompts were submitted first, whatever they take: no preference for short answers."""
+    """Groups in the order in which their prompts were submitted: no preference for short answers."""
     completion = "completion"
-    """Those that are finished first: a shorter tail, and a bias towards short answers (rollout/length_bias)."""
+    """Groups in the order in which they finish: less waiting for the longest responses, and a bias towards short
+    answers (rollout/length_bias)."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CollectConfig(Checked):
-    """How a step's groups are gathered. Choose with `collect=fixed` or `collect=dynamic`."""
+    """Collection of the groups of a step. Choose with `collect=fixed` or `collect=dynamic`."""
 
     kind: ClassVar[str] = ""
     max_invalid_fraction: float = ruled(0.05, within(0, 1))
     """Share of a step's samples that may be dropped (no log-prob, wrong version, abort) before the run stops."""
     over_sampling: float = ruled(1.0, at_least(1))
-    """Prompts under way at the begin of a step, as a multiple of batch.prompts_per_step."""
+    """Number of prompts being sampled at the beginning of a step, as a multiple of batch.prompts_per_step."""
     order: CollectOrder = CollectOrder.submission
-    """Which finished groups a step takes first. Vetted: submission."""
+    """Order in which a step takes finished groups. Vetted: submission."""
     partial: bool = False
-    """Whether what is unfinished when a step has its groups is aborted, kept and resumed in the next step, first."""
+    """Partial rollout: when a step has its groups, abort and keep the unfinished responses, and resume them at the
+    start of the next step."""
     max_partial_age: int = ruled(1, at_least(1, "rollout step"))
-    """Rollout steps that a token of a resumed group may be older than the step that trains on it."""
+    """Largest age of a token of a resumed group, in rollout steps before the step that trains on the token."""
 
     def conflicts(self) -> Iterator[Problem]:
         if self.partial and self.over_sampling == 1:
@@ -288,7 +294,7 @@ class CollectConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class FixedCollectConfig(CollectConfig):
-    """Every sampled group is trained on (GRPO)."""
+    """Fixed collection: a step trains on every sampled group (GRPO)."""
 
     kind: ClassVar[str] = "fixed"
 
@@ -305,12 +311,13 @@ class FixedCollectConfig(CollectConfig):
 
 @dataclass(kw_only=True, slots=True)
 class DynamicCollectConfig(CollectConfig):
-    """DAPO dynamic sampling: groups whose samples all agree are dropped and replaced by new prompts."""
+    """DAPO dynamic sampling: groups whose samples all agree are dropped, and new prompts replace them."""
 
     kind: ClassVar[str] = "dynamic"
     over_sampling: float = ruled(1.5, at_least(1))
-    """Prompts of a round, as a multiple of the groups that are missing. Vetted: 3.0 at scale."""
+    """Number of prompts per round, as a multiple of the number of missing groups. Vetted: 3.0 at scale."""
     max_rounds: int = ruled(10, at_least(1))
-    """Rounds of generation per step before the run stops with the counts. Vetted: 10."""
+    """Largest number of rounds of generation per step; if groups are still missing, the run stops with an error that
+    gives the counts. Vetted: 10."""
     min_prompts: int | None = ruled(None, at_least(1))
-    """Kept groups that suffice for a step once max_rounds is reached; null means batch.prompts_per_step."""
+    """Number of kept groups that suffices for a step after max_rounds; null means batch.prompts_per_step."""

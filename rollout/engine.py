@@ -1,9 +1,10 @@
-"""The Engine protocol: what a rollout worker can ask of an engine, whatever samples the tokens behind it.
+"""The Engine protocol: the calls of a rollout worker to its engine, the same for every kind of engine.
 
-An engine is a generator with a queue: requests are submitted and sampled while the caller does something else, and
-polled when they have ended. Weights may be replaced in between; every token carries the version that sampled it.
+An engine is a generator with a queue: the caller submits requests, the engine samples responses in the background, and
+the caller polls for finished responses. Weights may be replaced meanwhile; every token carries the policy version that
+sampled it.
 `rollout/sglang/engine.py` (a real SGLang server over HTTP) and `rollout/torch/engine.py` (embedded transformers)
-implement it; `rollout/group/worker.py` hosts one of them in a Ray actor.
+implement the protocol; `rollout/group/worker.py` hosts one engine in a Ray actor.
 """
 
 from __future__ import annotations
@@ -16,56 +17,57 @@ from typing import Protocol
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, WeightBucket
 
 POLL_S = 5.0
-"""Seconds of one poll where nothing else is to be done meanwhile."""
+"""Seconds of one poll of a caller that has no other work."""
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineInfo:
-    """What an engine says about itself once it is ready."""
+    """Description of a ready engine."""
 
     name: str
-    """"sglang 0.5.23" or "torch 2.13.0"."""
+    """Name and version of the engine: "sglang 0.5.23" or "torch 2.13.0"."""
     address: str
     """URL of the server, or "embedded"."""
     pids: tuple[int, ...]
-    """Processes that must be gone after stop()."""
+    """Process ids that must be gone after stop()."""
     start_s: float
     """Seconds from start() to ready."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WeightReport:
-    """The receipt of a weight sync: what the engine holds after it."""
+    """The receipt of a weight sync: the weights that the engine holds afterwards, and the time spent."""
 
     policy_version: int
     num_tensors: int
     num_bytes: int
     load_s: float
-    """Seconds in which the engine took the weights over."""
+    """Seconds in which the engine loaded the weights."""
     verify_s: float
     """Seconds in which digests were computed and compared."""
     in_place: bool = False
-    """Whether the engine goes on using the memory of the buckets; until the next sync it must not change."""
+    """True if the engine continues to use the memory of the buckets, which must not change until the next sync."""
     private_bytes: int | None = None
-    """Memory of the engine's processes after the load; set by the worker that hosts the engine."""
+    """Private bytes of the engine's processes after the load; set by the worker that hosts the engine."""
 
 
 class EngineError(RuntimeError):
-    """An engine failed: the message names engine, phase, policy version, what happened and its last log lines."""
+    """An engine failed: the message names engine, phase, policy version, the failure and the last log lines."""
 
 
 class WeightSyncError(EngineError):
-    """The engine does not hold the weights that were sent: names the tensor, both digests and both versions."""
+    """The engine does not hold the sent weights: the message names the tensor, both digests and both versions."""
 
 
 class BroadcastError(EngineError):
-    """Weights did not reach another machine: a member of the group died or came too late. Copies can be sent."""
+    """Weights did not reach another machine: a group member died or was late. The caller may send copies instead."""
 
 
 class Engine(Protocol):
-    """One rollout engine. Every call has a deadline and raises EngineError when it passes.
+    """One rollout engine. Every call has a deadline and raises EngineError when the deadline passes.
 
-    `submit`, `poll` and `abort` may be called by any thread, also while another verb runs; the rest by one at a time.
+    Any thread may call `submit`, `poll` and `abort`, also while another method runs; only one thread at a time may call
+    the other methods.
     """
 
     def start(self, model_path: Path) -> EngineInfo:
@@ -73,60 +75,61 @@ class Engine(Protocol):
         ...
 
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
-        """Queue requests and return at once; they are taken up in the order of submission.
+        """Queue requests and return at once; the engine serves requests in the order of submission.
 
-        `tickets` name them, one each, and are used once only. Raises ValueError for a request that can never be served
-        (none is queued then) and EngineError if the engine has failed.
+        `tickets` holds one unique number per request, never used twice. Raises ValueError for a request that can never
+        be served (no request is queued then) and EngineError if the engine has failed.
         """
         ...
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """What has ended since the last poll, each once; waits at most `timeout_s` for the first.
+        """Completions since the last poll, each returned once; waits at most `timeout_s` for the first completion.
 
         Raises EngineError if the engine has failed, or if a request took longer than rollout.generate_timeout_s,
-        counted from the time it was taken up.
+        counted from the moment the engine began to process the request.
         """
         ...
 
     def abort(self, tickets: Sequence[int] | None) -> None:
-        """End the unfinished requests among `tickets`, None for all; `poll` returns them with FinishReason.abort.
+        """End the unfinished requests among `tickets` (None: all requests).
 
-        Their generations hold the tokens so far, possibly none. Safe to call twice; unknown tickets are ignored.
+        `poll` returns the aborted requests with FinishReason.abort and the tokens so far, possibly none. Safe to call
+        twice; unknown tickets are ignored.
         """
         ...
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Submit `requests`, wait for all; one response each, in their order. For a caller that is alone."""
-        # Below zero, where no caller of `submit` has its own.
+        """Submit `requests` and wait -> one response per request, in order. Only for an engine with a single caller."""
+        # Negative tickets, because callers of `submit` use tickets >= 0.
         tickets = [-1 - position for position in range(len(requests))]
         self.submit(tickets, requests)
         return wait_for(tickets, self.poll, others=[])
 
     def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
-        """Replace all weights, drop every cache derived from the old ones, verify digests, set the version.
+        """Replace all weights, drop every cache derived from the old weights, verify digests, set the version.
 
-        Allowed while requests are unfinished: sampling pauses, what they have so far is read again with the new
-        weights, sampling goes on. Tokens that are there keep their log-probs and versions.
+        Allowed while requests are unfinished: sampling pauses, the engine computes the tokens so far again with the new
+        weights, and sampling continues. Tokens sampled before keep their log-probs and versions.
         Raises WeightSyncError naming the tensor if a digest, a name or the version disagrees.
         """
         ...
 
     def sleep(self) -> None:
-        """Give the GPU's memory back; safe to call twice. Weights may be lost: load them again after `wake`."""
+        """Free the GPU's memory; safe to call twice. Weights may be lost: load them again after `wake`."""
         ...
 
     def wake(self) -> None:
-        """Take memory for the weights again; safe to call twice. The next `load_weights` takes that of the cache."""
+        """Allocate memory for the weights; safe to call twice. The next `load_weights` allocates the KV cache."""
         ...
 
     @property
     def sampling_s(self) -> float:
-        """Seconds, since it was made, in which the engine had unfinished requests."""
+        """Seconds with unfinished requests since the engine was created."""
         ...
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights that the engine holds, as the engine itself reports it."""
+        """Version of the engine's weights, as the engine itself reports it."""
         ...
 
     def stop(self) -> None:
@@ -137,7 +140,7 @@ class Engine(Protocol):
 def wait_for(
     tickets: Sequence[int], poll: Callable[[float], list[Completion]], *, others: list[Completion]
 ) -> list[Generation]:
-    """Poll until all `tickets` have ended; their generations, in this order. What else comes is added to `others`."""
+    """Poll until all `tickets` have ended -> their generations in order; appends other completions to `others`."""
     wanted = set(tickets)
     answers: dict[int, Generation] = {}
     while len(answers) < len(wanted):
@@ -150,7 +153,7 @@ def wait_for(
 
 
 def continuation(request: GenerateRequest) -> GenerateRequest:
-    """`request` as an engine without resumed requests is asked it: what is there belongs to the prompt."""
+    """`request` for an engine that cannot resume: the resumed tokens become the end of the prompt."""
     begun = request.resumed
     if begun is None:
         return request
@@ -163,7 +166,7 @@ def continuation(request: GenerateRequest) -> GenerateRequest:
 
 
 def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
-    """The response to `request` of which `rest` was sampled last: what was resumed, then `rest`."""
+    """The whole response to `request`: the resumed tokens, then `rest`, the tokens sampled last."""
     begun = request.resumed
     if begun is None:
         return rest
@@ -177,6 +180,6 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
 
 
 def aborted(request: GenerateRequest) -> Generation:
-    """The answer to a request that was aborted before an engine took it up."""
+    """The answer to a request that was aborted before an engine began to process it."""
     nothing = Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
     return whole_response(request, nothing)

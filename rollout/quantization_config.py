@@ -1,4 +1,4 @@
-"""What `rollout/config.py` knows of quantised engines: the formats and the rules of their keys. No torch."""
+"""Configuration of quantised engines for `rollout/config.py`: the formats and the rules of their keys. No torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from enum import Enum
 from algorithms.config import Problem
 
 QUANTIZED_SGLANG_ARGS = ("json_model_override_args", "load_format")
-"""SGLang options that Parity sets for engines that take quantised weights."""
+"""SGLang options that Parity sets for engines that load quantised weights."""
 
 
 class Quantization(Enum):
-    """The grid on which the weights of an engine lie: those of attention and MLP projections."""
+    """Format of the weights of an engine's attention and MLP projections."""
 
     none = "none"
     fp8 = "fp8"
-    """8-bit floating point (e4m3), a scale per block of 128 x 128."""
+    """8-bit floating point (e4m3), one scale per block of 128 x 128."""
     int8 = "int8"
-    """8-bit integers, a scale per output channel."""
+    """8-bit integers, one scale per output channel."""
     int4 = "int4"
-    """4-bit integers, a scale per 128 inputs of an output channel: a pressure test of the correction."""
+    """4-bit integers, one scale per 128 inputs of an output channel: a stress test of the correction."""
 
 
 def eight_bit_problems(
     quantization: Quantization, engine_args: Collection[str], *, is_float32: bool
 ) -> Iterator[Problem]:
-    """Rules of SGLang engines that compute with 8-bit values."""
+    """Yield broken rules about SGLang engines that compute with 8-bit values."""
     if is_float32:
         yield Problem(
             key="dtype",

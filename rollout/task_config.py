@@ -15,26 +15,30 @@ from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 
 @dataclass(kw_only=True, slots=True)
 class RewardConfig(Checked):
-    """How a response is scored."""
+    """Scoring of a response."""
 
     function: str = "exact_match"
-    """exact_match, gsm8k, gsm8k_flexible, math, math_dapo, or a function of yours as path/to/file.py:name."""
+    """Reward function: exact_match, gsm8k, gsm8k_flexible, math, math_dapo, or a custom function as
+    path/to/file.py:name."""
     correct: float = 1.0
     """Reward of a correct answer."""
     incorrect: float = 0.0
     """Reward of a wrong answer. DAPO uses -1."""
     format_score: float | None = None
-    """Reward of a wrong answer that is stated in the form asked for; null means reward.incorrect."""
+    """Reward of a wrong answer in the required format; null means reward.incorrect."""
     overlong_buffer_tokens: int = ruled(0, at_least(0, "tokens"))
-    """Soft overlong penalty (DAPO): the last this many tokens before max_new_tokens are penalised; 0 turns it off."""
+    """Soft overlong penalty (DAPO): number of tokens before sampling.max_new_tokens over which the penalty grows; 0
+    turns the penalty off."""
     overlong_penalty: float = ruled(1.0, at_least(0))
-    """Penalty at max_new_tokens; linear over the buffer. Vetted: 1.0."""
+    """Penalty at sampling.max_new_tokens, in units of reward; grows linearly from 0 over the buffer. Vetted: 1.0."""
     num_workers: int = ruled(2, at_least(1))
-    """Processes that score; each can be killed and replaced."""
+    """Number of processes that score responses; each can be killed and replaced."""
     timeout_s: float = ruled(10.0, above(0))
-    """Deadline in seconds of one call; a response that takes longer is wrong, and counted in reward/timeouts."""
+    """Deadline in seconds of one call; a response whose scoring takes longer is wrong and is counted in
+    reward/timeouts."""
     memory_gib: float = ruled(16.0, above(0))
-    """Address space of a scoring process; one that needs more dies, and is counted in reward/crashes."""
+    """Address space of a scoring process in GiB; a process that needs more dies, and its response is counted in
+    reward/crashes."""
     max_error_fraction: float = ruled(0.05, within(0, 1))
     """Share of a step's responses for which the function may raise or return no score before the run stops."""
 
@@ -55,22 +59,22 @@ class RewardConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig(Checked):
-    """Where prompts and reference answers come from. Choose with `data=arithmetic` or `data=file`."""
+    """Source of prompts and reference answers. Choose with `data=arithmetic` or `data=file`."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticDataConfig(DataConfig):
-    """The built-in task: sums of two numbers, made on the spot, seeded; see rollout/data/arithmetic.py."""
+    """The built-in task: sums of two numbers, generated from a seed; see rollout/data/arithmetic.py."""
 
     kind: ClassVar[str] = "arithmetic"
     max_operand: int = ruled(99, within(9, 999))
-    """Largest operand; operands are drawn from 0..max_operand."""
+    """Largest operand of a sum; operands are drawn from 0..max_operand."""
     num_heldout: int = 200
-    """Problems kept for evaluation; never seen in the demonstrations or in training."""
+    """Number of problems kept for evaluation; demonstrations and training never contain them."""
     seed: int = 0
-    """Decides the split into training and held-out problems."""
+    """Seed of the split into training and held-out problems."""
 
     def conflicts(self) -> Iterator[Problem]:
         if not 1 <= self.num_heldout <= (self.max_operand + 1) ** 2 // 2:
@@ -82,16 +86,16 @@ class ArithmeticDataConfig(DataConfig):
 
 
 class OnBadRow(Enum):
-    """What is done about rows that cannot become a prompt."""
+    """Treatment of rows that cannot become a prompt."""
 
     fail = "fail"
-    """The run does not begin; all of them are reported."""
+    """The run does not begin; all bad rows are reported."""
     skip = "skip"
-    """They are left out, counted, and written to bad_rows.jsonl."""
+    """Bad rows are left out, counted, and written to bad_rows.jsonl."""
 
 
 HUB_SOURCE = re.compile(r"(?P<repo>[^:@]+)(?::(?P<config>[^:@]+))?@(?P<split>[^@]+)")
-"""`repo[:config]@split`, as in openai/gsm8k:main@train."""
+"""Source on the Hugging Face hub, `repo[:config]@split`, for example openai/gsm8k:main@train."""
 OWN_TEMPLATE_ARGUMENTS = (
     "add_generation_prompt",
     "chat_template",
@@ -99,11 +103,11 @@ OWN_TEMPLATE_ARGUMENTS = (
     "conversation",
     "tokenize",
 )
-"""Arguments of apply_chat_template() that cannot be chosen: a prompt ends where the response begins."""
+"""Arguments of apply_chat_template() that Parity sets itself, so that a prompt ends where the response begins."""
 
 
 def is_source(path: str) -> bool:
-    """Whether `path` is an existing file or has the form of a data set on the hub."""
+    """True if `path` is an existing file or has the form of a data set on the hub."""
     return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
 
 
@@ -117,25 +121,27 @@ class FileDataConfig(DataConfig):
 
     kind: ClassVar[str] = "file"
     train_path: str = ruled("", given(), remedy=_SOURCES)
-    """Training rows: a file, or repo[:config]@split."""
+    """Source of the training rows: a file, or repo[:config]@split."""
     eval_path: str = ruled("", given(), remedy=_SOURCES)
-    """Held-out rows."""
+    """Source of the held-out rows: a file, or repo[:config]@split."""
     prompt_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
-    """Column with the prompt (text, or chat messages); a+b joins the texts of two; null recognises the layout."""
+    """Column with the prompt (text, or chat messages); a+b joins the texts of two columns; null recognises the
+    layout."""
     answer_key: str | None = ruled(None, _COLUMN, remedy="Use null to recognise the layout.")
     """Column with the reference answer, a.b for the field b of the column a; null recognises the layout."""
     instruction: str = ""
-    """Appended to every text prompt after a space; empty for none."""
+    """Text appended to every text prompt after a space; an empty text appends nothing."""
     chat_template: bool = True
-    """Whether text prompts are wrapped as a user message with the tokenizer's chat template."""
+    """Wrap text prompts as a user message with the tokenizer's chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as {enable_thinking: false}."""
+    """Variables for the chat template, for example {enable_thinking: false}."""
     max_prompt_tokens: int = ruled(1024, at_least(1))
-    """Longer prompts are bad rows."""
+    """Largest number of tokens of a prompt; rows with longer prompts are bad rows."""
     on_bad_row: OnBadRow = OnBadRow.fail
-    """fail reports all bad rows and ends; skip leaves them out and writes them to bad_rows.jsonl."""
+    """Treatment of rows that cannot become a prompt: fail reports all bad rows and ends the run; skip leaves the rows
+    out and writes them to bad_rows.jsonl."""
     keep_eval_duplicates: bool = False
-    """Whether held-out sets keep rows that repeat prompt and answer; eval.samples asks a prompt more than once."""
+    """Keep rows of a held-out set that repeat prompt and answer. To sample a prompt several times, set eval.samples."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):

@@ -1,8 +1,8 @@
-"""The nouns of a rollout: Prompt -> GenerateRequest -> Generation -> Sample -> SampleGroup. Plain, picklable, no torch.
+"""Data types of a rollout: Prompt -> GenerateRequest -> Generation -> Sample -> SampleGroup. Picklable, no torch.
 
-Requests and generations are lists, as engines and functions of the user write them. A `Sample` holds arrays: the driver
-goes over every token of a step several times. Each of them has len(token_ids) entries, and index t describes token t.
-T: tokens of one sample (prompt and response), R: response tokens.
+Requests and generations hold lists, as engines and custom functions produce them. A `Sample` holds arrays, because the
+driver reads every token of a step several times. Each array has len(token_ids) entries, and index t describes token t.
+T: tokens of one sample (prompt and response), R: response tokens, P: prompt tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from rollout.config import Quantization
 
 MAX_LOGPROB = 1e-4
-"""A log-prob may exceed 0 by rounding only."""
+"""Largest valid log-prob: a log-prob may exceed 0 by rounding only."""
 
 
 class FinishReason(Enum):
-    """Why a response ended."""
+    """Reason why a response ended."""
 
     stop = "stop"
-    """The model emitted the end-of-sequence token; it is part of the response and is trained."""
+    """The model emitted the end-of-sequence token, which is part of the response and is trained."""
     length = "length"
-    """max_new_tokens was reached: the response is truncated."""
+    """The response reached max_new_tokens and is truncated."""
     abort = "abort"
-    """The engine gave the request up before it was complete."""
+    """The engine ended the request before the response was complete."""
     failed = "failed"
     """The rollout function of an episode failed; see rollout/episodes/."""
 
@@ -40,21 +40,21 @@ class Prompt:
     prompt_id: int
     """Position in the dataset; stable over epochs and restarts."""
     token_ids: list[int]
-    """[P] what the engine is given, special tokens included."""
+    """[P] token ids that the engine receives, special tokens included."""
     text: str
     """The prompt as text, for the sample log."""
     answer: str
-    """The reference answer that the reward compares with."""
+    """The reference answer for the reward."""
     row: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the row as plain JSON values, for functions of the user."""
+    """The other columns of the row as plain JSON values, for custom functions."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How one response is sampled. The engine's log-prob is after temperature, before any truncation."""
+    """Sampling parameters of one response. The engine's log-prob is after temperature, before any truncation."""
 
     temperature: float
-    """Divides the logits; 0 means greedy."""
+    """Divisor of the logits; 0 means greedy."""
     max_new_tokens: int
     """Upper bound on R."""
     seed: int
@@ -63,36 +63,36 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a response, the tokenizer's end-of-sequence among them."""
+    """Token ids that end a response, including the tokenizer's end-of-sequence token."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GenerateRequest:
-    """One response to be sampled."""
+    """Request for one response."""
 
     prompt_id: int
     sample_index: int
-    """0 .. group_size - 1: which sample of the group."""
+    """Index of the sample in its group, 0 .. group_size - 1."""
     prompt_token_ids: list[int]
     sampling: SamplingParams
-    """`max_new_tokens` bounds the whole response, the tokens of `resumed` included."""
+    """Sampling parameters; `max_new_tokens` bounds the whole response, the tokens of `resumed` included."""
     resumed: Generation | None = None
-    """The first part of the response, where it was aborted before: the engine samples the rest."""
+    """First part of a response that was aborted before; the engine samples the rest. None for a new response."""
     answer: str = ""
-    """The reference answer, for rollout functions; engines do not look at it."""
+    """The reference answer, for rollout functions; engines ignore it."""
     row: dict[str, Any] = field(default_factory=dict)
-    """As Prompt.row, for rollout functions; engines are not sent it."""
+    """Columns as in Prompt.row, for rollout functions; not sent to engines."""
 
     def for_engine(self) -> GenerateRequest:
-        """The request without what engines have no use for, which may be large."""
+        """The request without `row`, which may be large and which engines do not use."""
         return replace(self, row={}) if self.row else self
 
 
 @dataclass(kw_only=True, slots=True)
 class Generation:
-    """What an engine returned for one request. Tokens in, tokens out: never re-tokenized text.
+    """The response of an engine to one request. Tokens in, tokens out: never re-tokenized text.
 
-    The whole response, also where a part of it was sampled earlier or under other weights.
+    A generation always holds the whole response, also if a part was sampled earlier or under other weights.
     """
 
     token_ids: list[int]
@@ -103,29 +103,29 @@ class Generation:
     """[R] policy version of the weights that sampled each token."""
     finish_reason: FinishReason
     sampled: list[bool] | None = None
-    """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all of them."""
+    """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all tokens."""
 
     @property
     def policy_version(self) -> int:
-        """The oldest version of the response. Raises ValueError for an empty one."""
+        """The oldest policy version in the response. Raises ValueError for an empty response."""
         return min(self.token_versions)
 
     @property
     def num_sampled(self) -> int:
-        """Tokens that the model sampled: what a rollout function wrote costs no sampling and is not trained on."""
+        """Number of tokens that the model sampled; tokens that a rollout function wrote are not trained on."""
         return len(self.token_ids) if self.sampled is None else sum(self.sampled)
 
 
 class Completion(NamedTuple):
-    """The answer to a request that was submitted, complete or aborted."""
+    """The answer to a submitted request, complete or aborted."""
 
     ticket: int
-    """As it was submitted under."""
+    """Ticket under which the request was submitted."""
     generation: Generation
 
 
 def are_logprobs(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which of `values` [N] are log-probabilities: numbers, finite, and at most 0 but for rounding -> [N]."""
+    """[N] True where an entry of `values` [N] is a log-probability: a finite number, at most 0 up to rounding."""
     return np.isfinite(values) & (values <= MAX_LOGPROB)
 
 
@@ -136,7 +136,7 @@ class Sample:
     prompt_id: int
     sample_index: int
     token_ids: NDArray[np.int64]
-    """[T] prompt and everything after it."""
+    """[T] token ids of the prompt and of all tokens after it."""
     response_mask: NDArray[np.bool_]
     """[T] True where pi_rollout sampled the token. Never overwritten."""
     rollout_logprobs: NDArray[np.float64]
@@ -147,12 +147,12 @@ class Sample:
     text: str = ""
     """The decoded response, for rewards and the sample log only: never tokenized again."""
     reward: float | None = None
-    """What the advantage is computed from (shaped: task reward plus penalties)."""
+    """Reward from which the advantage is computed (shaped: task reward plus penalties)."""
     correct: bool | None = None
-    """Whether the task's own check passed (unshaped); dynamic sampling and accuracy look at this."""
+    """True if the task's own check passed (unshaped); dynamic sampling and accuracy read this field."""
 
     def __post_init__(self) -> None:
-        """Takes sequences of numbers too. Raises ValueError for what cannot be trained on."""
+        """Convert sequences of numbers to arrays. Raises ValueError for a sample that cannot be trained on."""
         self.token_ids = np.asarray(self.token_ids, dtype=np.int64)
         self.response_mask = np.asarray(self.response_mask, dtype=np.bool_)
         self.rollout_logprobs = np.asarray(self.rollout_logprobs, dtype=np.float64)
@@ -178,7 +178,7 @@ class Sample:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Whether every field is the same, number by number."""
+        """True if all fields are equal, number by number."""
         if not isinstance(other, Sample):
             return NotImplemented
         return all(np.array_equal(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
@@ -189,7 +189,7 @@ class Sample:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first that was sampled."""
+        """Number of tokens before the first sampled token."""
         return int(self.response_mask.argmax())
 
     @property
@@ -200,7 +200,7 @@ class Sample:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version of the response."""
+        """The oldest policy version in the response."""
         return int(self.response_versions.min())
 
 
@@ -213,7 +213,7 @@ class SampleGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Rewards of all samples; raises if one has not been scored."""
+        """Rewards of all samples. Raises ValueError if a sample has not been scored."""
         rewards = [sample.reward for sample in self.samples]
         missing = [i for i, reward in enumerate(rewards) if reward is None]
         if missing:
@@ -223,7 +223,7 @@ class SampleGroup:
 
 @dataclass(kw_only=True, slots=True)
 class TensorSpec:
-    """Where one tensor lies in a weight bucket."""
+    """Position and digest of one tensor in a weight bucket."""
 
     name: str
     """Hugging Face parameter name."""
@@ -239,7 +239,7 @@ class TensorSpec:
 
 @dataclass(kw_only=True, slots=True)
 class BucketSpec:
-    """Some of the policy's tensors, and where they lie one after the other."""
+    """Positions of some of the policy's tensors, one after the other."""
 
     start: int
     """First byte within the region."""
@@ -249,27 +249,27 @@ class BucketSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionAddress:
-    """Memory of another process of this machine that holds weights; see rollout/weights/shared_weights.py."""
+    """Address of memory with weights in another process of this machine; see rollout/weights/shared_weights.py."""
 
     path: str
-    """Opened while the process that wrote it lives."""
+    """Path of the memory file; valid while the process that wrote it lives."""
     region_id: str
-    """Random: tells the region from whatever else may come to lie under `path`."""
+    """Random id that distinguishes the region from any later file under the same `path`."""
     num_bytes: int
-    """Of the weights."""
+    """Bytes of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationReport:
-    """What one sync lost to the grid of quantised engines."""
+    """Quantisation error introduced by one weight sync."""
 
     quantization: Quantization
     errors: dict[str, float]
-    """Name -> norm of (held - policy's) / norm of the policy's, of every quantised tensor."""
+    """Name of a quantised tensor -> norm of (engine's tensor - policy's tensor) / norm of the policy's tensor."""
 
     @property
     def error_mean(self) -> float:
-        """Over tensors."""
+        """Mean relative error over the quantised tensors."""
         return sum(self.errors.values()) / len(self.errors)
 
     @property
@@ -289,26 +289,26 @@ class QuantizationReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastAddress:
-    """Where the receivers of weights meet their sender."""
+    """Address at which the receivers of weights meet the sender."""
 
     host: str
     port: int
     num_receivers: int
     timeout_s: float
-    """Bounds every broadcast of all weights, the first one with the forming of the group."""
+    """Deadline in seconds of every broadcast of all weights; for the first broadcast, forming the group included."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SharedWeights:
-    """What engines of the trainer's machine are sent instead of the weights."""
+    """Announcement of one version of the weights in shared memory, sent to engines instead of the weights."""
 
     address: RegionAddress
     policy_version: int
     buckets: list[BucketSpec]
     quantization: QuantizationReport | None = None
-    """What these weights lost to a grid; None for plain weights."""
+    """Quantisation error of these weights; None for plain weights."""
     broadcast: BroadcastAddress | None = None
-    """Where workers of other machines get the weights; None if nobody receives them."""
+    """Address at which workers of other machines receive the weights; None without receivers."""
 
     @property
     def num_tensors(self) -> int:
@@ -321,12 +321,12 @@ class WeightBucket:
 
     policy_version: int
     index: int
-    """0 .. num_buckets - 1."""
+    """Index of the bucket, 0 .. num_buckets - 1."""
     num_buckets: int
     tensors: list[TensorSpec]
     data: np.ndarray
     """[num_bytes] uint8; read-only on the receiving side."""
     region: RegionAddress | None = None
-    """Where other processes of this machine can map `data`; None if it is memory of this process alone."""
+    """Region from which other processes of this machine can map `data`; None if `data` is private memory."""
     start: int = 0
     """First byte of `data` within `region`."""
