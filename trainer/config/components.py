@@ -41,7 +41,7 @@ class RunConfig(Checked):
     num_steps: int = ruled(40, at_least(1))
     """Number of rollout steps; a rollout step is one collection of prompts and one or more optimizer steps."""
     resume: Resume = Resume.never
-    """Treatment of an earlier run in run.dir: never refuses it, auto continues it, clean moves it aside."""
+    """Treatment of an earlier run in run.dir: refuse it (never), continue it (auto) or move it aside (clean)."""
 
 
 @dataclass(kw_only=True, slots=True)
