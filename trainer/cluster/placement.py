@@ -39,16 +39,16 @@ ONEDNN_KERNELS = 32
 """Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
 that it keeps otherwise take hundreds of MiB within a hundred steps."""
 RANK_KERNELS = 32
-"""Of the 1,024 that torch keeps in front of oneDNN, for a rank: there a bfloat16 product of a shape that never comes
-again costs 0.2 MiB. Engines keep all, for their batch sizes come again and again."""
+"""Kernels that a rank keeps of the 1,024 that torch keeps in front of oneDNN: in that cache, a bfloat16 product of a
+shape that never comes again costs 0.2 MiB. Engines keep all 1,024, for their batch sizes come again and again."""
 
 SPINS = 2000
 """Looks that a waiting OpenMP thread (GNU's) takes before it sleeps: tens of microseconds, about what it takes to wake
 one that sleeps. A decoding step is hundreds of operations that are not much longer."""
 RANK_HEAP = f"glibc.malloc.mmap_threshold={2**40}:glibc.malloc.trim_threshold={2**40}:glibc.malloc.hugetlb=1"
-"""How glibc keeps the memory of a rank on a CPU: all of it on the heap, so that tensors of tens of MiB find the pages
-of those before them instead of new ones from the kernel, and in pages of 2 MiB where the kernel has them. What is free
-is given back by `rollout/processes/process_memory.py`."""
+"""Settings with which glibc keeps the memory of a rank on a CPU: all memory on the heap, so that tensors of tens of MiB
+reuse the pages of earlier tensors instead of new pages from the kernel, and in pages of 2 MiB where the kernel has
+such pages. `rollout/processes/process_memory.py` gives free memory back."""
 
 
 class PlacementError(RuntimeError):
@@ -71,7 +71,7 @@ def bundle_numbers(config: TrainConfig) -> list[int]:
 
 
 def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
-    """What Ray has to reserve together, bundle by bundle; a bundle is on one machine."""
+    """Return the resources of the bundles that Ray has to reserve together; a bundle is on one machine."""
     numbers = bundle_numbers(config)
     bundles: list[list[dict[str, float]]] = [[] for _ in range(max(numbers) + 1)]
     for number, resources in zip(numbers, worker_resources(config), strict=True):
@@ -214,7 +214,8 @@ class Cluster:
                     cleanup.callback(group.stop)
 
     def metrics(self) -> dict[str, float | None]:
-        """Of the step: seconds in which sides moved on and off shared GPUs, part of the phases too; lost engines."""
+        """Return the metrics of the step: seconds in which sides moved on and off shared GPUs, which are part of the
+        phases too; engines started anew and requests given to another engine."""
         engines = {} if self._engines is None else self._engines.metrics()
         return self._turns.metrics() | engines
 
@@ -292,7 +293,7 @@ class Cluster:
         return plan.takes_turns
 
     def _rendezvous(self) -> str:
-        """Where the ranks meet: a file on one machine, a port on the machine of rank 0 across machines.
+        """Return the rendezvous of the ranks: a file on one machine, a port on the machine of rank 0 across machines.
 
         The store behind a port listens on every interface and knows no password; a file cannot be reached.
         """
@@ -303,7 +304,7 @@ class Cluster:
         return f"file://{self._meeting_file}"
 
     def _host(self) -> str:
-        """How other machines of the cluster reach rank 0's."""
+        """Return the address at which other machines of the cluster reach the machine of rank 0."""
         if self._config.cluster.address is None:
             return LOOPBACK[0]
         [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]

@@ -100,7 +100,7 @@ class PolicyGroup:
         return answers[0]
 
     def ceilings(self) -> tuple[Ceilings | None, Ceilings | None]:
-        """What one rank and one engine can do at most, as rank 0 measures it while the others rest."""
+        """Return the ceilings of one rank and one engine, as rank 0 measures them while the other ranks rest."""
         refs = [self._workers[0].ceilings.remote()]
         [found] = gather(refs, names=self._names[:1], phase="ceilings", deadline_s=CEILINGS_TIMEOUT_S)
         of_rank, of_engine = found
@@ -152,7 +152,7 @@ class PolicyGroup:
         self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
 
     def saved_checkpoint(self, *, wait: bool) -> list[ShardReport] | None:
-        """What every rank wrote in the last save; None while one is still writing, unless `wait`."""
+        """Return every rank's report of the last save; None while a rank is still writing, unless `wait`."""
         refs = [worker.saved_checkpoint.remote(wait) for worker in self._workers]
         reports = self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
         return None if None in reports else reports

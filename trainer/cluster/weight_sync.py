@@ -44,7 +44,7 @@ class SyncReport:
     verify_s: float
     """Seconds of the slowest engine's verification."""
     quantization: QuantizationReport | None = None
-    """What the weights lost, if the engines are quantised."""
+    """Error of the weights that the engines hold, if the engines are quantised."""
 
     @property
     def gb_per_s(self) -> float:
@@ -63,7 +63,7 @@ class SyncReport:
 
     @property
     def transport(self) -> str:
-        """How the weights reached the engines."""
+        """Ways in which the weights reached the engines, with the number of engines of each way."""
         copied = self.num_engines - self.num_mapped - self.num_broadcast
         counts = {Way.mapped: self.num_mapped, Way.broadcast: self.num_broadcast, Way.copied: copied}
         return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)

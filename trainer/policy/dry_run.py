@@ -22,12 +22,12 @@ from trainer.policy.optimizer_state import Trainable
 from trainer.rundir.wording import size
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-"""What the messages of torch's allocators have in common; on a CPU there is no type of its own."""
+"""Substrings of the out-of-memory messages of torch's allocators; on a CPU the error has no type of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRunReport:
-    """What a micro-batch at the cap took."""
+    """Tokens, seconds and memory of a micro-batch at the cap."""
 
     num_tokens: int
     seconds: float

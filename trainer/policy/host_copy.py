@@ -35,7 +35,7 @@ class HostCopy:
 
     @property
     def holds(self) -> bool:
-        """Whether tensors were moved out and not yet back."""
+        """True if tensors were moved out and are not back yet."""
         return bool(self._moved)
 
     @torch.no_grad()

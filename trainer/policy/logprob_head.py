@@ -32,14 +32,14 @@ GPU_BLOCK_ELEMENTS = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOptions:
-    """How the head is applied."""
+    """Options with which the head is applied."""
 
     temperature: float
     """Divides the logits, > 0."""
     chunk_tokens: int
     """Tokens whose full-vocabulary logits exist at a time, >= 1."""
     entropy_grad: bool = False
-    """Whether the entropy has a gradient."""
+    """True if the entropy has a gradient."""
     float32: bool = False
     """Head product in float32 whatever the dtype of the hidden states; holds a float32 copy of the weight meanwhile."""
 
@@ -68,7 +68,7 @@ def token_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Statistics:
-    """What the softmax of a row comes down to: [N, 1] each, float32."""
+    """Statistics of the softmax of every row: [N, 1] each, float32."""
 
     maximum: Tensor
     total: Tensor

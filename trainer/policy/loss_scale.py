@@ -27,7 +27,7 @@ class LossScale:
 
     @property
     def at_floor(self) -> bool:
-        """Whether a smaller scale cannot help."""
+        """True if the scale is at its floor, where a smaller scale cannot help."""
         return self.value <= FLOOR
 
     def after_overflow(self) -> None:

@@ -90,14 +90,15 @@ def _offload(mesh: DeviceMesh, *, on_host: bool) -> OffloadPolicy:
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over ranks; only the last one of an optimizer step has to."""
+    """Set whether the next backward reduces gradients over ranks; only the last backward of an optimizer step
+    has to."""
     if not isinstance(model, FSDPModule):
         raise TypeError("the model is not sharded yet")
     model.set_requires_gradient_sync(enabled)
 
 
 def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
-    """What `full_tensors` will yield, in its order."""
+    """List name, dtype and shape of every tensor that `full_tensors` yields, in the same order."""
     named = model.causal_lm.named_parameters()
     return [TensorShape(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in named]
 

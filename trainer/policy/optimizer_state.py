@@ -73,7 +73,7 @@ class Trainable(Generic[ModelT]):
 
     @property
     def loss_scale(self) -> float | None:
-        """What the loss is multiplied by before its backward pass; None where the dtype needs no scale."""
+        """Factor that multiplies the loss before its backward pass; None where the dtype needs no scale."""
         return None if self._scale is None else self._scale.value
 
     def set_learning_rate(self, rate: float) -> None:
@@ -82,8 +82,8 @@ class Trainable(Generic[ModelT]):
 
     @property
     def loss_factor(self) -> float:
-        """What `backward` multiplies a loss with: FSDP averages gradients over ranks, but the denominators are global,
-        so the sum is wanted. In float16 the loss scale comes on top."""
+        """Factor by which `backward` multiplies a loss. FSDP averages gradients over ranks, but the denominators are
+        global, so the factor turns the average into a sum. In float16 the factor includes the loss scale."""
         return float(dist.get_world_size()) * (self.loss_scale or 1.0)
 
     def zero_grad(self) -> None:
@@ -104,7 +104,7 @@ class Trainable(Generic[ModelT]):
         return clip_gradients(self.model, self._config.max_grad_norm)
 
     def overflowed(self, norm: float) -> bool:
-        """Whether a gradient `norm` that is not finite is for the loss scale to correct."""
+        """True if the gradient `norm` is not finite and the loss scale can still shrink to correct the overflow."""
         return self._scale is not None and not self._scale.at_floor and not math.isfinite(norm)
 
     def update(self, norm: float) -> bool:

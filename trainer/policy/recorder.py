@@ -1,4 +1,4 @@
-"""What one rank keeps of a step that is written down, and its file: safetensors, one per rank.
+"""Collects one rank's part of a recorded step and writes the part to a safetensors file, one file per rank.
 
     <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `OF_BATCH`, `OF_SCORES`, and
                                               token_ids [T] int32, cu_seqlens [N+1] int32, response_mask [T] bool,
@@ -6,9 +6,10 @@
                                               sample_numbers [N] int64
     samples/<name>                            StepSamples, in the file of rank 0
 
-Micro-batches keep their boundaries and their order: sums over them, made again, are the same to the last bit. Tensors
-that are 0 off the response mask are stored for response tokens only. Used by `trainer/policy/step.py`;
-`trainer/replay/recorded.py` reads it. T: packed tokens, R: response tokens, N: sequences, S: samples.
+Micro-batches keep their boundaries and their order, so sums over the micro-batches, made again, are the same to the
+last bit. Tensors that are 0 off the response mask are stored for response tokens only. Used by
+`trainer/policy/step.py`; `trainer/replay/recorded.py` reads the file. T: packed tokens, R: response tokens, N:
+sequences, S: samples.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ SAMPLES = ("rewards", "group_ids", "num_tokens", "lags")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DumpReport:
-    """What became of one rank's part of a dump."""
+    """Outcome of writing one rank's part of a dump."""
 
     rank_file: RankFile | None
     """None after an error."""
     error: str | None
     num_tokens: int
-    """Of the rank, prompts included."""
+    """Tokens of the rank, prompts included."""
     write_s: float
 
 

@@ -1,4 +1,4 @@
-"""What one rank writes to a checkpoint and takes back: its shards of a state dict, and its random number generators.
+"""Saves and loads one rank's part of a checkpoint: its shards of a state dict, and its random number generators.
 
     <policy>/__<rank>_<n>.distcp, .metadata    torch.distributed.checkpoint
     <policy>/rng_<rank>.json                   trainer/policy/rng.py
@@ -33,7 +33,7 @@ _SHOWN_ERRORS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
-    """What became of one rank's part of a checkpoint."""
+    """Outcome of writing one rank's part of a checkpoint."""
 
     files: dict[str, FileRecord]
     """Every file that this rank wrote, by name; on the disk. Empty after an error."""
@@ -80,7 +80,7 @@ class ShardWriter:
         self._running.set_result(self._finish(write, rng, path, started))
 
     def report(self, *, wait: bool) -> ShardReport | None:
-        """What became of the last save; None while it is being written, unless `wait`.
+        """Return the report of the last save; None while the save is being written, unless `wait`.
 
         Raises TimeoutError if the wait takes longer than `timeout_s`.
         """

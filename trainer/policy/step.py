@@ -259,7 +259,7 @@ def trainer_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
 
 
 def is_measured(micro: MicroBatch, *, index: int) -> bool:
-    """Whether the mismatch of a micro-batch of optimizer step `index` is measured.
+    """True if the mismatch of a micro-batch of optimizer step `index` is measured.
 
     Without a stored pi_old, later optimizer steps would show the mismatch and the drift of the policy together.
     """
@@ -312,7 +312,8 @@ def step_loss(
 
 
 def correction_counts(config: TrainConfig, micro: MicroBatch, correction: Correction) -> Tensor:
-    """What the factor of the optimizer step is computed from -> [NUM_COUNTS] float64, summed over micro-batches."""
+    """Return the counts of a micro-batch -> [NUM_COUNTS] float64. Their sum over micro-batches determines the factor of
+    the optimizer step."""
     kept_per_sequence = segment_sum(correction.keep.double(), micro.cu_seqlens)
     kept = torch.stack([kept_per_sequence.sum(), (kept_per_sequence > 0).sum().double()])
     return torch.cat([kept, weight_total(config.correction.spec(), correction, cu_seqlens=micro.cu_seqlens)])

@@ -144,7 +144,7 @@ class StepStats:
             self._reference = self._reference.merge(other._reference)
 
     def metrics_here(self) -> dict[str, float | None]:
-        """What was counted here as metrics, without asking other ranks. Reads the device."""
+        """Return the counts of this process as metrics, without asking other ranks. Reads the device."""
         loss, mismatch = self._counted()
         floor_sum, floor_count = self._floor.tolist()
         num_steps = len(self._factors)
@@ -168,7 +168,7 @@ class StepStats:
         return self._loss, self._mismatch
 
     def _sums(self) -> Iterator[Tensor]:
-        """What adds up over ranks, in an order that all of them have."""
+        """Yield the tensors that add up over ranks, in the same order on every rank."""
         loss, mismatch = self._counted()
         yield from (loss.sums, mismatch.sums, self._floor)
         if self._reference is not None:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySetup:
-    """What a rank needs to join the group."""
+    """Settings that a rank needs to join the group."""
 
     config: TrainConfig
     model_path: Path
@@ -52,7 +52,7 @@ class PolicySetup:
     num_threads: int
     """Torch threads on a CPU."""
     host: str = "127.0.0.1"
-    """How other machines reach rank 0's."""
+    """Address at which other machines reach the machine of rank 0."""
     engine_threads: int = 1
     """Compute threads of a rollout engine on a CPU, for its ceilings."""
     critic_path: Path | None = None
@@ -61,12 +61,12 @@ class PolicySetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyInfo:
-    """What a rank says about itself once it is ready."""
+    """Facts that a rank reports about itself once the rank is ready."""
 
     rank: int
     pid: int
     num_parameters: int
-    """Of the whole model."""
+    """Parameters of the whole model."""
     device_bytes: int | None
     """Memory of the rank's GPU; None on a CPU."""
 
@@ -195,7 +195,7 @@ class PolicyWorker:
         self._shards.save(state, path, asynchronous=asynchronous)
 
     def saved_checkpoint(self, wait: bool) -> ShardReport | None:
-        """What this rank wrote in the last save; None while it is writing, unless `wait`."""
+        """Return this rank's report of the last save; None while the rank is writing, unless `wait`."""
         return self._shards.report(wait=wait)
 
     def load_checkpoint(self, path: Path, step: int) -> bool:
@@ -218,13 +218,13 @@ class PolicyWorker:
         )
 
     def _learnt(self) -> dict[str, Trainable[ScoringModel] | Critic]:
-        """What a checkpoint holds, by name."""
+        """Return the trained models that a checkpoint holds, by name."""
         return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
 
     def ceilings(self) -> tuple[Ceilings, Ceilings | None]:
-        """What a rank, and an engine, can do at most: measured once per hardware, then cached.
+        """Return the ceilings of a rank and of an engine: measured once per hardware, then cached.
 
-        The engine's are unknown where it has a GPU and the ranks have none.
+        The ceilings of an engine are unknown where the engine has a GPU and the ranks have none.
         """
         setup, rollout = self._setup, self._config.rollout
         of_rank = find_ceilings(setup.device, num_threads=setup.num_threads)

@@ -1,8 +1,8 @@
-"""What a step took against what it had to take: fractions of the floor, MFU, tokens/s, memory.
+"""Compares the cost of a step with the least possible cost: fractions of the floor, MFU, tokens/s, memory.
 
 Ceilings (measured once, `trainer/limits/ceilings.py`) and the model's sizes are known at the start; after every step
-the lengths that were sampled and trained on give the floors (`trainer/limits/floors.py`), and floor / seconds the
-fractions.
+the lengths that were sampled and trained on give the floors (`trainer/limits/floors.py`), and floor / seconds gives
+the fractions.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ SLOW_TYPE = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """What the run computes on; None where it is unknown, and then the fractions that need it are."""
+    """Model and ceilings of the devices that the run computes on. An unknown part is None, and then the fractions that
+    need the part are None."""
 
     shape: ModelShape | None
     policy: Ceilings | None
-    """Of one rank."""
+    """Ceilings of one rank."""
     engine: Ceilings | None
-    """Of one engine."""
+    """Ceilings of one engine."""
 
 
 def look_at_hardware(model_path: Path, policy: PolicyGroup) -> Hardware:
@@ -100,7 +101,7 @@ class StepAccounting:
         )
 
     def assumptions(self) -> list[str]:
-        """What the fractions stand on, a line each; printed once and kept with the run."""
+        """Return the assumptions behind the fractions, a line each; printed once and kept with the run."""
         shape, policy, engine = self._hardware.shape, self._hardware.policy, self._hardware.engine
         if shape is None or policy is None:
             return ["limits: unknown, so no fractions of them"]
@@ -190,7 +191,7 @@ class StepAccounting:
     # ---------------------------------------------------------------- floors of the phases
 
     def _policy_rates(self) -> Rates | None:
-        """Of all ranks together."""
+        """Return the rates of all ranks together."""
         policy, ranks = self._hardware.policy, self._config.policy.num_workers
         if policy is None:
             return None

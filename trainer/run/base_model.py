@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 """Part of the cache key; raise it when the task, the model or its training changes."""
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
-"""What a complete entry holds besides the manifest."""
+"""Files that a complete entry holds besides the manifest."""
 HEAD_SIZE = 32
 MAX_POSITIONS = 256
 NUM_THREADS = 1

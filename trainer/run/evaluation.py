@@ -42,7 +42,7 @@ RESULT_FILE, ROWS_FILE = "eval.json", "eval.jsonl"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated:
-    """What `parity eval` found and where it wrote it."""
+    """Results of `parity eval`, and the path of the file that holds the results."""
 
     results: dict[str, EvalResult]
     """By name of the set."""
@@ -132,7 +132,8 @@ def evaluate_model(
 def _model_directory(
     config: TrainConfig, source: WeightsSource, directory: Path, *, say: Callable[[str], None]
 ) -> tuple[Path | None, Checkpoint | None]:
-    """Where the engines find the weights, None for the model of the config; and the checkpoint that they are of."""
+    """Return the directory of the weights for the engines, None for the model of the config; and the checkpoint that
+    the weights are of."""
     match source.kind:
         case SourceKind.base:
             return None, None
@@ -164,7 +165,7 @@ def _source_record(source: WeightsSource, checkpoint: Checkpoint | None) -> dict
 
 
 def _conditions(config: TrainConfig, task: Task, infos: list[EngineInfo]) -> dict[str, object]:
-    """What decides the responses besides weights and prompts."""
+    """Return the settings that decide the responses besides weights and prompts."""
     sampling = config.eval_sampling
     return {
         "seed": config.run.seed,

@@ -38,7 +38,7 @@ class Guard:
         return {}, []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a run that goes on needs, as JSON values; None without a guard."""
+        """Return the state that a resumed run needs, as JSON values; None without a guard."""
         return None
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> list[str]:

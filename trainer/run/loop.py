@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What the steps of a run work with."""
+    """Objects that the steps of a run work with."""
 
     config: TrainConfig
     task: Task
@@ -74,12 +74,12 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """Where a finished run left its results."""
+    """Locations of the results of a finished run."""
 
     run_dir: Path
     report_path: Path
     was_complete: bool = False
-    """Whether it had taken all its steps before and saved the last, so that nothing was started."""
+    """True if the run had taken all its steps before and saved the last step, so that nothing was started."""
 
 
 def train(config: TrainConfig) -> RunResult:
@@ -238,7 +238,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
 
 
 def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> RunState:
-    """What a run that goes on after `step` needs besides what the ranks hold."""
+    """Return the state that a run resumed after `step` needs besides the state that the ranks hold."""
     return RunState(
         step=step,
         policy_version=policy_version,
@@ -260,7 +260,7 @@ def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> 
 
 
 def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
-    """Whether a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
+    """True if a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
     every = config.checkpoint.every
     return every > 0 and (last or step % every == 0)
 
@@ -300,7 +300,7 @@ def build_batch(config: TrainConfig, collected: Collected, policy_version: int, 
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """Whether the policy is evaluated after `step`: every `eval.every` steps (not the first), and after the last."""
+    """True if the policy is evaluated after `step`: every `eval.every` steps (not the first), and after the last."""
     due = config.eval.every > 0 and step % config.eval.every == 0
     return (due and step > 1) or step == config.run.num_steps
 

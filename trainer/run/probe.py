@@ -36,7 +36,8 @@ bfloat16 differ by less than a third of it, a log-prob at the wrong temperature 
 FLOAT32_TOLERANCE = 1e-3
 """Kernels add up in different orders; more than that is not rounding in float32."""
 QUANTIZED_TOLERANCE = {Quantization.fp8: 0.25, Quantization.int8: 0.25, Quantization.int4: 0.5}
-"""Where every engine is quantised. On the arithmetic model the mean is below a tenth of it."""
+"""Tolerances where every engine is quantised. On the arithmetic model the mean difference is below a tenth of the
+tolerance."""
 CLEARLY_BETTER = 3.0
 """An explanation is found if the difference is smaller by this factor under it."""
 MIN_TOKENS_OF_ONE = 8
@@ -49,7 +50,7 @@ class ProbeError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeReport:
-    """What the probe found."""
+    """Result of the probe."""
 
     num_samples: int
     num_tokens: int
@@ -151,7 +152,8 @@ def tolerance_of(config: TrainConfig) -> float:
 
 
 def rounding_tolerance(dtype: DType, temperature: float) -> float:
-    """What rounding in `dtype` can explain, in nats. Logits are divided by the temperature, and so are their errors."""
+    """Return the largest mean |difference| that rounding in `dtype` can explain, in nats. Logits are divided by the
+    temperature, and so are their errors."""
     roundings = ROUNDINGS * torch.finfo(DTYPES[dtype.name]).eps
     return max(FLOAT32_TOLERANCE, roundings) / min(1.0, temperature)
 

@@ -1,4 +1,4 @@
-"""Where the seconds of a step went."""
+"""Measures the seconds of a step by phase."""
 
 from __future__ import annotations
 

@@ -20,12 +20,13 @@ from trainer.rundir.run_dir import write_whole
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""What is fetched of a hub model: safetensors weights, configuration and tokenizer; never pickles or code."""
+"""Patterns of the files that are fetched of a hub model: safetensors weights, configuration and tokenizer; never
+pickles or code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What a run works on."""
+    """Model, data and scorer that a run works on."""
 
     model_path: Path
     """Local Hugging Face directory; trainer and engines load the same files."""
@@ -109,7 +110,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
 
 
 def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
-    """What there is to say about the data, a line each; skipped rows are written to bad_rows.jsonl in `run_dir`."""
+    """Return the notes about the data, a line each; write skipped rows to bad_rows.jsonl in `run_dir`."""
     notes = [f"data: {note}" for note in dataset.notes]
     if dataset.skipped:
         path = run_dir / BAD_ROWS_FILE

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics and samples, the console and W&B. `tracker.py` is the entry."""
+"""Output of a run: metrics and samples, the console and W&B. `tracker.py` is the entry."""

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: start-up phases, one line per step, and a progress bar on a terminal.
+"""Shows a run to the user while the run goes on: start-up phases, one line per step, and a progress bar on a terminal.
 
 Metrics of one step -> one line. Used by tracker.py (steps) and trainer/run/loop.py (phases). On a terminal a
 progress bar stays below the lines; elsewhere (a file, a pipe, TERM=dumb) there are plain lines and no control

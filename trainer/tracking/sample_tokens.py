@@ -38,7 +38,7 @@ class TokenLog:
     tokenizer: PreTrainedTokenizerBase
 
     def of(self, sample: Sample) -> SampleTokens | None:
-        """What is kept of `sample`; None where its tokens did not come back."""
+        """Return the tokens that are kept of `sample`; None where the tokens of `sample` did not come back."""
         key = (sample.prompt_id, sample.sample_index)
         if key not in self.deltas:
             return None

@@ -13,7 +13,7 @@ from trainer.rundir.events import Event
 DIRECTORY = "tensorboard"
 """In run.dir."""
 FLUSH_S = 5
-"""What a run that is killed loses at most; a thread of the package writes."""
+"""Seconds of points that a killed run loses at most; a thread of the package writes the points."""
 
 
 class TensorBoardSink:

@@ -1,4 +1,4 @@
-"""What W&B shows of a run: axes, summaries, the table of samples, histograms, alerts.
+"""Defines the view of a run in W&B: axes, summaries, the table of samples, histograms, alerts.
 
 Every function here calls wandb, and only the thread of wandb_sink.py calls these functions.
 """
@@ -102,7 +102,7 @@ class Panels:
 
 
 def mismatch_by_bin(histograms: HistogramArrays) -> dict[str, Histogram]:
-    """Where the mismatch is: sum of |Delta| by octave of mu, and of the position in the response."""
+    """Return the mismatch by bin: sum of |Delta| by octave of mu, and by octave of the position in the response."""
     found = {}
     for name, axis in (("log2_probability", histograms.by_probability), ("log2_position", histograms.by_position)):
         mass = [count * (mean or 0.0) for count, mean in zip(axis.counts, axis.abs_logdiff, strict=True)]

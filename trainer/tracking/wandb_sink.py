@@ -33,7 +33,7 @@ P = ParamSpec("P")
 _FINISH_TIMEOUT_S = 20.0
 """Deadline for writing and uploading what is left when the run ends; orchestrators kill 30 s after SIGTERM."""
 _KILL_TIMEOUT_S = 2.0
-"""What wandb-core gets to end after SIGTERM, and what the thread gets once wandb-core is gone."""
+"""Seconds that wandb-core has to end after SIGTERM, and that the thread has to end once wandb-core is gone."""
 _FLUSH_S = 1.0
 """A run that is killed loses at most the rows of this many seconds in W&B."""
 _MAX_WAITING = 1000
@@ -75,7 +75,7 @@ class WandbSink:
         self._warned = False
         self._sync_command = ""
         self.mode = WandbMode.disabled
-        """What W&B does in this run, once it has started: online, offline or disabled."""
+        """Mode of W&B in this run, once W&B has started: online, offline or disabled."""
         self.errors = 0
         """Calls that failed and rows that were dropped."""
 
@@ -252,7 +252,7 @@ class WandbSink:
 
 @contextmanager
 def _environment(run_dir: Path) -> Iterator[None]:
-    """What wandb reads from the environment only; what the user has set stays."""
+    """Set the variables that wandb reads from the environment only; a variable that the user has set stays."""
     wanted = {
         # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
         "WANDB_DATA_DIR": str(run_dir / "wandb"),
@@ -319,7 +319,7 @@ def keep_run_id(run_dir: Path, wandb_run_id: str | None) -> None:
 
 
 def has_wandb_key() -> bool:
-    """Whether a W&B login is at hand, in the environment or in a netrc file; nothing is sent anywhere."""
+    """True if a W&B login is at hand, in the environment or in a netrc file; the function sends nothing anywhere."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
