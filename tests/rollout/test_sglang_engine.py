@@ -643,10 +643,11 @@ def test_requests_that_were_not_sent_yet_are_aborted_too(served: Served) -> None
 
 
 def test_weights_in_flight_are_read_anew_and_every_token_says_which_sampled_it(served: Served, tmp_path: Path) -> None:
+    new = write_tiny_model(tmp_path / "new", seed=8)  # before the requests, which would end meanwhile
     requests = long_running(served.engine)
     time.sleep(0.7)
     old, old_version = served.model, served.version
-    served.load(write_tiny_model(tmp_path / "new", seed=8))
+    served.load(new)
     got = poll_all(served.engine, len(requests))
     mixed = 0
     for ticket, generation in got.items():
@@ -668,10 +669,11 @@ def test_in_place_keeps_what_was_computed_but_no_later_request_sees_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(served.engine._config, "pause_mode", PauseMode.in_place)
+    new = write_tiny_model(tmp_path / "new", seed=9)  # before the requests, which would end meanwhile
     requests = long_running(served.engine)
     time.sleep(0.7)
     old, old_version = served.model, served.version
-    served.load(write_tiny_model(tmp_path / "new", seed=9))
+    served.load(new)
     fresh = make_requests(PROMPTS, num_samples=2, seed=77)
     served.engine.submit(range(500, 500 + len(fresh)), fresh)
     got = poll_all(served.engine, len(requests) + len(fresh))

@@ -425,7 +425,7 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     recipe = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
     words = ["rollout=torch", "tracking.tensorboard=true"]
     resolution = resolve(recipe, words, own_dir=None, multirun=False)
-    monkeypatch.setattr("trainer.compose.compose.TENSORBOARD_PACKAGE", "no_such_package")
+    monkeypatch.setattr("trainer.compose.start.TENSORBOARD_PACKAGE", "no_such_package")
     [problem] = start_problems(resolution)
     assert problem.key == "tracking.tensorboard" and 'pip install ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))

@@ -21,6 +21,7 @@ from algorithms.config import Checked, Problem
 from rollout.rewards import function_problem, rule_names
 from trainer.compose import keys
 from trainer.config.train import GROUPS, TrainConfig
+from trainer.rundir.provenance import escaped
 
 HYDRA_KEY = "hydra"
 Config = TypeVar("Config", bound=Checked)
@@ -122,7 +123,7 @@ def _value(
         found.append(Problem(key=key, rule=rule, value=_plain(values, spec.name)))
         return default
     try:
-        typed[spec.name] = value
+        typed[spec.name] = escaped(value)  # a resolved text that holds "${" is no interpolation any more
         value = _container(typed[spec.name])
     except OmegaConfBaseException:
         if isinstance(value, dict) and value:

@@ -58,7 +58,7 @@ def config_document(config: TrainConfig) -> str:
     del record["run"]["dir"], record["run"]["resume"]
     overrides: list[object] = [{f"override /{group}": name} for group, name in group_choices(config).items()]
     document = {"defaults": [f"/{MAIN_CONFIG}", *overrides, "_self_"]} | {
-        key: _escaped(part) for key, part in record.items()
+        key: escaped(part) for key, part in record.items()
     }
     header = (
         "# The resolved configuration of the run in this directory; secrets are redacted.\n"
@@ -101,13 +101,13 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _escaped(value: object) -> object:
+def escaped(value: object) -> object:
     """Text with escaped interpolations: a literal "${" must not be resolved when the file is composed again."""
     if isinstance(value, str):
         return value.replace("${", r"\${")
     if isinstance(value, Mapping):
-        return {key: _escaped(member) for key, member in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
+        return {key: escaped(member) for key, member in value.items()}
+    return [escaped(item) for item in value] if isinstance(value, list) else value
 
 
 def _version(name: str) -> str | None:
