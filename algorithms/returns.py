@@ -49,25 +49,6 @@ def token_rewards(rewards: Tensor, *, penalty: Tensor | None, response_mask: Ten
         return outcome - torch.where(response_mask, penalty, 0.0)
 
 
-def discounted_returns(token_rewards: Tensor, *, response_mask: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
-    """G_t = r_t + gamma G_u with u the next response token of the sequence -> [T] float32, 0 off the mask.
-
-    Args:
-        token_rewards: [T] float32, read on the mask only.
-        response_mask: [T] bool.
-        cu_seqlens: [N+1] int32, first token of each sequence.
-        gamma: Discount per response token, in [0, 1].
-
-    Raises:
-        ValueError: a wrong shape or dtype.
-    """
-    require_packed(response_mask, token_rewards=token_rewards)
-    with torch.no_grad():
-        following = _next_response(response_mask, cu_seqlens)
-        totals = _accumulate(torch.where(response_mask, token_rewards.double(), 0.0), following, factor=gamma)
-        return torch.where(response_mask, totals, 0.0).to(token_rewards.dtype)
-
-
 def gae(
     token_rewards: Tensor,
     values: Tensor,

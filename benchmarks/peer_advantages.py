@@ -19,10 +19,10 @@ from verl.trainer.ppo.core_algos import (
     kl_penalty,
 )
 
-from algorithms.advantage import dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
-from algorithms.config import KLEstimator
+from algorithms.advantage import sample_advantages
+from algorithms.config import Estimator, KLEstimator
 from algorithms.reference import reference_kl
-from algorithms.returns import discounted_returns, gae, token_rewards, whiten
+from algorithms.returns import gae, token_rewards, whiten
 
 EPSILON = 1e-6
 SMALL_EPSILON = 1e-8
@@ -69,18 +69,18 @@ def _group_rows(batch: Batch) -> list[Row]:
     rewards, groups = _groups(batch)
     given = (_last_token(batch, rewards), batch.float_mask, numpy.array(groups))
     cases = (
-        ("GRPO advantages", GRPO, compute_grpo_outcome_advantage(*given)[0], grpo),
+        ("GRPO advantages", GRPO, compute_grpo_outcome_advantage(*given)[0], Estimator.grpo),
         (
             "Dr.GRPO advantages",
             f"{GRPO}, `norm_adv_by_std_in_grpo=False`",
             compute_grpo_outcome_advantage(*given, norm_adv_by_std_in_grpo=False)[0],
-            dr_grpo,
+            Estimator.dr_grpo,
         ),
-        ("RLOO advantages", RLOO, compute_rloo_outcome_advantage(*given)[0], rloo),
+        ("RLOO advantages", RLOO, compute_rloo_outcome_advantage(*given)[0], Estimator.rloo),
     )
     found = []
-    for case, peer, theirs, function in cases:
-        ours = function(rewards, groups, epsilon=EPSILON)
+    for case, peer, theirs, estimator in cases:
+        ours = sample_advantages(estimator, rewards, groups, epsilon=EPSILON)
         found.append(agreement(case, peer, relative_difference(theirs[:, 0], ours)))
     return found
 
@@ -88,7 +88,8 @@ def _group_rows(batch: Batch) -> list[Row]:
 def _equal_row() -> Row:
     rewards = torch.full((3,), 0.9)
     theirs = compute_grpo_outcome_advantage(rewards[:, None], torch.ones(3, 1), numpy.zeros(3))[0].abs().max().item()
-    ours = grpo(rewards, torch.zeros(3, dtype=torch.int64), epsilon=EPSILON).abs().max().item()
+    one_group = torch.zeros(3, dtype=torch.int64)
+    ours = sample_advantages(Estimator.grpo, rewards, one_group, epsilon=EPSILON).abs().max().item()
     return Row(
         case="GRPO advantages of three equal rewards 0.9",
         peer=f"{GRPO}: {theirs:.4f} each",
@@ -106,7 +107,10 @@ def _single_row() -> Row:
         compute_grpo_outcome_advantage(*(torch.clone(x) if isinstance(x, Tensor) else x for x in given))[0].item(),
         compute_rloo_outcome_advantage(*(torch.clone(x) if isinstance(x, Tensor) else x for x in given))[0].item(),
     ]
-    ours = [function(rewards, group, epsilon=EPSILON).item() for function in (grpo, rloo)]
+    ours = [
+        sample_advantages(estimator, rewards, group, epsilon=EPSILON).item()
+        for estimator in (Estimator.grpo, Estimator.rloo)
+    ]
     return Row(
         case="GRPO and RLOO advantage of a group of one, reward 0.7",
         peer=f"{GRPO}: {theirs[0]:.4g}, {RLOO}: {theirs[1]:.4g}",
@@ -127,17 +131,17 @@ def _whitened_rows(batch: Batch) -> list[Row]:
     plain = compute_reinforce_plus_plus_outcome_advantage(*given, config=SimpleNamespace(gamma=1.0))[0]
     baseline = compute_reinforce_plus_plus_baseline_outcome_advantage(*given, index=numpy.array(groups))[0]
     cases = (
-        ("REINFORCE++", "`compute_reinforce_plus_plus_outcome_advantage`", plain, reinforce_pp),
+        ("REINFORCE++", "`compute_reinforce_plus_plus_outcome_advantage`", plain, Estimator.reinforce_pp),
         (
             "REINFORCE++-baseline",
             "`compute_reinforce_plus_plus_baseline_outcome_advantage`",
             baseline,
-            reinforce_pp_baseline,
+            Estimator.reinforce_pp_baseline,
         ),
     )
     found = []
-    for case, peer, theirs, function in cases:
-        ours = function(rewards, groups, epsilon=SMALL_EPSILON, num_tokens=num_tokens)
+    for case, peer, theirs, estimator in cases:
+        ours = sample_advantages(estimator, rewards, groups, epsilon=SMALL_EPSILON, num_tokens=num_tokens)
         found.append(_whitened(case, peer, theirs[:, 0], ours, factor=factor))
     return found
 
@@ -167,7 +171,7 @@ def _return_rows(batch: Batch) -> list[Row]:
     _, their_discounted = compute_reinforce_plus_plus_outcome_advantage(
         scores, batch.float_mask, config=SimpleNamespace(gamma=0.99)
     )
-    discounted = batch.padded(discounted_returns(ours_scores, **packed, gamma=0.99))
+    discounted = batch.padded(gae(ours_scores, torch.zeros_like(ours_scores), **packed, gamma=0.99, gae_lambda=1.0)[1])
     return [
         agreement(
             "discounted returns, gamma 0.99",

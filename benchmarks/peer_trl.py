@@ -24,13 +24,14 @@ from peer_trl_trainer import HORIZON, score, trl_outcome
 from torch import Tensor
 from trl import GRPOTrainer
 
-from algorithms.advantage import dr_grpo, grpo
+from algorithms.advantage import sample_advantages
 from algorithms.config import (
     Aggregation,
     Bound,
     CISPOConfig,
     CorrectionConfig,
     CustomConfig,
+    Estimator,
     GSPOConfig,
     KLEstimator,
     Level,
@@ -257,18 +258,20 @@ def _advantage_rows() -> list[Row]:
     plain = score(batch, rewards, scale_rewards="none")["advantages"]
     found = [
         agreement(
-            "GRPO advantages, epsilon 1e-4", SCORE, relative_difference(scaled, grpo(rewards, groups, epsilon=1e-4))
+            "GRPO advantages, epsilon 1e-4",
+            SCORE,
+            relative_difference(scaled, sample_advantages(Estimator.grpo, rewards, groups, epsilon=1e-4)),
         ),
         agreement(
             "Dr.GRPO advantages",
             f"{SCORE}, `scale_rewards=none`",
-            relative_difference(plain, dr_grpo(rewards, groups, epsilon=1e-4)),
+            relative_difference(plain, sample_advantages(Estimator.dr_grpo, rewards, groups, epsilon=1e-4)),
         ),
     ]
     equal = torch.full((48,), 0.9)
     triples = torch.arange(48) // 3
     theirs = score(Batch.random(drift=0.1, responses=48, longest=6), equal, group=3)["advantages"].abs().max().item()
-    ours = grpo(equal, triples, epsilon=1e-4).abs().max().item()
+    ours = sample_advantages(Estimator.grpo, equal, triples, epsilon=1e-4).abs().max().item()
     found.append(
         Row(
             case="GRPO advantages of three equal rewards 0.9",

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.advantage import ADVANTAGES
+from algorithms.advantage import ADVANTAGES, sample_advantages
 from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
 from algorithms.config.checked import ConfigError
 
@@ -20,11 +20,12 @@ TOKENS = torch.tensor([1, 2, 3, 1, 2, 1, 4])
 GROUPED = ("grpo", "dr_grpo", "rloo")
 """Estimators whose baseline is the group's alone."""
 WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+NAMES = [estimator.name for estimator in ADVANTAGES]
 
 
 def test_the_table_has_one_entry_per_estimator() -> None:
-    assert set(ADVANTAGES) | {"gae"} == {estimator.name for estimator in Estimator}, "gae is one per token"
-    assert set(ADVANTAGES) == {*GROUPED, *WHITENED, "reinforce"}
+    assert set(ADVANTAGES) | {Estimator.gae} == set(Estimator), "gae is one per token"
+    assert set(NAMES) == {*GROUPED, *WHITENED, "reinforce"}
 
 
 @pytest.mark.parametrize(
@@ -37,15 +38,19 @@ def test_the_table_has_one_entry_per_estimator() -> None:
     ],
 )
 def test_closed_form(name: str, expected: list[float]) -> None:
-    advantages = ADVANTAGES[name](REWARDS, GROUPS, epsilon=1e-9)
+    advantages = sample_advantages(Estimator[name], REWARDS, GROUPS, epsilon=1e-9)
     assert advantages.dtype == torch.float32
     torch.testing.assert_close(advantages, torch.tensor(expected), atol=1e-6, rtol=1e-6)
 
 
 def test_reinforce_pp_whitens_over_tokens() -> None:
     # Four tokens 2, 0, 0, 0: mean 0.5, variance 3/4, so sqrt(3) and -1/sqrt(3). Per sample it would be 1 and -1.
-    advantages = ADVANTAGES["reinforce_pp"](
-        torch.tensor([2.0, 0.0]), torch.tensor([0, 1]), epsilon=1e-9, num_tokens=torch.tensor([1, 3])
+    advantages = sample_advantages(
+        Estimator.reinforce_pp,
+        torch.tensor([2.0, 0.0]),
+        torch.tensor([0, 1]),
+        epsilon=1e-9,
+        num_tokens=torch.tensor([1, 3]),
     )
     assert advantages.dtype == torch.float32
     torch.testing.assert_close(advantages, torch.tensor([math.sqrt(3), -1 / math.sqrt(3)]))
@@ -53,7 +58,8 @@ def test_reinforce_pp_whitens_over_tokens() -> None:
 
 def test_reinforce_pp_baseline_whitens_what_the_group_leaves() -> None:
     # Deviations 1, -1, 0, 0 on 1, 3, 2, 2 tokens: mean -2/8, variance 4/8 - 1/16 = 7/16.
-    advantages = ADVANTAGES["reinforce_pp_baseline"](
+    advantages = sample_advantages(
+        Estimator.reinforce_pp_baseline,
         torch.tensor([3.0, 1.0, 5.0, 5.0]),
         torch.tensor([0, 0, 1, 1]),
         epsilon=1e-9,
@@ -64,7 +70,7 @@ def test_reinforce_pp_baseline_whitens_what_the_group_leaves() -> None:
 
 @pytest.mark.parametrize("name", WHITENED)
 def test_whitened_tokens_have_mean_0_and_mean_square_1(name: str) -> None:
-    advantages = ADVANTAGES[name](REWARDS, GROUPS, epsilon=1e-12, num_tokens=TOKENS)
+    advantages = sample_advantages(Estimator[name], REWARDS, GROUPS, epsilon=1e-12, num_tokens=TOKENS)
     per_token = advantages.double().repeat_interleave(TOKENS)
     assert abs(per_token.mean().item()) < 1e-7
     assert per_token.square().mean().item() == pytest.approx(1, abs=1e-6)
@@ -73,23 +79,23 @@ def test_whitened_tokens_have_mean_0_and_mean_square_1(name: str) -> None:
 @pytest.mark.parametrize("name", WHITENED)
 def test_whitening_needs_the_number_of_tokens(name: str) -> None:
     with pytest.raises(ValueError, match="num_tokens must hold"):
-        ADVANTAGES[name](REWARDS, GROUPS, epsilon=1e-6)
+        sample_advantages(Estimator[name], REWARDS, GROUPS, epsilon=1e-6)
 
 
 def test_a_sample_without_response_tokens_does_not_move_the_whitening() -> None:
     ids = torch.tensor([0, 1, 2])
-    advantages = ADVANTAGES["reinforce_pp"](
-        torch.tensor([2.0, 0.0, 50.0]), ids, epsilon=1e-9, num_tokens=torch.tensor([1, 3, 0])
+    advantages = sample_advantages(
+        Estimator.reinforce_pp, torch.tensor([2.0, 0.0, 50.0]), ids, epsilon=1e-9, num_tokens=torch.tensor([1, 3, 0])
     )
     torch.testing.assert_close(advantages[:2], torch.tensor([math.sqrt(3), -1 / math.sqrt(3)]))
 
 
 def test_epsilon_is_added_to_the_standard_deviation() -> None:
     pair, one_group = torch.tensor([3.0, 5.0]), torch.tensor([0, 0])
-    advantages = ADVANTAGES["grpo"](pair, one_group, epsilon=1.0)
+    advantages = sample_advantages(Estimator.grpo, pair, one_group, epsilon=1.0)
     torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0]) / (math.sqrt(2) + 1))
     for name in WHITENED:  # the biased standard deviation of 3, 5 is 1
-        whitened = ADVANTAGES[name](pair, one_group, epsilon=1.0, num_tokens=torch.tensor([4, 4]))
+        whitened = sample_advantages(Estimator[name], pair, one_group, epsilon=1.0, num_tokens=torch.tensor([4, 4]))
         torch.testing.assert_close(whitened, torch.tensor([-0.5, 0.5]))
 
 
@@ -97,37 +103,40 @@ def test_epsilon_is_added_to_the_standard_deviation() -> None:
 def test_equal_rewards_give_exactly_zero(name: str) -> None:
     # The mean of three times 0.9 is not 0.9 in float32; the difference over epsilon would be an advantage.
     rewards = torch.tensor([0.9, 0.9, 0.9, 0.7, 0.7])
-    advantages = ADVANTAGES[name](
-        rewards, torch.tensor([0, 0, 0, 1, 1]), epsilon=1e-12, num_tokens=torch.tensor([3, 1, 4, 1, 5])
+    advantages = sample_advantages(
+        Estimator[name], rewards, torch.tensor([0, 0, 0, 1, 1]), epsilon=1e-12, num_tokens=torch.tensor([3, 1, 4, 1, 5])
     )
     assert advantages.tolist() == [0, 0, 0, 0, 0]
 
 
 def test_equal_rewards_in_the_whole_step_whiten_to_zero() -> None:
     rewards = torch.full((3,), 0.9)
-    advantages = ADVANTAGES["reinforce_pp"](
-        rewards, torch.tensor([0, 1, 2]), epsilon=1e-12, num_tokens=torch.tensor([3, 1, 7])
+    advantages = sample_advantages(
+        Estimator.reinforce_pp, rewards, torch.tensor([0, 1, 2]), epsilon=1e-12, num_tokens=torch.tensor([3, 1, 7])
     )
     assert advantages.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_samples(name: str) -> None:
     none = torch.zeros(0, dtype=torch.long)
-    assert ADVANTAGES[name](torch.zeros(0), none, epsilon=1e-6, num_tokens=none, kept=none.bool()).tolist() == []
+    assert (
+        sample_advantages(
+            Estimator[name], torch.zeros(0), none, epsilon=1e-6, num_tokens=none, kept=none.bool()
+        ).tolist()
+        == []
+    )
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_shapes_must_agree(name: str) -> None:
     two, three = torch.zeros(2), torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"group_ids must both be \[N\], got \[2\] and \[3\]"):
-        ADVANTAGES[name](two, three, epsilon=1e-6, num_tokens=three[:2])
-    if name != "reinforce":
-        with pytest.raises(ValueError, match=r"kept must both be \[N\], got \[2\] and \[3\]"):
-            ADVANTAGES[name](two, three[:2], epsilon=1e-6, num_tokens=three[:2], kept=three.bool())
-    if name in WHITENED:
-        with pytest.raises(ValueError, match=r"num_tokens must both be \[N\], got \[2\] and \[3\]"):
-            ADVANTAGES[name](two, three[:2], epsilon=1e-6, num_tokens=three)
+        sample_advantages(Estimator[name], two, three, epsilon=1e-6, num_tokens=three[:2])
+    with pytest.raises(ValueError, match=r"kept must both be \[N\], got \[2\] and \[3\]"):
+        sample_advantages(Estimator[name], two, three[:2], epsilon=1e-6, num_tokens=three[:2], kept=three.bool())
+    with pytest.raises(ValueError, match=r"num_tokens must both be \[N\], got \[2\] and \[3\]"):
+        sample_advantages(Estimator[name], two, three[:2], epsilon=1e-6, num_tokens=three)
 
 
 @settings(max_examples=50, deadline=None)
@@ -139,12 +148,14 @@ def test_shapes_must_agree(name: str) -> None:
 def test_groups_do_not_see_each_other_or_the_order(name: str, samples: list[tuple[int, int]], seed: int) -> None:
     groups = torch.tensor([group for group, _ in samples])
     rewards = torch.tensor([float(reward) for _, reward in samples])
-    advantages = ADVANTAGES[name](rewards, groups, epsilon=1e-6)
+    advantages = sample_advantages(Estimator[name], rewards, groups, epsilon=1e-6)
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(ADVANTAGES[name](rewards[order], groups[order], epsilon=1e-6), advantages[order])
+    torch.testing.assert_close(
+        sample_advantages(Estimator[name], rewards[order], groups[order], epsilon=1e-6), advantages[order]
+    )
     for group in groups.unique().tolist():
         member = groups == group
-        alone = ADVANTAGES[name](rewards[member], groups[member], epsilon=1e-6)
+        alone = sample_advantages(Estimator[name], rewards[member], groups[member], epsilon=1e-6)
         torch.testing.assert_close(advantages[member], alone)
         assert abs(alone.sum().item()) < 1e-4
 
@@ -163,7 +174,8 @@ def test_groups_do_not_see_each_other_or_the_order(name: str, samples: list[tupl
     ],
 )
 def test_only_kept_samples_form_the_baseline(name: str, expected: list[float]) -> None:
-    advantages = ADVANTAGES[name](
+    advantages = sample_advantages(
+        Estimator[name],
         torch.tensor([1.0, 0, 4, 2, 6, 8, 5, 7]),
         torch.tensor([0, 0, 0, 0, 1, 1, 2, 2]),
         epsilon=1e-12,
@@ -176,13 +188,13 @@ def test_only_kept_tokens_are_whitened() -> None:
     # Kept tokens 2, 0, 0, 0 as above; the rejected 8 is (8 - 0.5) / sqrt(0.75).
     kept = torch.tensor([True, False, True])
     rewards, tokens = torch.tensor([2.0, 8.0, 0.0]), torch.tensor([1, 100, 3])
-    advantages = ADVANTAGES["reinforce_pp"](
-        rewards, torch.tensor([0, 1, 2]), epsilon=1e-9, num_tokens=tokens, kept=kept
+    advantages = sample_advantages(
+        Estimator.reinforce_pp, rewards, torch.tensor([0, 1, 2]), epsilon=1e-9, num_tokens=tokens, kept=kept
     )
     torch.testing.assert_close(advantages, torch.tensor([1.5, 7.5, -0.5]) / math.sqrt(0.75))
     # One group of 2, 0 (mean 1): deviations 1, 7, -1 on 1, 100, 3 tokens; kept mean -1/2, variance 3/4.
-    grouped = ADVANTAGES["reinforce_pp_baseline"](
-        rewards, torch.tensor([0, 0, 0]), epsilon=1e-9, num_tokens=tokens, kept=kept
+    grouped = sample_advantages(
+        Estimator.reinforce_pp_baseline, rewards, torch.tensor([0, 0, 0]), epsilon=1e-9, num_tokens=tokens, kept=kept
     )
     torch.testing.assert_close(grouped, torch.tensor([1.5, 7.5, -0.5]) / math.sqrt(0.75))
 
@@ -190,15 +202,16 @@ def test_only_kept_tokens_are_whitened() -> None:
 @pytest.mark.parametrize("name", [*GROUPED, *WHITENED])
 def test_nothing_kept_is_zero_and_everything_kept_is_the_default(name: str) -> None:
     arguments = {"epsilon": 1e-6, "num_tokens": TOKENS}
-    nothing = ADVANTAGES[name](REWARDS, GROUPS, kept=torch.zeros(7, dtype=torch.bool), **arguments)
+    nothing = sample_advantages(Estimator[name], REWARDS, GROUPS, kept=torch.zeros(7, dtype=torch.bool), **arguments)
     assert nothing.tolist() == [0] * 7
-    everything = ADVANTAGES[name](REWARDS, GROUPS, kept=torch.ones(7, dtype=torch.bool), **arguments)
-    assert torch.equal(everything, ADVANTAGES[name](REWARDS, GROUPS, **arguments))
+    everything = sample_advantages(Estimator[name], REWARDS, GROUPS, kept=torch.ones(7, dtype=torch.bool), **arguments)
+    assert torch.equal(everything, sample_advantages(Estimator[name], REWARDS, GROUPS, **arguments))
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp_baseline", "grpo"])
 def test_a_rejected_sample_is_never_divided_by_epsilon_alone(name: str) -> None:
-    advantages = ADVANTAGES[name](
+    advantages = sample_advantages(
+        Estimator[name],
         torch.tensor([1.0, 1.0, 0.0]),
         torch.tensor([0, 0, 0]),
         epsilon=1e-6,
@@ -221,7 +234,8 @@ def test_what_the_scope_of_the_baseline_optimises(scope: BaselineScope) -> None:
     pi = log_pi.exp()
     groups = torch.tensor(list(product(range(3), repeat=3)))
     flat = groups.flatten()
-    advantages = ADVANTAGES["rloo"](
+    advantages = sample_advantages(
+        Estimator.rloo,
         rewards[flat],
         torch.arange(27).repeat_interleave(3),
         epsilon=1e-6,
@@ -248,12 +262,12 @@ def test_what_the_scope_of_the_baseline_optimises(scope: BaselineScope) -> None:
 # ---------------------------------------------------------------- host and configuration
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_no_value_is_read_on_the_host(name: str) -> None:
     with torch.device("meta"):
         rewards, groups, tokens = torch.empty(6), torch.empty(6, dtype=torch.long), torch.empty(6, dtype=torch.long)
         kept = torch.empty(6, dtype=torch.bool)
-    advantages = ADVANTAGES[name](rewards, groups, epsilon=1e-6, num_tokens=tokens, kept=kept)
+    advantages = sample_advantages(Estimator[name], rewards, groups, epsilon=1e-6, num_tokens=tokens, kept=kept)
     assert advantages.is_meta and advantages.shape == (6,) and advantages.dtype == torch.float32
 
 

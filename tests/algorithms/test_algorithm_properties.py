@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algorithms.advantage import ADVANTAGES
+from algorithms.advantage import ADVANTAGES, sample_advantages
 from algorithms.aggregate import token_coefficients
 from algorithms.config import Aggregation, Anchor, CorrectionConfig, MISConfig, RejectedDenominator
 from algorithms.correction import correct
@@ -266,5 +266,5 @@ def test_no_value_is_read_on_the_host(name: str) -> None:
     output.loss.backward()
     stats = mismatch_stats(Tokens(trainer_logprobs=old, rollout_logprobs=rollout, **layout), correction)
     merged = (stats.merge(stats), output.stats.merge(output.stats))
-    advantages_of = [advantage(rewards, groups, epsilon=1e-6, num_tokens=groups) for advantage in ADVANTAGES.values()]
+    advantages_of = [sample_advantages(each, rewards, groups, epsilon=1e-6, num_tokens=groups) for each in ADVANTAGES]
     assert all(tensor.is_meta for tensor in (*advantages_of, *(part.sums for part in merged)))

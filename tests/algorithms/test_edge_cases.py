@@ -16,10 +16,11 @@ import torch
 from algorithm_cases import MODES, Batch, backward, by_response, corrected, counts, packed, random_batch, tokens_of
 from torch import Tensor
 
-from algorithms.advantage import ADVANTAGES
+from algorithms.advantage import sample_advantages
 from algorithms.config import (
     CorrectionConfig,
     CustomConfig,
+    Estimator,
     Level,
     MISConfig,
     RecomputeConfig,
@@ -171,16 +172,18 @@ def test_a_fully_rejected_group_keeps_its_advantages_and_adds_nothing() -> None:
     kept = segment_sum(corrected(batch, config).keep.float(), batch.cu_seqlens) > 0
     assert kept.tolist() == [False, False, True, True]
     for name in ("grpo", "dr_grpo", "rloo"):
-        everybody = ADVANTAGES[name](rewards, groups, epsilon=1e-6)
+        everybody = sample_advantages(Estimator[name], rewards, groups, epsilon=1e-6)
         assert everybody[0] > 0 > everybody[1] and torch.equal(everybody[:2], everybody[2:])
-        assert ADVANTAGES[name](rewards, groups, epsilon=1e-6, kept=kept).tolist()[:2] == [0, 0]
+        assert sample_advantages(Estimator[name], rewards, groups, epsilon=1e-6, kept=kept).tolist()[:2] == [0, 0]
         gradient = gradient_of(replace(batch, advantages=everybody), config)
         assert gradient[:2].tolist() == [0, 0] and (gradient[2:] != 0).all()
 
 
 def test_a_group_with_equal_rewards_adds_nothing_to_the_loss_and_all_to_the_metrics() -> None:
     batch = batch_of([0.3, -0.2, 0.1], 2, 1)
-    batch.advantages = ADVANTAGES["grpo"](torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), epsilon=1e-6)[[0, 0, 1]]
+    batch.advantages = sample_advantages(Estimator.grpo, torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), epsilon=1e-6)[
+        [0, 0, 1]
+    ]
     assert batch.advantages.tolist() == [0, 0, 0]
     for name, config in MODES.items():
         output, gradient = backward(batch, config, PPOClipConfig(), totals=counts(batch, config))

@@ -12,12 +12,13 @@ import torch
 from algorithm_cases import packed
 from torch import Tensor
 
-from algorithms.advantage import ADVANTAGES
+from algorithms.advantage import sample_advantages
+from algorithms.config.advantage import Estimator
 from algorithms.config.checked import ConfigError
 from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
 from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl, reference_kl_loss, reference_kl_penalty, reference_kl_stats
-from algorithms.returns import discounted_returns, token_rewards
+from algorithms.returns import gae, token_rewards
 
 # L = log pi_theta - log pi_ref = ln 2, -ln 2, 0; pi_theta / pi_old = 2, 1/2, 1.
 LOG2 = math.log(2)
@@ -204,7 +205,7 @@ def reward_gradient(case: Case, estimator: KLEstimator) -> Tensor:
     )
     nothing = torch.zeros(len(logprobs), dtype=torch.float64)
     rewards = token_rewards(nothing, penalty=penalty, **case.layout)
-    advantages = discounted_returns(rewards, gamma=1.0, **case.layout)
+    advantages, _ = gae(rewards, torch.zeros_like(rewards), gamma=1.0, gae_lambda=1.0, **case.layout)
     weight = case.per_token(case.probability(case.theta).detach())
     return case.gradient(-(weight * advantages * logprobs.flatten()).sum())
 
@@ -225,7 +226,9 @@ def test_k1_taken_off_the_reward_of_the_sample_has_it_too() -> None:
         config=ReferenceKLConfig(coef=1.0, estimator=KLEstimator.k1, placement=KLPlacement.reward),
     )
     ids = torch.arange(len(logprobs))
-    advantages = ADVANTAGES["reinforce"](-segment_sum(penalty, case.layout["cu_seqlens"]), ids, epsilon=1e-6)
+    advantages = sample_advantages(
+        Estimator.reinforce, -segment_sum(penalty, case.layout["cu_seqlens"]), ids, epsilon=1e-6
+    )
     found = case.gradient(-(case.probability(case.theta).detach() * advantages * logprobs.sum(1)).sum())
     torch.testing.assert_close(found, case.response_kl()[1], rtol=0, atol=1e-6)
 

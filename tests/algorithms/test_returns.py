@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algorithms.returns import Moments, discounted_returns, gae, moments, token_rewards, whiten
+from algorithms.returns import Moments, gae, moments, token_rewards, whiten
 
 # One turn of two tokens, a tool output of one, a second turn of one; then a sequence of one response token.
 MASK = torch.tensor([True, True, False, True, True])
@@ -42,6 +42,13 @@ def ragged(seed: int, lengths: list[int], padding: int) -> tuple[Tensor, Tensor,
     return rewards.where(mask, math.nan), values.where(mask, math.nan), mask, packed(*lengths)
 
 
+def returns_of(rewards: Tensor, *, gamma: float, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Discounted sums of the rewards: GAE with lambda = 1, whose returns hold no value."""
+    values = torch.zeros_like(rewards)
+    _, returns = gae(rewards, values, gamma=gamma, gae_lambda=1.0, response_mask=response_mask, cu_seqlens=cu_seqlens)
+    return returns
+
+
 def test_the_reward_lies_on_the_last_response_token() -> None:
     mask = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1, 0], dtype=torch.bool)
     layout = {"response_mask": mask, "cu_seqlens": packed(0, 5, 1, 2)}
@@ -55,9 +62,9 @@ def test_the_reward_lies_on_the_last_response_token() -> None:
 
 def test_returns_skip_tool_outputs_without_a_discount() -> None:
     rewards = torch.tensor([1.0, 2.0, math.nan, 4.0, 8.0])
-    assert discounted_returns(rewards, gamma=0.5, **LAYOUT).tolist() == [3, 4, 0, 4, 8]
-    assert discounted_returns(rewards, gamma=0.0, **LAYOUT).tolist() == [1, 2, 0, 4, 8]
-    assert discounted_returns(rewards, gamma=1.0, **LAYOUT).tolist() == [7, 6, 0, 4, 8]
+    assert returns_of(rewards, gamma=0.5, **LAYOUT).tolist() == [3, 4, 0, 4, 8]
+    assert returns_of(rewards, gamma=0.0, **LAYOUT).tolist() == [1, 2, 0, 4, 8]
+    assert returns_of(rewards, gamma=1.0, **LAYOUT).tolist() == [7, 6, 0, 4, 8]
 
 
 def test_gae_by_hand() -> None:
@@ -85,7 +92,7 @@ def test_gae_is_the_plain_loop(gamma: float, gae_lambda: float) -> None:
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 0.95, 1.0])
 def test_returns_are_the_plain_loop(gamma: float) -> None:
     rewards, _, mask, cu_seqlens = ragged(3, [50, 0, 17, 1, 128], padding=4)
-    found = discounted_returns(rewards, response_mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)
+    found = returns_of(rewards, response_mask=mask, cu_seqlens=cu_seqlens, gamma=gamma)
     zeros = torch.zeros(len(mask))
     _, expected = looped_gae(rewards, zeros, mask, cu_seqlens, gamma=gamma, gae_lambda=1.0)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=1e-6)
@@ -96,14 +103,14 @@ def test_a_long_response_keeps_float64_accuracy() -> None:
     num_tokens = 3000
     layout = {"response_mask": torch.ones(num_tokens, dtype=torch.bool), "cu_seqlens": packed(num_tokens)}
     rewards = token_rewards(torch.ones(1, dtype=torch.float64), penalty=None, **layout)
-    found = discounted_returns(rewards, gamma=0.999, **layout)
+    found = returns_of(rewards, gamma=0.999, **layout)
     exact = torch.tensor([0.999**n for n in range(num_tokens - 1, -1, -1)], dtype=torch.float64)
     torch.testing.assert_close(found, exact, rtol=1e-12, atol=0)
 
 
 def test_a_discount_that_underflows_leaves_the_near_rewards() -> None:
     layout = {"response_mask": torch.ones(64, dtype=torch.bool), "cu_seqlens": packed(64)}
-    found = discounted_returns(torch.ones(64), gamma=1e-200, **layout)
+    found = returns_of(torch.ones(64), gamma=1e-200, **layout)
     assert found.tolist() == [1.0] * 64
 
 
@@ -198,7 +205,6 @@ def test_empty_batches() -> None:
     layout = {"response_mask": torch.zeros(0, dtype=torch.bool), "cu_seqlens": packed(0, 0)}
     none = torch.zeros(0)
     assert token_rewards(torch.ones(2), penalty=none, **layout).tolist() == []
-    assert discounted_returns(none, gamma=0.9, **layout).tolist() == []
     assert [part.tolist() for part in gae(none, none, gamma=0.9, gae_lambda=0.9, **layout)] == [[], []]
 
 
@@ -206,7 +212,6 @@ def test_nothing_carries_a_gradient() -> None:
     rewards, values = torch.ones(5, requires_grad=True), torch.ones(5, requires_grad=True)
     outputs = [
         token_rewards(torch.ones(2, requires_grad=True), penalty=values, **LAYOUT),
-        discounted_returns(rewards, gamma=0.9, **LAYOUT),
         *gae(rewards, values, gamma=0.9, gae_lambda=0.9, **LAYOUT),
         whiten(values, MASK, epsilon=1e-6),
         moments(values, MASK).sums,
@@ -222,7 +227,7 @@ def test_wrong_shapes_and_dtypes_are_named() -> None:
     with pytest.raises(ValueError, match="penalty must have the shape"):
         token_rewards(torch.ones(2), penalty=torch.ones(4), **LAYOUT)
     with pytest.raises(ValueError, match="token_rewards must have the shape"):
-        discounted_returns(torch.ones(4), gamma=1.0, **LAYOUT)
+        gae(torch.ones(4), torch.ones(5), gamma=1.0, gae_lambda=1.0, **LAYOUT)
     with pytest.raises(ValueError, match=r"values must be float32, got torch\.bfloat16"):
         gae(torch.ones(5), torch.ones(5, dtype=torch.bfloat16), gamma=1.0, gae_lambda=1.0, **LAYOUT)
     with pytest.raises(ValueError, match="values must have the shape"):
@@ -236,7 +241,6 @@ def test_no_value_is_read_on_the_host() -> None:
     per_token = token_rewards(rewards, penalty=values, **layout)
     outputs = [
         per_token,
-        discounted_returns(per_token, gamma=0.9, **layout),
         *gae(per_token, values, gamma=0.9, gae_lambda=0.9, **layout),
         whiten(values, layout["response_mask"], epsilon=1e-6),
     ]

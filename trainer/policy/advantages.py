@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from algorithms.advantage import ADVANTAGES
+from algorithms.advantage import sample_advantages
 from algorithms.config import BaselineScope
 from algorithms.correction import correct
 from algorithms.masked import segment_expand, segment_sum
@@ -121,9 +121,13 @@ def _set(
     kept: Tensor | None = None,
 ) -> Tensor:
     """Set `advantages` of every micro-batch from `rewards` [S] -> those of the samples [S]."""
-    estimator = ADVANTAGES[config.advantage.estimator.name]
-    advantages = estimator(
-        rewards, samples.group_ids, epsilon=config.advantage.epsilon, num_tokens=samples.num_tokens, kept=kept
+    advantages = sample_advantages(
+        config.advantage.estimator,
+        rewards,
+        samples.group_ids,
+        epsilon=config.advantage.epsilon,
+        num_tokens=samples.num_tokens,
+        kept=kept,
     )
     for micro in _micros(minis):
         per_token = segment_expand(advantages[micro.sample_numbers], micro.cu_seqlens, num_tokens=micro.num_tokens)
