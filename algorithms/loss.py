@@ -14,41 +14,12 @@ from typing import Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from algorithms.config.loss import (
-    Aggregation,
-    CISPOConfig,
-    DPPOConfig,
-    DPPOKLConfig,
-    DPPOTVConfig,
-    GSPOConfig,
-    LossConfig,
-    PPOClipConfig,
-    ReinforceConfig,
-    SAPOConfig,
-)
+from algorithms.config.loss import LossConfig
 from algorithms.correction import Correction
 from algorithms.kl import k3
 from algorithms.masked import masked_max, masked_sum, require_packed
 from algorithms.stats import Stats, max_or_none, mean_or_none
-from algorithms.surrogate import SURROGATES, Surrogate, SurrogateFn
-
-__all__ = [
-    "Aggregation",
-    "CISPOConfig",
-    "DPPOConfig",
-    "DPPOKLConfig",
-    "DPPOTVConfig",
-    "GSPOConfig",
-    "LossConfig",
-    "LossOutput",
-    "LossStats",
-    "PPOClipConfig",
-    "ReinforceConfig",
-    "SAPOConfig",
-    "loss_stats",
-    "policy_loss",
-]
-
+from algorithms.surrogate import SURROGATES, Surrogate, SurrogateTokens
 
 LOSS_SUMS: Final = (
     "policy",
@@ -150,13 +121,20 @@ def policy_loss(
     # Masked before exp and before the product with A: 0 x inf would be NaN, in the loss and in the gradient.
     theta = torch.where(active, logprobs, 0.0)
     anchor = torch.where(active, correction.anchor, 0.0).detach()
-    surrogate = _surrogate_of(loss_config)(
-        theta,
-        anchor_logprobs=anchor,
-        advantages=torch.where(active, advantages, 0.0).detach(),
-        response_mask=active,
-        cu_seqlens=cu_seqlens,
-        config=loss_config,
+    if loss_config.surrogate not in SURROGATES:
+        raise TypeError(
+            f"loss must be the config of a surrogate, got {type(loss_config).__name__}. "
+            f"Choose one of {', '.join(SURROGATES)}."
+        )
+    surrogate = SURROGATES[loss_config.surrogate](
+        SurrogateTokens(
+            logprobs=theta,
+            anchor_logprobs=anchor,
+            advantages=torch.where(active, advantages, 0.0).detach(),
+            response_mask=active,
+            cu_seqlens=cu_seqlens,
+        ),
+        loss_config,
     )
     scale = torch.where(active, coefficients * correction.weight, 0.0).detach()
     policy = (scale * surrogate.loss).sum(dtype=torch.float64)
@@ -173,17 +151,6 @@ def policy_loss(
         response_mask=response_mask,
     )
     return LossOutput(loss=loss.to(logprobs.dtype), stats=stats)
-
-
-def _surrogate_of(loss_config: LossConfig) -> SurrogateFn:
-    """The surrogate that the type of the config names."""
-    surrogate = SURROGATES.get(loss_config.surrogate)
-    if surrogate is None:
-        raise TypeError(
-            f"loss must be the config of a surrogate, got {type(loss_config).__name__}. "
-            f"Choose one of {', '.join(SURROGATES)}."
-        )
-    return surrogate
 
 
 def _entropy_sum(entropy: Tensor | None, coefficients: Tensor, *, response_mask: Tensor) -> Tensor:

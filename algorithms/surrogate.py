@@ -10,7 +10,8 @@ T: packed tokens, N: sequences.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,67 +49,47 @@ class Surrogate(NamedTuple):
     clip."""
 
 
-class SurrogateFn(Protocol):
-    """The signature of a surrogate."""
+class SurrogateTokens(NamedTuple):
+    """What every surrogate reads of N packed sequences. Off the mask log-prob, anchor and advantage are 0."""
 
-    def __call__(
-        self,
-        logprobs: Tensor,
-        *,
-        anchor_logprobs: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        cu_seqlens: Tensor,
-        config: Any,
-    ) -> Surrogate:
-        """The surrogate of every token.
+    logprobs: Tensor
+    """[T] float32 with gradient, log pi_theta."""
+    anchor_logprobs: Tensor
+    """[T] float32, log-prob under the denominator of the ratio."""
+    advantages: Tensor
+    """[T] float32."""
+    response_mask: Tensor
+    """[T] bool, the tokens that enter the loss."""
+    cu_seqlens: Tensor
+    """[N+1] int32, first token of each sequence."""
 
-        Args:
-            logprobs: [T] float32 with gradient, log pi_theta.
-            anchor_logprobs: [T] float32, log-prob under the denominator of the ratio.
-            advantages: [T] float32.
-            response_mask: [T] bool, the tokens that enter the loss. Off the mask every other input is 0.
-            cu_seqlens: [N+1] int32, first token of each sequence.
-            config: The config whose `surrogate` names this function.
-        """
-        ...
+    def ratio(self) -> Tensor:
+        """r = pi_theta / anchor of each token [T], with gradient."""
+        return bounded_exp(self.logprobs - self.anchor_logprobs)
+
+    def fixed_ratio(self) -> Tensor:
+        """r without gradient [T]."""
+        return bounded_exp(self.logprobs.detach() - self.anchor_logprobs)
 
 
-def ppo_clip(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: PPOClipConfig,
-) -> Surrogate:
+def ppo_clip(tokens: SurrogateTokens, config: PPOClipConfig) -> Surrogate:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); for A < 0 and a dual clip c, at most -c A.
 
     Source: PPO, https://arxiv.org/abs/1707.06347, eq. 7; separate bounds: DAPO, https://arxiv.org/abs/2503.14476;
     dual clip: https://arxiv.org/abs/1912.09729.
     """
-    ratio = _ratio(logprobs, anchor_logprobs)
-    surrogate = _clip(ratio, advantages, low=1 - config.clip_low, high=1 + config.clip_high)
+    surrogate = _clip(tokens.ratio(), tokens.advantages, low=1 - config.clip_low, high=1 + config.clip_high)
     if config.dual_clip is None:
         return surrogate
     # For A < 0 the unbounded loss is -max(r, low) A, so the bound is active exactly where r > c > 1.
-    bounded = torch.minimum(surrogate.loss, -config.dual_clip * advantages)
+    bounded, negative = torch.minimum(surrogate.loss, -config.dual_clip * tokens.advantages), tokens.advantages < 0
     return surrogate._replace(
-        loss=torch.where(advantages < 0, bounded, surrogate.loss),
-        clipped_high=surrogate.clipped_high | ((advantages < 0) & (surrogate.ratio > config.dual_clip)),
+        loss=torch.where(negative, bounded, surrogate.loss),
+        clipped_high=surrogate.clipped_high | (negative & (surrogate.ratio > config.dual_clip)),
     )
 
 
-def gspo(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: GSPOConfig,
-) -> Surrogate:
+def gspo(tokens: SurrogateTokens, config: GSPOConfig) -> Surrogate:
     """PPO-clip on s = exp(mean over the response's tokens of log r), one value per response.
 
     Token t carries sg(s) pi_theta / sg(pi_theta): the value of s, the gradient s grad log pi_theta(t). Averaged over
@@ -117,60 +98,37 @@ def gspo(
 
     Source: https://arxiv.org/abs/2507.18071, eq. 5 and 7, token form eq. 13 and 14.
     """
-    means = segment_mean((logprobs - anchor_logprobs).detach(), response_mask, cu_seqlens)
-    log_ratio = segment_expand(means, cu_seqlens, num_tokens=logprobs.shape[0])
+    logprobs, fixed = tokens.logprobs, tokens.logprobs.detach()
+    means = segment_mean(fixed - tokens.anchor_logprobs, tokens.response_mask, tokens.cu_seqlens)
+    log_ratio = segment_expand(means, tokens.cu_seqlens, num_tokens=logprobs.shape[0])
     # Exactly 0 in value; the gradient is that of log pi_theta.
-    straight_through = logprobs - logprobs.detach()
+    straight_through = logprobs - fixed
     ratio = (straight_through + log_ratio).clamp(-MAX_SEQUENCE_LOG_RATIO, MAX_SEQUENCE_LOG_RATIO).exp()
-    return _clip(ratio, advantages, low=1 - config.clip_low, high=1 + config.clip_high)
+    return _clip(ratio, tokens.advantages, low=1 - config.clip_low, high=1 + config.clip_high)
 
 
-def cispo(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: CISPOConfig,
-) -> Surrogate:
+def cispo(tokens: SurrogateTokens, config: CISPOConfig) -> Surrogate:
     """-sg(clip(r, low, high)) A log pi_theta: bounds change the size of a token's gradient and never remove it.
 
     Source: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5.
     """
-    ratio = _ratio(logprobs.detach(), anchor_logprobs)
+    ratio = tokens.fixed_ratio()
     return Surrogate(
-        loss=-ratio.clamp(config.low, config.high) * advantages * logprobs,
+        loss=-ratio.clamp(config.low, config.high) * tokens.advantages * tokens.logprobs,
         ratio=ratio,
         clipped_low=ratio < config.low,
         clipped_high=ratio > config.high,
     )
 
 
-def reinforce(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: ReinforceConfig,
-) -> Surrogate:
+def reinforce(tokens: SurrogateTokens, config: ReinforceConfig) -> Surrogate:
     """-A log pi_theta: the gradient of the expected reward under the policy that sampled, without a clip."""
-    ratio = _ratio(logprobs.detach(), anchor_logprobs)
+    ratio = tokens.fixed_ratio()
     never = torch.zeros_like(ratio, dtype=torch.bool)
-    return Surrogate(loss=-advantages * logprobs, ratio=ratio, clipped_low=never, clipped_high=never)
+    return Surrogate(loss=-tokens.advantages * tokens.logprobs, ratio=ratio, clipped_low=never, clipped_high=never)
 
 
-def dppo_tv(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: DPPOTVConfig,
-) -> Surrogate:
+def dppo_tv(tokens: SurrogateTokens, config: DPPOTVConfig) -> Surrogate:
     """-r A with r <= ratio_cap, 0 where the token's probability is too far off and A would push it further.
 
     A > 0: dropped if p_theta - p_anchor > threshold. A < 0: dropped if p_anchor - p_theta > threshold. The drop is
@@ -178,50 +136,24 @@ def dppo_tv(
 
     Source: https://arxiv.org/abs/2602.04879, eq. 11 to 13; cap: section 5.4.
     """
-    moved = logprobs.detach().exp() - anchor_logprobs.exp()
-    return _trust_region(
-        _capped_ratio(logprobs, anchor_logprobs, cap=config.ratio_cap),
-        advantages,
-        ratio=_ratio(logprobs.detach(), anchor_logprobs),
-        below=moved < -config.threshold,
-        above=moved > config.threshold,
-    )
+    moved = tokens.logprobs.detach().exp() - tokens.anchor_logprobs.exp()
+    below, above = moved < -config.threshold, moved > config.threshold
+    return _trust_region(tokens, cap=config.ratio_cap, below=below, above=above)
 
 
-def dppo_kl(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: DPPOKLConfig,
-) -> Surrogate:
+def dppo_kl(tokens: SurrogateTokens, config: DPPOKLConfig) -> Surrogate:
     """`dppo_tv` with KL(Bernoulli(p_anchor) || Bernoulli(p_theta)) > threshold in place of the difference.
 
     KL = p log(p/q) + (1 - p) log((1 - p) / (1 - q)), nats, p = p_anchor and q = p_theta.
 
     Source: https://arxiv.org/abs/2602.04879, eq. 11, 12 and 14.
     """
-    far = bernoulli_kl(anchor_logprobs, logprobs.detach()) > config.threshold
-    return _trust_region(
-        _capped_ratio(logprobs, anchor_logprobs, cap=config.ratio_cap),
-        advantages,
-        ratio=_ratio(logprobs.detach(), anchor_logprobs),
-        below=far & (logprobs < anchor_logprobs),
-        above=far & (logprobs > anchor_logprobs),
-    )
+    logprobs, anchor = tokens.logprobs.detach(), tokens.anchor_logprobs
+    far = bernoulli_kl(anchor, logprobs) > config.threshold
+    return _trust_region(tokens, cap=config.ratio_cap, below=far & (logprobs < anchor), above=far & (logprobs > anchor))
 
 
-def sapo(
-    logprobs: Tensor,
-    *,
-    anchor_logprobs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    config: SAPOConfig,
-) -> Surrogate:
+def sapo(tokens: SurrogateTokens, config: SAPOConfig) -> Surrogate:
     """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)); tau is temperature_positive where A > 0, else the negative one.
 
     f'(1) = 4 sigmoid'(0) = 1, so the gradient on-policy is that of -r A. The values differ: f(1) = 2 / tau. No ratio is
@@ -229,7 +161,7 @@ def sapo(
 
     Source: https://arxiv.org/abs/2511.20347.
     """
-    ratio = _ratio(logprobs, anchor_logprobs)
+    ratio, advantages = tokens.ratio(), tokens.advantages
     positive = torch.full_like(advantages, config.temperature_positive)
     temperature = torch.where(advantages > 0, positive, config.temperature_negative)
     gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
@@ -237,7 +169,7 @@ def sapo(
     return Surrogate(loss=-gate * advantages, ratio=ratio.detach(), clipped_low=never, clipped_high=never)
 
 
-SURROGATES: Final[dict[str, SurrogateFn]] = {
+SURROGATES: Final[dict[str, Callable[[SurrogateTokens, Any], Surrogate]]] = {
     "ppo_clip": ppo_clip,
     "gspo": gspo,
     "cispo": cispo,
@@ -246,11 +178,7 @@ SURROGATES: Final[dict[str, SurrogateFn]] = {
     "dppo_kl": dppo_kl,
     "sapo": sapo,
 }
-
-
-def _ratio(logprobs: Tensor, anchor_logprobs: Tensor) -> Tensor:
-    """pi_theta / anchor of each token [T]."""
-    return bounded_exp(logprobs - anchor_logprobs)
+"""Name of a surrogate -> function of the tokens and of the config that names it."""
 
 
 def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
@@ -264,17 +192,14 @@ def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surr
     )
 
 
-def _capped_ratio(logprobs: Tensor, anchor_logprobs: Tensor, *, cap: float) -> Tensor:
-    """min(r, cap) in value; in gradient min(r, cap) grad log pi_theta.
+def _trust_region(tokens: SurrogateTokens, *, cap: float, below: Tensor, above: Tensor) -> Surrogate:
+    """-min(r, cap) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region.
 
-    A plain minimum has no gradient above the cap. There A < 0 is the usual case: the token that must come down most.
+    The gradient of min(r, cap) is min(r, cap) grad log pi_theta. A plain minimum has no gradient above the cap. There
+    A < 0 is the usual case: the token that must come down most.
     """
-    capped = _ratio(logprobs.detach(), anchor_logprobs).clamp(max=cap)
-    return capped * (logprobs - logprobs.detach()).exp()
-
-
-def _trust_region(capped: Tensor, advantages: Tensor, *, ratio: Tensor, below: Tensor, above: Tensor) -> Surrogate:
-    """-min(r, cap) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region."""
+    ratio, advantages = tokens.fixed_ratio(), tokens.advantages
+    capped = ratio.clamp(max=cap) * (tokens.logprobs - tokens.logprobs.detach()).exp()
     clipped_low = (advantages < 0) & below
     clipped_high = (advantages > 0) & above
     loss = torch.where(clipped_low | clipped_high, 0.0, -capped * advantages)

@@ -20,6 +20,7 @@ from algorithms.config import (
     CorrectionConfig,
     CustomConfig,
     Level,
+    LossConfig,
     MISBound,
     MISConfig,
     PPOISConfig,
@@ -31,7 +32,7 @@ from algorithms.config import (
 )
 from algorithms.config.combine import resolved_loss
 from algorithms.correction import Correction, correct
-from algorithms.loss import LossConfig, LossOutput, policy_loss
+from algorithms.loss import LossOutput, policy_loss
 from algorithms.masked import segment_sum
 from algorithms.tokens import Tokens
 

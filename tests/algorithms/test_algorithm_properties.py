@@ -18,20 +18,24 @@ from torch import Tensor
 
 from algorithms.advantage import ADVANTAGES, sample_advantages
 from algorithms.aggregate import token_coefficients
-from algorithms.config import Aggregation, Anchor, CorrectionConfig, MISConfig, RejectedDenominator
-from algorithms.correction import correct
-from algorithms.kl import k3
-from algorithms.loss import (
+from algorithms.config import (
+    Aggregation,
+    Anchor,
     CISPOConfig,
+    CorrectionConfig,
     DPPOKLConfig,
     DPPOTVConfig,
     GSPOConfig,
     LossConfig,
+    MISConfig,
     PPOClipConfig,
     ReinforceConfig,
+    RejectedDenominator,
     SAPOConfig,
-    policy_loss,
 )
+from algorithms.correction import correct
+from algorithms.kl import k3
+from algorithms.loss import policy_loss
 from algorithms.mismatch import mismatch_stats
 from algorithms.tokens import Tokens
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from algorithms.advantage import sample_advantages
 from algorithms.config import (
+    Aggregation,
     CorrectionConfig,
     CustomConfig,
     Estimator,
     Level,
     MISConfig,
+    PPOClipConfig,
     RecomputeConfig,
     RejectConfig,
     RejectedDenominator,
@@ -30,7 +32,6 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.correction import weight_total
-from algorithms.loss import Aggregation, PPOClipConfig
 from algorithms.masked import segment_sum
 from algorithms.mismatch import StepContext, mismatch_stats
 

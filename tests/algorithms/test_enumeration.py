@@ -25,9 +25,11 @@ from torch import Tensor
 
 from algorithms.aggregate import token_coefficients
 from algorithms.config import (
+    Aggregation,
     CorrectionConfig,
     Level,
     MISConfig,
+    PPOClipConfig,
     RecomputeConfig,
     RejectConfig,
     SelfNormalize,
@@ -36,7 +38,7 @@ from algorithms.config import (
 )
 from algorithms.config.combine import resolved_loss
 from algorithms.correction import Correction, correct, weight_total
-from algorithms.loss import Aggregation, PPOClipConfig, policy_loss
+from algorithms.loss import policy_loss
 from algorithms.masked import segment_mean, segment_sum
 
 # ---------------------------------------------------------------- self-normalised weights

@@ -9,23 +9,21 @@ import torch
 from algorithm_cases import MODES, Batch, backward, corrected, counts, packed, random_batch
 
 from algorithms.config import (
+    Aggregation,
     Anchor,
     BypassConfig,
     BypassLoss,
     CorrectionConfig,
     MISConfig,
+    PPOClipConfig,
     PPOISConfig,
     RecomputeConfig,
+    ReinforceConfig,
     RejectedDenominator,
     TISConfig,
 )
 from algorithms.correction import correct
-from algorithms.loss import (
-    Aggregation,
-    PPOClipConfig,
-    ReinforceConfig,
-    policy_loss,
-)
+from algorithms.loss import policy_loss
 from algorithms.tokens import Tokens
 
 LOG2 = math.log(2)

@@ -6,7 +6,7 @@ from algorithm_cases import packed
 
 from algorithms.config.loss import PPOClipConfig
 from algorithms.loss import loss_stats
-from algorithms.surrogate import SURROGATES
+from algorithms.surrogate import SURROGATES, SurrogateTokens
 
 
 def test_loss_statistics_by_hand() -> None:
@@ -14,12 +14,14 @@ def test_loss_statistics_by_hand() -> None:
     anchor = torch.full((5,), -2.0)
     ratios = torch.tensor([1.5, 0.5, 1.0, 1.2, 9.0])
     surrogate = SURROGATES["ppo_clip"](
-        anchor + ratios.log(),
-        anchor_logprobs=anchor,
-        advantages=torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
-        response_mask=torch.ones(5, dtype=torch.bool),
-        cu_seqlens=packed(5),
-        config=config,
+        SurrogateTokens(
+            logprobs=anchor + ratios.log(),
+            anchor_logprobs=anchor,
+            advantages=torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0]),
+            response_mask=torch.ones(5, dtype=torch.bool),
+            cu_seqlens=packed(5),
+        ),
+        config,
     )
     active = torch.tensor([True, True, True, True, False])
     stats = loss_stats(
@@ -50,12 +52,14 @@ def test_loss_statistics_by_hand() -> None:
 def test_loss_statistics_without_tokens_or_entropy_are_none() -> None:
     nothing = torch.zeros(2, dtype=torch.bool)
     surrogate = SURROGATES["ppo_clip"](
-        torch.zeros(2),
-        anchor_logprobs=torch.zeros(2),
-        advantages=torch.zeros(2),
-        response_mask=nothing,
-        cu_seqlens=packed(2),
-        config=PPOClipConfig(),
+        SurrogateTokens(
+            logprobs=torch.zeros(2),
+            anchor_logprobs=torch.zeros(2),
+            advantages=torch.zeros(2),
+            response_mask=nothing,
+            cu_seqlens=packed(2),
+        ),
+        PPOClipConfig(),
     )
     stats = loss_stats(
         surrogate,

@@ -9,21 +9,21 @@ import torch
 from algorithm_cases import Batch, backward, corrected, counts, packed, random_batch
 from torch import Tensor
 
-from algorithms.config import RecomputeConfig, TISConfig
-from algorithms.correction import Correction
-from algorithms.loss import (
+from algorithms.config import (
     Aggregation,
     CISPOConfig,
     DPPOKLConfig,
     DPPOTVConfig,
     GSPOConfig,
     LossConfig,
-    LossOutput,
     PPOClipConfig,
+    RecomputeConfig,
     ReinforceConfig,
     SAPOConfig,
-    policy_loss,
+    TISConfig,
 )
+from algorithms.correction import Correction
+from algorithms.loss import LossOutput, policy_loss
 from algorithms.surrogate import SURROGATES
 
 LOG2 = math.log(2)

@@ -17,7 +17,7 @@ from algorithms.config.loss import (
     ReinforceConfig,
     SAPOConfig,
 )
-from algorithms.surrogate import SURROGATES, Surrogate
+from algorithms.surrogate import SURROGATES, Surrogate, SurrogateTokens
 
 CONFIGS: dict[str, LossConfig] = {
     config.surrogate: config
@@ -46,12 +46,14 @@ def surrogate_of(
     logprobs = logprobs.clone().requires_grad_()
     num_tokens = len(advantages)
     surrogate = SURROGATES[config.surrogate](
-        logprobs,
-        anchor_logprobs=anchor,
-        advantages=torch.tensor(advantages),
-        response_mask=torch.tensor(mask or [True] * num_tokens, dtype=torch.bool),
-        cu_seqlens=packed(*(lengths or [num_tokens])),
-        config=config,
+        SurrogateTokens(
+            logprobs=logprobs,
+            anchor_logprobs=anchor,
+            advantages=torch.tensor(advantages),
+            response_mask=torch.tensor(mask or [True] * num_tokens, dtype=torch.bool),
+            cu_seqlens=packed(*(lengths or [num_tokens])),
+        ),
+        config,
     )
     surrogate.loss.sum().backward()
     assert logprobs.grad is not None
@@ -95,12 +97,14 @@ def test_only_the_loss_carries_a_gradient(name: str) -> None:
     anchor = torch.full((4,), -1.0)
     logprobs = torch.tensor([-3.0, -1.0, -0.9, 0.0], requires_grad=True)
     surrogate = SURROGATES[name](
-        logprobs,
-        anchor_logprobs=anchor,
-        advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]),
-        response_mask=torch.ones(4, dtype=torch.bool),
-        cu_seqlens=packed(4),
-        config=CONFIGS[name],
+        SurrogateTokens(
+            logprobs=logprobs,
+            anchor_logprobs=anchor,
+            advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+            response_mask=torch.ones(4, dtype=torch.bool),
+            cu_seqlens=packed(4),
+        ),
+        CONFIGS[name],
     )
     assert surrogate.loss.requires_grad
     assert not surrogate.ratio.requires_grad
@@ -112,12 +116,14 @@ def test_without_tokens_there_is_an_empty_surrogate_with_a_graph(name: str) -> N
     for lengths in ([], [0], [0, 0]):
         logprobs = torch.zeros(0, requires_grad=True)
         surrogate = SURROGATES[name](
-            logprobs,
-            anchor_logprobs=torch.zeros(0),
-            advantages=torch.zeros(0),
-            response_mask=torch.zeros(0, dtype=torch.bool),
-            cu_seqlens=packed(*lengths),
-            config=CONFIGS[name],
+            SurrogateTokens(
+                logprobs=logprobs,
+                anchor_logprobs=torch.zeros(0),
+                advantages=torch.zeros(0),
+                response_mask=torch.zeros(0, dtype=torch.bool),
+                cu_seqlens=packed(*lengths),
+            ),
+            CONFIGS[name],
         )
         surrogate.loss.sum().backward()
         assert logprobs.grad is not None and surrogate.ratio.shape == (0,)
