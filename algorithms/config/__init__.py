@@ -11,6 +11,7 @@ from algorithms.config.correction import (
     BypassConfig,
     BypassLoss,
     CorrectionConfig,
+    CustomConfig,
     MISBound,
     MISConfig,
     PPOISConfig,
@@ -18,7 +19,6 @@ from algorithms.config.correction import (
     TISConfig,
     VanillaISConfig,
 )
-from algorithms.config.custom import CustomConfig
 from algorithms.config.loss import (
     Aggregation,
     CISPOConfig,

@@ -1,7 +1,7 @@
 """Configuration of the mismatch correction: the modes, short names for values of `CorrectionSpec`.
 
-Every mode is a dataclass with the keys that have a meaning in the mode; `spec()` returns its spec. `CustomConfig`
-(`algorithms.config.custom`) has all keys; most presets of other libraries are instances of it.
+Every mode is a dataclass with the keys that have a meaning in the mode; `spec()` returns its spec. `CustomConfig` has
+all keys; most presets of other libraries are instances of it.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class MISConfig(CorrectionConfig):
         )
 
     def conflicts(self) -> Iterator[Problem]:
-        yield from interval_problems(self.low, self.high)
+        yield from _interval_problems(self.low, self.high)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,23 +196,97 @@ class BypassConfig(CorrectionConfig):
         )
 
     def conflicts(self) -> Iterator[Problem]:
-        if self.loss is BypassLoss.ppo_clip and self.level is not Level.token:
+        if self.loss is BypassLoss.reinforce:
+            return
+        for key in ("level", "cap"):
+            if getattr(self, key) != self.__dataclass_fields__[key].default:
+                yield Problem(
+                    key=key,
+                    rule="has no effect with loss=ppo_clip, which has no weight",
+                    value=getattr(self, key),
+                    remedy="Remove it, or use correction.loss=reinforce.",
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class CustomConfig(CorrectionConfig):
+    """A correction with a key for every part of the spec; other modes and presets are special cases."""
+
+    mode: ClassVar[str] = "custom"
+    anchor: Anchor = Anchor.old
+    """Denominator of the surrogate's ratio. Vetted: old."""
+    compared: Compared = Compared.old
+    """Log-probs of the trainer that are compared with the engine's log-probs. Vetted: old; current saves a forward."""
+    level: Level | None = None
+    """Tokens over which rho is accumulated; null means a weight of 1."""
+    bound: Bound = Bound.none
+    """Treatment of a weight outside its bounds."""
+    low: float | None = None
+    """Lower bound of rho, a ratio; required with bound=clip, optional with bound=truncate and bound=mask."""
+    high: float | None = None
+    """Upper bound of rho, a ratio; required with every bound except bound=none."""
+    reject: RejectConfig = field(default_factory=RejectConfig)
+    """Rejection criteria; a token is kept if all criteria keep it."""
+    self_normalize: SelfNormalize = SelfNormalize.none
+    """Division of the weights by their mean: none or mean_one."""
+    rejected_denominator: RejectedDenominator = RejectedDenominator.keep
+    """Treatment of rejected tokens in the denominator of the loss: keep or drop."""
+
+    def spec(self) -> CorrectionSpec:
+        weight = None
+        if self.level is not None:
+            weight = WeightSpec(level=self.level, bound=self.bound, low=self.low, high=self.high)
+        return CorrectionSpec(
+            anchor=self.anchor,
+            compared=self.compared,
+            weight=weight,
+            reject=self.reject,
+            self_normalize=self.self_normalize,
+            rejected_denominator=self.rejected_denominator,
+        )
+
+    def conflicts(self) -> Iterator[Problem]:
+        yield from self._anchor_problems()
+        yield from self._bound_problems()
+        if self.level is None:
+            for key, value, off in (
+                ("bound", self.bound, Bound.none),
+                ("self_normalize", self.self_normalize, SelfNormalize.none),
+            ):
+                if value is not off:
+                    yield Problem(key=key, rule="has no effect without a weight", value=value, remedy="Set level.")
+
+    def _bound_problems(self) -> Iterator[Problem]:
+        bounded = self.level is not None and self.bound is not Bound.none
+        needed = {"low": bounded and self.bound is Bound.clip, "high": bounded}
+        for key in ("low", "high"):
+            value = getattr(self, key)
+            if value is not None and not bounded:
+                cause = "without a weight (level)" if self.level is None else "with bound=none"
+                yield Problem(key=key, rule=f"has no effect {cause}", value=value, remedy="Set it to null.")
+            if value is None and needed[key]:
+                yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=None)
+        if bounded and self.high is not None:
+            yield from _interval_problems(self.low, self.high)
+
+    def _anchor_problems(self) -> Iterator[Problem]:
+        if self.anchor is Anchor.rollout and self.level is not None:
             yield Problem(
                 key="level",
-                rule="has no effect with loss=ppo_clip, which has no weight",
+                rule="must be null with anchor=rollout: the ratio pi_theta/mu holds rho, a weight counts it twice",
                 value=self.level,
-                remedy="Remove it, or use correction.loss=reinforce.",
+                remedy="Use anchor=old for a weight beside the ratio, or anchor=none for a weight alone.",
             )
-        if self.loss is BypassLoss.ppo_clip and self.cap != type(self).__dataclass_fields__["cap"].default:
+        if self.anchor is Anchor.old and self.compared is Compared.current:
             yield Problem(
-                key="cap",
-                rule="has no effect with loss=ppo_clip, which has no weight",
-                value=self.cap,
-                remedy="Remove it, or use correction.loss=reinforce.",
+                key="compared",
+                rule="must be old with anchor=old, which needs pi_old anyway",
+                value=self.compared,
+                remedy="Use anchor=rollout or anchor=none to do without pi_old.",
             )
 
 
-def interval_problems(low: float | None, high: float) -> Iterator[Problem]:
+def _interval_problems(low: float | None, high: float) -> Iterator[Problem]:
     """Yield the broken rule of a pair of bounds, reported under `low`; if `low` is None, the broken rule of `high`."""
     if low is None:
         if not _CAP.holds(high):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from algorithms.config.correction import BypassConfig, CorrectionConfig, RecomputeConfig, TISConfig
-from algorithms.config.custom import CustomConfig
+from algorithms.config.correction import BypassConfig, CorrectionConfig, CustomConfig, RecomputeConfig, TISConfig
 from algorithms.config.rejection import RejectConfig
 from algorithms.config.spec import Anchor, Bound, Compared, Level, RejectedDenominator, SelfNormalize
 
