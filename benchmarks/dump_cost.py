@@ -38,7 +38,7 @@ from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
 from trainer.replay.modes import all_names
 from trainer.replay.results import replay_step
-from trainer.rundir.dump import Manifest, begin_dump, commit_dump, open_dump
+from trainer.rundir.dump import DumpDescription, begin_dump, commit_dump, open_dump
 
 GROUP_SIZE = 8
 
@@ -82,18 +82,17 @@ def record(batch: TrainBatch, run_dir: Path, config: TrainConfig) -> tuple[float
     path = begin_dump(run_dir, 1)
     report = recorder.write(path)
     written = time.process_time()
-    if report.rank_file is None:
+    if report.rank_file is None or report.record is None:
         raise SystemExit(f"the dump failed: {report.error}")
-    manifest = Manifest(
+    description = DumpDescription(
         step=1,
         policy_version=0,
         correction=config.correction.mode,
         ranks=(report.rank_file,),
         metrics={},
-        versions={},
     )
-    commit_dump(path, manifest, config_text="", keep=1)
-    return kept - started, written - kept, report.rank_file.record.bytes
+    commit_dump(path, description, records={report.rank_file.file: report.record}, config_text="", keep=1)
+    return kept - started, written - kept, report.record.bytes
 
 
 def main() -> None:

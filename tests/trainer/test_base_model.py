@@ -16,14 +16,14 @@ from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer, PreTrai
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig
 from trainer.run.base_model import (
-    FILES,
     IGNORED,
     WEIGHTS,
     build_base_model,
     collate,
     response_loss,
 )
-from trainer.rundir.cache import MANIFEST, default_cache_dir, find_damage
+from trainer.rundir.cache import default_cache_dir, find_damage
+from trainer.rundir.sealed import MANIFEST
 
 DATA = ArithmeticDataConfig(max_operand=19, num_heldout=10)
 MODEL = ArithmeticModelConfig(hidden_size=64, num_layers=1, num_steps=2)
@@ -132,7 +132,7 @@ def test_the_second_call_trains_nothing(built: Path) -> None:
     before = (built / WEIGHTS).stat()
     assert build_base_model(MODEL, DATA, cache_dir=built.parent, progress=refuse) == built
     assert (built / WEIGHTS).stat() == before
-    assert find_damage(built, FILES) is None
+    assert find_damage(built) is None
 
 
 def cut_weights(entry: Path) -> None:
@@ -170,12 +170,12 @@ def test_a_damaged_entry_is_built_again(
 ) -> None:
     entry = tmp_path / built.name
     shutil.copytree(built, entry)
-    assert find_damage(entry, FILES) is None
+    assert find_damage(entry) is None
     damage(entry)
-    assert find_damage(entry, FILES) is not None
+    assert find_damage(entry) is not None
     assert build_base_model(MODEL, DATA, cache_dir=tmp_path) == entry
     assert "is damaged" in caplog.text
-    assert find_damage(entry, FILES) is None
+    assert find_damage(entry) is None
     assert weights(entry) == weights(built)
     assert [path.name for path in tmp_path.iterdir()] == [entry.name]
 

@@ -15,16 +15,14 @@ from trainer.batch.packing import pack
 from trainer.rundir.checkpoint import (
     POLICY,
     CheckpointError,
-    FileRecord,
-    Retention,
     RunState,
     begin_checkpoint,
     best_checkpoint,
     commit_checkpoint,
-    describe_file,
     newest_checkpoint,
 )
 from trainer.rundir.rows import forget_after, read_rows
+from trainer.rundir.sealed import FileRecord, describe_file
 
 
 def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:
@@ -35,7 +33,7 @@ def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, a
     stream = StreamState(seed=0, epoch=1, position=step, digest="abc")
     evaluation = {} if accuracy is None else {"eval/accuracy": accuracy}
     state = RunState(step=step, policy_version=2 * step, stream=stream, evaluation=evaluation)
-    return commit_checkpoint(unfinished, state, retention=Retention(keep=keep, best_metric=best)).path
+    return commit_checkpoint(unfinished, state, keep=keep, best_metric=best).path
 
 
 def test_the_newest_is_found_with_its_state(tmp_path: Path) -> None:
@@ -117,8 +115,8 @@ def test_a_file_that_a_rank_described_must_be_there(tmp_path: Path) -> None:
     unfinished = begin_checkpoint(tmp_path, 1)
     state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
     records = {"policy/shard_7": FileRecord(bytes=1, xxh3_128="")}
-    with pytest.raises(CheckpointError, match="lacks policy/shard_7"):
-        commit_checkpoint(unfinished, state, retention=Retention(keep=1), records=records)
+    with pytest.raises(FileNotFoundError, match="lacks policy/shard_7"):
+        commit_checkpoint(unfinished, state, keep=1, records=records)
     assert newest_checkpoint(tmp_path) is None
 
 

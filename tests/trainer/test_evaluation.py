@@ -23,7 +23,7 @@ from trainer.cli.evaluate import render_results
 from trainer.cluster.placement import engines_only, required_bundles
 from trainer.run.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
 from trainer.run.task import Task, data_notes
-from trainer.rundir.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.resume import flat_config
 from trainer.rundir.weights_source import SourceKind, WeightsSource, find_source
 
@@ -72,7 +72,7 @@ def saved_checkpoint(run_dir: Path, **changes: object) -> Path:
     (unfinished / POLICY / "weights").write_bytes(b"0123456789")
     stream = StreamState(seed=0, epoch=0, position=0, digest="")
     state = RunState(step=3, policy_version=3, stream=stream, evaluation={}, **changes)  # type: ignore[arg-type]
-    return commit_checkpoint(unfinished, state, retention=Retention(keep=2)).path
+    return commit_checkpoint(unfinished, state, keep=2).path
 
 
 def test_what_a_source_is_shows_in_its_directory(tmp_path: Path) -> None:

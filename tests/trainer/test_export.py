@@ -18,7 +18,7 @@ from trainer.batch.packing import pack
 from trainer.config.recording import CheckpointConfig, EvalConfig
 from trainer.policy.model import full_tensors
 from trainer.run.export import export_model
-from trainer.rundir.checkpoint import POLICY, CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
@@ -34,7 +34,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estima
         worker.save_checkpoint(unfinished / POLICY, asynchronous=False)
         stream = StreamState(seed=0, epoch=0, position=0, digest="")
         state = RunState(step=1, policy_version=1, stream=stream, evaluation={"eval/accuracy": 0.5})
-        commit_checkpoint(unfinished, state, retention=Retention(keep=2))
+        commit_checkpoint(unfinished, state, keep=2)
         trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
     assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())

@@ -42,7 +42,8 @@ from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
 from trainer.run.dumper import StepDumper
-from trainer.rundir.dump import MANIFEST, Manifest, begin_dump, commit_dump, dumped_steps, open_dump
+from trainer.rundir.dump import DumpDescription, begin_dump, commit_dump, dumped_steps, open_dump
+from trainer.rundir.sealed import MANIFEST
 
 STEP = 3
 MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)
@@ -222,7 +223,7 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert dumped_steps(tmp_path) == [2, 3]
         assert "the dump of step 4 was not written: rank 0" in lines[0]
         # A run that goes on from step 1 does step 2 again: what came after belongs to the run that was.
-        assert open_dump(tmp_path, 2).manifest.policy_version == 1
+        assert open_dump(tmp_path, 2).description.policy_version == 1
         save(2)
         assert dumped_steps(tmp_path) == [2]
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
@@ -287,10 +288,10 @@ def test_another_format_names_the_version_that_wrote_it(
 ) -> None:
     shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     manifest = tmp_path / "dumps" / "step_000003" / MANIFEST
-    stored = json.loads(manifest.read_text("utf-8")) | {"format": 9, "versions": {"parity-rl": "9.9"}}
+    stored = json.loads(manifest.read_text("utf-8")) | {"format": 9}
     manifest.write_text(json.dumps(stored), encoding="utf-8")
     assert run(["replay", str(tmp_path), "step=3"]) == 2
-    assert "has format 9, this version of Parity reads format 1" in capsys.readouterr().err
+    assert "has format 9, this version of Parity reads format 2; the version that wrote it" in capsys.readouterr().err
     manifest.write_text("{", encoding="utf-8")
     assert run(["replay", str(tmp_path), "step=3"]) == 2
     assert "manifest.json cannot be read" in capsys.readouterr().err
@@ -311,10 +312,10 @@ def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:
     zero = torch.zeros(1)
     recorder.add(empty, TokenScores(logprobs=zero, entropy=zero, floor_delta=None), index=0, position=0)
     path = begin_dump(tmp_path, 1)
-    written = recorder.write(path).rank_file
-    assert written is not None
-    manifest = Manifest(step=1, policy_version=0, correction="tis", ranks=(written,), metrics={}, versions={})
-    commit_dump(path, manifest, config_text="", keep=1)
+    report = recorder.write(path)
+    assert report.rank_file is not None and report.record is not None
+    description = DumpDescription(step=1, policy_version=0, correction="tis", ranks=(report.rank_file,), metrics={})
+    commit_dump(path, description, records={report.rank_file.file: report.record}, config_text="", keep=1)
     [[recorded]] = read_step(open_dump(tmp_path, 1)).ranks
     [micro] = recorded.mini.micro_batches
     assert micro.sample_keys == [] and micro.token_ids.tolist() == [0] and not micro.response_mask.any()
@@ -337,4 +338,4 @@ def test_what_is_written_down_is_what_was_trained_on(model_path: Path, one_step:
                 assert float(replay.step.samples.rewards[micro.sample_numbers[place]]) == sample.reward
                 seen.append(key)
     assert sorted(seen) == sorted(samples)
-    assert replay.dump.manifest.policy_version == 7
+    assert replay.dump.description.policy_version == 7

@@ -22,7 +22,7 @@ from trainer.config.components import HFModelConfig, Resume
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.run.loop import train
-from trainer.rundir.checkpoint import CheckpointError, Retention, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.rundir.rows import read_rows
@@ -78,7 +78,7 @@ def sample_row(response: str) -> SampleRow:
 
 
 def save(config: TrainConfig, step: int) -> None:
-    commit_checkpoint(begin_checkpoint(Path(config.run.dir), step), state_of(config, step), retention=Retention(keep=2))
+    commit_checkpoint(begin_checkpoint(Path(config.run.dir), step), state_of(config, step), keep=2)
 
 
 def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:

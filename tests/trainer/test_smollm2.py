@@ -29,8 +29,8 @@ from tokenizers import pre_tokenizers
 
 from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.limits.model_shape import SMOLLM2_SHAPE, directory_shape
-from trainer.run.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2
-from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, file_digest, find_damage
+from trainer.run.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2, file_digest
+from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, find_damage
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, MLP, LAYERS = 64, 2, 1, 32, 96, 2
 RUNNING = r"converting .*, \d+ s"
@@ -195,7 +195,7 @@ def test_a_damaged_copy_is_made_again_from_the_wheel_in_the_cache(
     assert build_smollm2(cache_dir=tmp_path, package=tiny, progress=lambda *call: stages.append(call[:2])) == entry
     assert "is damaged" in caplog.text
     assert (entry / WEIGHTS).read_bytes() == (built / WEIGHTS).read_bytes()
-    assert find_damage(entry, FILES) is None
+    assert find_damage(entry) is None
     assert (stages[0], stages[-1]) == ((0, 2), (1, 2))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([tiny.wheel, entry.name])
 
@@ -286,7 +286,7 @@ def test_a_killed_process_leaves_no_copy_and_is_cleaned_up_after(tiny: Package, 
     long_ago = time.time() - ABANDONED_AFTER_S - 1
     os.utime(left, (long_ago, long_ago))
     entry = build_smollm2(cache_dir=tmp_path, package=tiny)
-    assert find_damage(entry, FILES) is None
+    assert find_damage(entry) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([tiny.wheel, entry.name])
 
 

@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
-from trainer.rundir.checkpoint import describe_file
 from trainer.rundir.dump import OptimizerStep, RankFile
+from trainer.rundir.sealed import FileRecord, describe_file
 
 OF_BATCH = (
     "rollout_logprobs",
@@ -49,7 +49,8 @@ class DumpReport:
     """Outcome of writing one rank's part of a dump."""
 
     rank_file: RankFile | None
-    """None after an error."""
+    """None after an error, as `record`."""
+    record: FileRecord | None
     error: str | None
     num_tokens: int
     """Tokens of the rank, prompts included."""
@@ -101,12 +102,13 @@ class StepRecorder:
         started = time.perf_counter()
         path = directory / f"rank_{self._rank:05d}.safetensors"
         written: RankFile | None = None
+        record: FileRecord | None = None
         problem = None
         try:
             save_file(self._tensors, path)
+            record = describe_file(path)
             written = RankFile(
                 file=path.name,
-                record=describe_file(path),
                 optimizer_steps=self._steps,
                 num_threads=torch.get_num_threads(),
                 device=self._device,
@@ -114,4 +116,4 @@ class StepRecorder:
         except (OSError, SafetensorError) as error:
             problem = f"rank {self._rank}: {error}"
         seconds = time.perf_counter() - started
-        return DumpReport(rank_file=written, error=problem, num_tokens=self._num_tokens, write_s=seconds)
+        return DumpReport(rank_file=written, record=record, error=problem, num_tokens=self._num_tokens, write_s=seconds)

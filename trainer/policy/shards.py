@@ -24,7 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.policy.rng import RngState, capture_rng, reseed_rng, restore_rng
-from trainer.rundir.checkpoint import CheckpointError, FileRecord, describe_file, to_disk
+from trainer.rundir.checkpoint import CheckpointError
+from trainer.rundir.sealed import FileRecord, describe_file, to_disk
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def write_page(replay: Replay, directory: Path) -> Path:
 
 def render(replay: Replay) -> str:
     """The page as HTML."""
-    title = f"replay of step {replay.dump.manifest.step}"
+    title = f"replay of step {replay.dump.description.step}"
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(line)}</p>" for line in replay.facts()),

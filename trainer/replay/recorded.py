@@ -49,8 +49,8 @@ class RecordedStep:
 
 def read_step(dump: Dump) -> RecordedStep:
     """The recorded step, on the host."""
-    ranks = [_read_rank(dump.path / rank.file, rank) for rank in dump.manifest.ranks]
-    with safe_open(dump.path / dump.manifest.ranks[0].file, framework="pt") as file:
+    ranks = [_read_rank(dump.path / rank.file, rank) for rank in dump.description.ranks]
+    with safe_open(dump.path / dump.description.ranks[0].file, framework="pt") as file:
         samples = StepSamples(**{name: file.get_tensor(f"samples/{name}") for name in SAMPLES})
     return RecordedStep(ranks=ranks, samples=samples)
 

@@ -90,12 +90,12 @@ class Replay:
 
     def facts(self) -> list[str]:
         """Facts about the replayed step, one per line."""
-        manifest, samples = self.dump.manifest, self.step.samples
+        step, samples = self.dump.description, self.step.samples
         responses, groups = samples.rewards.numel(), samples.group_ids.unique().numel()
         return [
-            f"step {manifest.step}, correction={manifest.correction}, weights of version {manifest.policy_version}: "
+            f"step {step.step}, correction={step.correction}, weights of version {step.policy_version}: "
             f"{responses:,} responses in {groups:,} groups, {int(samples.num_tokens.sum()):,} response tokens, "
-            f"{counted(self.step.num_optimizer_steps, 'optimizer step')}, {counted(len(manifest.ranks), 'rank')}",
+            f"{counted(self.step.num_optimizer_steps, 'optimizer step')}, {counted(len(step.ranks), 'rank')}",
             self.reproduction.line(),
         ]
 
@@ -103,7 +103,7 @@ class Replay:
 def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> Replay:
     """Score `dump` under the modes `names` and the run's own, with as many threads as the ranks had."""
     before = torch.get_num_threads()
-    torch.set_num_threads(dump.manifest.ranks[0].num_threads)
+    torch.set_num_threads(dump.description.ranks[0].num_threads)
     try:
         step = read_step(dump)
         modes = chosen_modes(
@@ -118,21 +118,21 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
         step=step,
         modes=modes,
         scores=scores,
-        reproduction=_reproduction(scores[0], run_dir, dump.manifest.step),
+        reproduction=_reproduction(scores[0], run_dir, dump.description.step),
     )
 
 
 def record(replay: Replay) -> dict[str, object]:
     """The whole replay as JSON values."""
-    manifest = replay.dump.manifest
+    description = replay.dump.description
     configs = {mode.name: mode.config for mode in replay.scored if mode.config is not None}
     return {
         "format": FORMAT,
-        "step": manifest.step,
-        "policy_version": manifest.policy_version,
-        "correction": manifest.correction,
+        "step": description.step,
+        "policy_version": description.policy_version,
+        "correction": description.correction,
         "dump": str(replay.dump.path),
-        "num_ranks": len(manifest.ranks),
+        "num_ranks": len(description.ranks),
         "optimizer_steps": replay.step.num_optimizer_steps,
         "num_responses": replay.step.samples.rewards.numel(),
         "num_response_tokens": int(replay.step.samples.num_tokens.sum()),

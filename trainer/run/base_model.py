@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int, float], None]
 """Called with (completed optimizer steps, all steps, loss in nats per response token)."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of the cache key; raise it when the task, the model or its training changes."""
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")

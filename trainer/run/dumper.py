@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from trainer.config.train import TrainConfig
 from trainer.policy.step import TrainReport
-from trainer.rundir.dump import DumpError, Manifest, begin_dump, commit_dump
+from trainer.rundir.dump import DumpDescription, DumpError, begin_dump, commit_dump
 from trainer.rundir.provenance import config_document
 
 logger = logging.getLogger(__name__)
@@ -73,16 +72,17 @@ class StepDumper:
         if errors := [each.error for each in report.dumps if each.error is not None]:
             raise DumpError(errors[0])
         files = tuple(each.rank_file for each in report.dumps if each.rank_file is not None)
-        manifest = Manifest(
+        records = {each.rank_file.file: each.record for each in report.dumps if each.rank_file and each.record}
+        description = DumpDescription(
             step=step,
             policy_version=policy_version,
             correction=config.correction.mode,
             ranks=files,
             metrics={key: value for key, value in report.metrics.items() if value is None or math.isfinite(value)},
-            versions={name: importlib.metadata.version(name) for name in ("parity-rl", "torch")},
         )
-        commit_dump(path, manifest, config_text=config_document(config), keep=config.dump.keep)
+        text = config_document(config)
+        commit_dump(path, description, records=records, config_text=text, keep=config.dump.keep)
         return {
-            "perf/dump_mib": sum(file.record.bytes for file in files) / 2**20,
+            "perf/dump_mib": sum(record.bytes for record in records.values()) / 2**20,
             "perf/dump_write_s": report.dump_s + time.perf_counter() - started,
         }

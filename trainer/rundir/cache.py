@@ -1,13 +1,12 @@
 """The cache of Parity: generated models and measured ceilings, shared by all runs.
 
-A cached model is a directory with a manifest of its files. The directory gets a temporary name until it is complete, so
+A cached model is a sealed directory (`trainer/rundir/sealed.py`). It gets a temporary name until it is complete, so
 that a killed process leaves no entry, and one of two concurrent copies is kept.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import logging
 import os
 import shutil
@@ -16,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from trainer.rundir.sealed import SealError, verify, write_manifest
+
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 """Callback while a cached model is made, with (done, total, detail): optimizer steps or stages, and a phrase."""
-MANIFEST = "manifest.json"
-"""File of a cached directory: name -> sha256 of every other file."""
+FORMAT = 1
+"""Version of the layout of a cached directory."""
 ABANDONED_AFTER_S = 3600.0
 """Age in seconds above which a temporary directory belongs to a killed process: a model takes a minute or two."""
 
@@ -40,7 +41,7 @@ def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], N
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
     if entry.exists():
-        damage = find_damage(entry, files)
+        damage = find_damage(entry)
         if damage is None:
             logger.info("cached in %s", entry)
             return entry
@@ -49,9 +50,10 @@ def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], N
     building = Path(tempfile.mkdtemp(prefix=f"{entry.name}.building-", dir=entry.parent))
     try:
         make(building)
-        digests = {name: file_digest(building / name) for name in files}
-        (building / MANIFEST).write_text(json.dumps(digests, indent=2))
-        _publish(building, entry, files)
+        for name in files:
+            (building / name).stat()  # raises FileNotFoundError
+        write_manifest(building, layout=FORMAT)
+        _publish(building, entry)
     finally:
         # The directory is already renamed after a publication; it still exists after an error, an interrupt or a lost
         # race.
@@ -59,50 +61,29 @@ def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], N
     return entry
 
 
-def find_damage(entry: Path, files: Sequence[str]) -> str | None:
-    """Describe the damage of a cached directory of `files`: a missing or changed file; None if it is intact."""
+def find_damage(entry: Path) -> str | None:
+    """Describe the damage of a cached directory: a missing or changed file; None if it is intact."""
     try:
-        expected = json.loads((entry / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {error}"
-    if not isinstance(expected, dict) or sorted(expected) != sorted(files):
-        return f"{MANIFEST}: must list {', '.join(files)}"
-    for name, digest in expected.items():
-        try:
-            found = file_digest(entry / name)
-        except OSError as error:
-            return f"{name}: {error}"
-        if found != digest:
-            return f"{name}: sha256 {found[:12]}, the manifest says {digest[:12]}"
+        verify(entry, layout=FORMAT)
+    except SealError as problem:
+        return str(problem)
     return None
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file, 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _publish(building: Path, entry: Path, files: Sequence[str]) -> None:
+def _publish(building: Path, entry: Path) -> None:
     """Rename `building` to `entry`; keep an intact entry that another process put there first."""
-    if entry.exists() and find_damage(entry, files) is not None:
-        _remove_damaged(entry)
+    if entry.exists() and find_damage(entry) is not None:
+        # Renamed in one step, so that no other process sees a part of it.
+        aside = Path(tempfile.mkdtemp(prefix=f"{entry.name}.damaged-", dir=entry.parent))
+        with contextlib.suppress(FileNotFoundError):  # another process has just moved it away
+            os.rename(entry, aside)
+        shutil.rmtree(aside)
     try:
         os.rename(building, entry)
     except OSError:
-        if find_damage(entry, files) is not None:
+        if find_damage(entry) is not None:
             raise
         logger.info("another process has just made %s", entry)
-
-
-def _remove_damaged(entry: Path) -> None:
-    """Rename `entry` in one step, so that no other process sees a part of it, and remove the renamed directory."""
-    aside = Path(tempfile.mkdtemp(prefix=f"{entry.name}.damaged-", dir=entry.parent))
-    try:
-        os.rename(entry, aside)
-    except FileNotFoundError:
-        logger.info("another process has just moved the damaged %s away", entry)
-    shutil.rmtree(aside)
 
 
 def _remove_abandoned(entry: Path) -> None:

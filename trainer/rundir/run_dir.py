@@ -14,6 +14,7 @@ from typing import TextIO
 from trainer.config.components import Resume
 from trainer.config.recording import CHECKPOINTS
 from trainer.rundir.rows import read_rows
+from trainer.rundir.sealed import sealed_steps
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
@@ -88,13 +89,7 @@ def has_checkpoint(directory: Path) -> bool:
 
 def newest_saved_step(directory: Path) -> int | None:
     """The step of the newest checkpoint, good or damaged, in a run directory; None without one."""
-    return max(numbered_steps(directory / CHECKPOINTS), default=None)
-
-
-def numbered_steps(directory: Path) -> list[int]:
-    """Steps of the finished checkpoints or dumps in `directory`, ascending, by their names alone."""
-    names = (path.name.removeprefix("step_") for path in directory.glob("step_*"))
-    return sorted(int(name) for name in names if name.isdecimal())
+    return max(sealed_steps(directory / CHECKPOINTS), default=None)
 
 
 def completed_steps(directory: Path) -> int | None:

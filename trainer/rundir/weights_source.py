@@ -10,7 +10,8 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from trainer.config.recording import CHECKPOINTS
-from trainer.rundir.checkpoint import MANIFEST, Checkpoint
+from trainer.rundir.checkpoint import Checkpoint
+from trainer.rundir.sealed import MANIFEST
 
 KEY = "checkpoint"
 BASE = "none"

@@ -1,0 +1,163 @@
+"""Sealed directories: whole or absent, and verified before use. Checkpoints, dumps and cached models are sealed.
+
+    manifest.json   format, and size and digest of every other file
+
+A directory is built under a hidden or temporary name and gets its own name when every file is described, so a process
+that is killed leaves no half of one. The ranks describe the files that they write; all other files are described and
+brought to the disk by `write_manifest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+class SealError(RuntimeError):
+    """A sealed directory is damaged; the message gives the reason with the name of the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """Size and digest of a file in the manifest."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def describe_file(path: Path) -> FileRecord:
+    """Size and digest of a file, read now."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+    return FileRecord(bytes=path.stat().st_size, xxh3_128=digest.hexdigest())
+
+
+def to_disk(path: Path) -> None:
+    """Sync a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(directory: Path, *, layout: int, records: Mapping[str, FileRecord] | None = None) -> None:
+    """Describe every file of `directory`, and bring to the disk what is not there yet.
+
+    Args:
+        directory: the complete directory, still under its temporary name.
+        layout: version of the files in the directory, which the reader compares with its own.
+        records: files that their writer already described, by path relative to `directory`; they are neither read nor
+            synced again.
+
+    Raises OSError if the disk rejects the data, or if a file of `records` is missing.
+    """
+    known = dict(records or {})
+    names = [str(path.relative_to(directory)) for path in _files(directory)]
+    if absent := sorted(known.keys() - set(names)):
+        raise FileNotFoundError(f"{directory} lacks {', '.join(absent)}, which a rank wrote: is it a shared disk?")
+    for name in names:
+        if name not in known:
+            known[name] = describe_file(directory / name)
+            to_disk(directory / name)
+    manifest = {"format": layout, "files": {name: asdict(record) for name, record in known.items()}}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for path in (directory / MANIFEST, *(path for path in directory.rglob("*") if path.is_dir()), directory):
+        to_disk(path)
+
+
+def verify(directory: Path, *, layout: int) -> None:
+    """Compare every file of a sealed directory with its manifest. Raises SealError unless all agree."""
+    try:
+        recorded = _read_manifest(directory / MANIFEST, layout=layout)
+        present = {str(file.relative_to(directory)) for file in _files(directory)} - {MANIFEST}
+        if missing := sorted(set(recorded) - present):
+            raise SealError(f"{directory} lacks {', '.join(missing)}")
+        if others := sorted(present - set(recorded)):
+            raise SealError(f"{directory} holds files that the manifest does not know: {', '.join(others)}")
+        for name, record in recorded.items():
+            size = (directory / name).stat().st_size
+            if size != record.bytes:
+                raise SealError(f"{directory / name} has {size} bytes, the manifest says {record.bytes}")
+            if describe_file(directory / name) != record:
+                raise SealError(f"{directory / name} has changed since it was written")
+    except OSError as error:
+        raise SealError(f"{error.filename or directory} cannot be read ({error})") from error
+
+
+def begin_step(parent: Path, step: int) -> Path:
+    """Make an empty directory in `parent` for `step`, under a hidden name; remove what killed processes left there."""
+    for leftover in parent.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    path = parent / f".step_{step:06d}.unfinished"
+    path.mkdir(parents=True)
+    return path
+
+
+def publish_step(unfinished: Path, step: int) -> Path:
+    """Give a directory with a manifest its final name -> its new path. Raises OSError if the name is taken."""
+    path = unfinished.rename(step_path(unfinished.parent, step))
+    to_disk(path.parent)
+    return path
+
+
+def step_path(parent: Path, step: int) -> Path:
+    """The directory in `parent` that is sealed for `step`."""
+    return parent / f"step_{step:06d}"
+
+
+def sealed_steps(parent: Path) -> dict[int, Path]:
+    """Step -> sealed directory in `parent`, ascending, by their names alone."""
+    numbers = {path: path.name.removeprefix("step_") for path in parent.glob("step_*")}
+    return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
+
+
+def remove_sealed(path: Path) -> None:
+    """Hide a sealed directory, then remove it: half of one must not look damaged. A failure is a warning."""
+    hidden = path.with_name(f".{path.name}.removed")
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        logger.warning("the old %s cannot be removed: %s", path.relative_to(path.parents[1]), error)
+
+
+def _read_manifest(path: Path, *, layout: int) -> dict[str, FileRecord]:
+    """Relative path -> record of every file of a sealed directory.
+
+    The manifest has no digest of its own: a change of the manifest either breaks its form or contradicts a file. Raises
+    SealError for a manifest of another form, and OSError.
+    """
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SealError(f"{path} cannot be read ({error})") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(manifest, dict) or not isinstance(files, dict) or set(manifest) != {"format", "files"}:
+        raise SealError(f"{path} is no manifest")
+    if manifest["format"] != layout:
+        raise SealError(
+            f"{path} has format {manifest['format']}, this version of Parity reads format {layout}; the version that "
+            "wrote it (environment.json of the run) can go on with it"
+        )
+    try:
+        return {name: FileRecord(**record) for name, record in files.items()}
+    except TypeError as error:
+        raise SealError(f"{path} has a record of another form ({error})") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
