@@ -15,37 +15,23 @@ import orjson
 
 from rollout.processes.child_process import become_child, described, own_arguments
 from rollout.processes.custom_code import is_custom
-from rollout.rewards.custom import Score, load_custom
+from rollout.rewards.custom import Reply, load_custom
 from rollout.rewards.rules import RULES
 
-Judge = Callable[[Sequence[Mapping[str, Any]]], list[dict[str, Any]]]
+Judge = Callable[[Sequence[Mapping[str, Any]]], list[Reply]]
 
 
-def load(function: str) -> tuple[Judge, dict[str, Any]]:
-    """Load a rule or a custom function -> (function that judges a list of items, greeting for the parent)."""
-    if not is_custom(function):
-        rule = RULES[function]
-        rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
-
-        def by_rule(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-            verdicts = [rule.judge(item["response"], item["answer"]) for item in items]
-            return [{"correct": verdict.correct, "extracted": verdict.extracted} for verdict in verdicts]
-
-        return by_rule, {"at_once": rule.at_once, "sha256": None}
-    custom = load_custom(function)
-
-    def by_custom(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {"score": each.score, "correct": each.correct, "metrics": each.metrics}
-            if isinstance(each, Score)
-            else {"error": each}
-            for each in custom.score(items)
-        ]
-
-    return by_custom, {"at_once": custom.at_once, "sha256": custom.sha256}
+def load(function: str) -> tuple[Judge, int]:
+    """Load a rule or a custom function -> (function that judges a list of items, number of items per call)."""
+    if is_custom(function):
+        custom = load_custom(function)
+        return custom.score, custom.at_once
+    rule = RULES[function]
+    rule.judge("1", "1")  # imports what the rule needs, before a deadline runs
+    return lambda items: [rule.judge(item["response"], item["answer"])._asdict() for item in items], rule.at_once
 
 
-def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
     """The verdicts. If the rule raises, each item is judged by itself, so that one bad item does not spoil the rest."""
     try:
         return judge(items)
@@ -59,11 +45,11 @@ def main(function: str, memory_bytes: int) -> None:
     """Answer requests until the input ends."""
     say = become_child(memory_bytes=memory_bytes)
     try:
-        judge, hello = load(function)
+        judge, at_once = load(function)
     except Exception as error:
         say({"failed": described(error)})
         return
-    say(hello)
+    say({"at_once": at_once})
     for line in sys.stdin.buffer:
         say(answer(judge, orjson.loads(line)))
 

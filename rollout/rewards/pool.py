@@ -8,7 +8,6 @@ would hang again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import select
@@ -65,7 +64,8 @@ class RewardPoolError(RuntimeError):
 
 class _Task(NamedTuple):
     key: int
-    item: Mapping[str, Any]
+    item: bytes
+    """The response with its prompt and answer, as JSON."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +79,6 @@ class _Work:
     """Tasks in order of submission; None ends the thread that takes it."""
     done: queue.SimpleQueue[tuple[int, Outcome] | RewardPoolError] = field(default_factory=queue.SimpleQueue)
     closing: threading.Event = field(default_factory=threading.Event)
-    sha256: str | None = None
 
     def close(self, num_workers: int) -> None:
         self.closing.set()
@@ -89,10 +88,10 @@ class _Work:
     def take(self, count: int) -> list[_Task]:
         """Up to `count` further tasks, without waiting for new tasks."""
         taken: list[_Task] = []
-        while len(taken) < count:
+        while len(taken) < count and not self.tasks.empty():
             try:
                 task = self.tasks.get_nowait()
-            except queue.Empty:
+            except queue.Empty:  # another thread was faster
                 break
             if task is None:
                 self.tasks.put(None)
@@ -113,21 +112,22 @@ class RewardPool:
 
     def check(self) -> None:
         """Load the function once, in a process that ends at once. Raises RewardPoolError when it cannot be loaded."""
-        child = None
         try:
-            child = _Child(self._work.function, memory_bytes=self._work.memory_bytes)
-            child.hello()
-        except (_ChildFailed, OSError) as error:
+            _Worker(self._work).kill()
+        except (_WorkerFailed, OSError) as error:
             raise _not_started(self._work.function, error) from error
-        finally:
-            if child is not None:
-                child.kill()
 
     def submit(self, key: int, item: Mapping[str, Any]) -> None:
         """Queue `item`, a mapping with response, answer and prompt; `key` comes back with its outcome."""
+        try:
+            line = orjson.dumps(item)
+        except TypeError as error:  # JSON cannot hold the item, such as a row nested hundreds deep
+            message = f"the prompt's row cannot be sent to the function: {error}"
+            self._work.done.put((key, Outcome(failure=Failure.error, message=message)))
+            return
         if not self._threads:
             self._start()
-        self._work.tasks.put(_Task(key, item))
+        self._work.tasks.put(_Task(key, line))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         """Keys and outcomes finished since the last call; waits at most `timeout_s` seconds for the first.
@@ -135,25 +135,20 @@ class RewardPool:
         Raises RewardPoolError when the function cannot be loaded.
         """
         found: list[tuple[int, Outcome]] = []
-        wait = timeout_s > 0
-        with contextlib.suppress(queue.Empty):
+        try:
+            entry = self._work.done.get(timeout=max(0.0, timeout_s))
             while True:
-                entry = self._work.done.get(block=wait, timeout=timeout_s if wait else None)
                 if isinstance(entry, RewardPoolError):
                     raise entry
                 found.append(entry)
-                wait = False
-        return found
+                entry = self._work.done.get_nowait()
+        except queue.Empty:
+            return found
 
     @property
     def patience_s(self) -> float:
         """Seconds after which a waiting response must have a verdict: a start, a call and the grace period."""
         return START_TIMEOUT_S + self._work.timeout_s + GRACE_S
-
-    @property
-    def sha256(self) -> str | None:
-        """SHA-256 of the file of a custom function, once a worker has loaded the file."""
-        return self._work.sha256
 
     def close(self) -> None:
         """End every worker; safe to call twice. Waits for the running call of each worker, at most its deadline."""
@@ -171,139 +166,84 @@ class RewardPool:
 
 
 def _serve(work: _Work) -> None:
-    """Body of a worker's thread: take tasks and let a process answer them, until the pool is closed."""
-    worker = _Worker(work)
+    """Body of a thread: take tasks and let a worker answer them, until the pool is closed; replace a lost worker."""
+    worker: _Worker | None = None
     try:
         while (task := work.tasks.get()) is not None and not work.closing.is_set():
             batch = [task]
             try:
-                batch += work.take(worker.ready().at_once - 1)
+                worker = worker or _started(work)
+                batch += work.take(worker.at_once - 1)
                 outcomes = worker.score([each.item for each in batch])
-            except Exception as error:
-                # The thread must survive any error: the pool has only a few threads.
-                worker.discard()
-                outcomes = [Outcome(failure=Failure.crash, message=described(error))] * len(batch)
+            except Exception as error:  # the thread must survive any error: the pool has only a few threads
+                if worker is not None:
+                    worker.kill()
+                    worker = None
                 if isinstance(error, RewardPoolError):
                     work.done.put(error)
-            for asked, outcome in zip(batch, outcomes, strict=True):
-                work.done.put((asked.key, outcome))
+                lost = error if isinstance(error, _WorkerFailed) else _WorkerFailed(Failure.crash, described(error))
+                outcomes = [Outcome(failure=lost.failure, message=str(lost))] * len(batch)
+            for scored, outcome in zip(batch, outcomes, strict=True):
+                work.done.put((scored.key, outcome))
     finally:
-        worker.discard()
+        if worker is not None:
+            worker.kill()
 
 
-class _Worker:
-    """A process that is started on demand, and replaced after a failure."""
-
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-        self._child: _Child | None = None
-
-    def ready(self) -> _Child:
-        """The process, with its function loaded. Raises RewardPoolError after START_TRIES starts without success."""
-        failed_starts = 0
-        while self._child is None:
-            try:
-                self._child = _Child(self._work.function, memory_bytes=self._work.memory_bytes)
-                self._work.sha256 = self._child.hello().get("sha256")
-            except (_ChildFailed, OSError) as error:
-                self.discard()
-                failed_starts += 1
-                # A function that did not load within the whole timeout will not load in a second try.
-                out_of_time = isinstance(error, _ChildFailed) and error.failure is Failure.timeout
-                if failed_starts == START_TRIES or out_of_time or self._work.closing.wait(RETRY_S):
-                    raise _not_started(self._work.function, error) from error
-        return self._child
-
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """One outcome per item; if the process fails, the failure is the outcome of all items."""
-        child = self.ready()
-        lines = [_line(item) for item in items]
-        asked = [line for line in lines if isinstance(line, bytes)]
+def _started(work: _Work) -> _Worker:
+    """A new worker. Raises RewardPoolError after START_TRIES starts without success."""
+    failed_starts = 0
+    while True:
         try:
-            answered = [_outcome(reply) for reply in child.ask(asked, self._work.timeout_s)] if asked else []
-        except _ChildFailed as error:
-            self.discard()
-            answered = [Outcome(failure=error.failure, message=str(error))] * len(asked)
-        in_order = iter(answered)
-        return [next(in_order) if isinstance(line, bytes) else line for line in lines]
-
-    def discard(self) -> None:
-        """End the process, if there is one."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-
-
-def _line(item: Mapping[str, Any]) -> bytes | Outcome:
-    """An item as a line of JSON; a failed Outcome if JSON cannot hold the item, such as a row nested hundreds deep."""
-    try:
-        return orjson.dumps(item)
-    except TypeError as error:
-        return Outcome(failure=Failure.error, message=f"the prompt's row cannot be sent to the function: {error}")
-
-
-def _outcome(reply: object) -> Outcome:
-    """The Outcome of a worker's reply to one item. Raises _ChildFailed for a reply that no worker of Parity sends."""
-    if not isinstance(reply, dict):
-        raise _ChildFailed(Failure.crash, f"the worker answered {reply!r:.100}")
-    if "error" in reply:
-        return Outcome(failure=Failure.error, message=str(reply["error"]))
-    correct, score, extracted = reply.get("correct"), reply.get("score"), reply.get("extracted")
-    metrics = reply.get("metrics") or {}
-    if not (
-        isinstance(correct, bool | None)
-        and isinstance(score, int | float | None)
-        and isinstance(extracted, str | None)
-        and isinstance(metrics, dict)
-        and all(isinstance(value, int | float) for value in metrics.values())
-    ):
-        raise _ChildFailed(Failure.crash, f"the worker answered {reply!r:.100}")
-    return Outcome(correct=correct, score=score, extracted=extracted, metrics=metrics)
+            return _Worker(work)
+        except (_WorkerFailed, OSError) as error:
+            failed_starts += 1
+            # A function that did not load within the whole timeout will not load in a second try.
+            out_of_time = isinstance(error, _WorkerFailed) and error.failure is Failure.timeout
+            if failed_starts == START_TRIES or out_of_time or work.closing.wait(RETRY_S):
+                raise _not_started(work.function, error) from error
 
 
 def _not_started(function: str, error: Exception) -> RewardPoolError:
     return RewardPoolError(f"reward.function={function}: a worker did not start: {error}")
 
 
-def _reply(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise _ChildFailed(Failure.crash, f"the worker answered {line[:100]!r}, which is no JSON") from error
+class _WorkerFailed(Exception):
+    """A worker did not answer, died, or answered nonsense."""
 
-
-class _ChildFailed(Exception):
     def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message)
         self.failure = failure
 
 
-class _Child:
-    """One process, which answers one request at a time."""
+class _Worker:
+    """A process with its function loaded, which answers one request at a time."""
 
-    def __init__(self, function: str, *, memory_bytes: int) -> None:
-        self._process = ChildProcess("rollout.rewards.child", function, memory_bytes=memory_bytes)
+    def __init__(self, work: _Work) -> None:
+        """Start the process and wait until the function is loaded. Raises _WorkerFailed, and OSError of the start."""
+        self._timeout_s = work.timeout_s
+        self._process = ChildProcess("rollout.rewards.child", work.function, memory_bytes=work.memory_bytes)
         os.set_blocking(self._process.input.fileno(), False)
         os.set_blocking(self._process.output.fileno(), False)
         self._received = b""
-        self.at_once = 1
+        try:
+            greeting = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+            if not isinstance(greeting, dict) or not ("failed" in greeting or "at_once" in greeting):
+                raise _WorkerFailed(Failure.crash, f"the worker began with {greeting!r:.100}")
+            if "failed" in greeting:
+                raise _WorkerFailed(Failure.error, greeting["failed"])
+        except BaseException:
+            self.kill()
+            raise
+        self.at_once = int(greeting["at_once"])
+        """Number of responses per call."""
 
-    def hello(self) -> dict[str, Any]:
-        """The greeting that the process sends after loading the function."""
-        said = self._exchange(b"", timeout_s=START_TIMEOUT_S)
-        if not isinstance(said, dict) or not ("failed" in said or "at_once" in said):
-            raise _ChildFailed(Failure.crash, f"the worker began with {said!r:.100}")
-        if "failed" in said:
-            raise _ChildFailed(Failure.error, said["failed"])
-        self.at_once = int(said["at_once"])
-        return dict(said)
-
-    def ask(self, items: Sequence[bytes], timeout_s: float) -> list[Any]:
-        """One reply per item; items and replies are JSON."""
-        replies = self._exchange(b"[" + b",".join(items) + b"]\n", timeout_s=timeout_s)
+    def score(self, items: Sequence[bytes]) -> list[Outcome]:
+        """One outcome per item, in order. Raises _WorkerFailed; the worker is then of no more use."""
+        replies = self._exchange(b"[" + b",".join(items) + b"]\n", timeout_s=self._timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
-            raise _ChildFailed(Failure.crash, "the worker answered something else than what it was asked")
-        return replies
+            raise _WorkerFailed(Failure.crash, "the worker answered something else than what it was asked")
+        return [_outcome(reply) for reply in replies]
 
     def kill(self) -> None:
         """End the process and all its descendants."""
@@ -318,10 +258,14 @@ class _Child:
             line, separator, rest = self._received.partition(b"\n")
             if separator:
                 self._received = rest
-                return _reply(line)
+                try:
+                    return orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    message = f"the worker answered {line[:100]!r}, which is no JSON"
+                    raise _WorkerFailed(Failure.crash, message) from error
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise _ChildFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
+                raise _WorkerFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
             poll = select.poll()
             poll.register(of, select.POLLIN)
             if left:
@@ -333,7 +277,26 @@ class _Child:
                 if of in ready:
                     chunk = os.read(of, READ_BYTES)
                     if not chunk:
-                        raise _ChildFailed(Failure.crash, f"the worker {self._process.death()}")
+                        raise _WorkerFailed(Failure.crash, f"the worker {self._process.death()}")
                     self._received += chunk
             except BrokenPipeError as error:
-                raise _ChildFailed(Failure.crash, f"the worker {self._process.death()}") from error
+                raise _WorkerFailed(Failure.crash, f"the worker {self._process.death()}") from error
+
+
+def _outcome(reply: object) -> Outcome:
+    """The Outcome of a worker's reply to one item. Raises _WorkerFailed for a reply that no worker of Parity sends."""
+    if not isinstance(reply, dict):
+        raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
+    if "error" in reply:
+        return Outcome(failure=Failure.error, message=str(reply["error"]))
+    correct, score, extracted = reply.get("correct"), reply.get("score"), reply.get("extracted")
+    metrics = reply.get("metrics") or {}
+    if not (
+        isinstance(correct, bool | None)
+        and isinstance(score, int | float | None)
+        and isinstance(extracted, str | None)
+        and isinstance(metrics, dict)
+        and all(isinstance(value, int | float) for value in metrics.values())
+    ):
+        raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
+    return Outcome(correct=correct, score=score, extracted=extracted, metrics=metrics)

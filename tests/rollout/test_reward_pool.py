@@ -111,7 +111,6 @@ def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
         assert message in outcome.message
         if failure is None:
             assert (outcome.score, outcome.correct, outcome.metrics) == (0.5, True, {"length": len(response)})
-    assert pool.sha256 is not None and len(pool.sha256) == 64
     assert len(children()) <= 2
     pool.close()
     assert not children()
@@ -265,13 +264,14 @@ def test_what_a_function_raises_is_told_with_its_line(pool_of, head):
 
 def test_workers_die_with_the_process_that_started_them(tmp_path):
     """Also with one that is killed and cannot clean up, and while they hang."""
-    (tmp_path / "hang.py").write_text("import time\ndef reward(response): time.sleep(600)\n", encoding="utf-8")
+    source = "import time\nfrom pathlib import Path\nPath(__file__).with_suffix('.loaded').touch()\n"
+    (tmp_path / "hang.py").write_text(f"{source}def reward(response): time.sleep(600)\n", encoding="utf-8")
     script = textwrap.dedent(f"""
         import os, signal, time
         from rollout.rewards.pool import RewardPool
         pool = RewardPool("{tmp_path}/hang.py:reward", num_workers=1, timeout_s=600, memory_bytes=8 << 30)
         pool.submit(0, {{"response": "", "answer": "", "prompt": ""}})
-        while pool.sha256 is None:
+        while not os.path.exists("{tmp_path}/hang.loaded"):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
