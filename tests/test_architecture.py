@@ -14,7 +14,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -102,9 +101,6 @@ LIGHT_MODULES = (
     "trainer.__main__",
 )
 HEAVY_MODULES = ("torch", "ray", "sglang", "transformers", "datasets", "wandb")
-
-MAX_RECIPE_LINES = 40
-RECIPE_FIELDS = ("Question", "Hardware", "Expected", "Verified")
 
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
@@ -319,23 +315,6 @@ def test_loads_without_heavy_modules(module: str) -> None:
     loaded = set(result.stdout.split())
     assert module in loaded
     assert not loaded & set(HEAVY_MODULES)
-
-
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
-
-
-def test_recipes_are_found() -> None:
-    assert "arithmetic_grpo" in {path.stem for path in RECIPES}
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipe_is_short_and_says_what_it_is_for(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_RECIPE_LINES
-    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
-    stated = [line for line in header if re.match(rf"# ({'|'.join(RECIPE_FIELDS)}): \S", line)]
-    assert [line.split(":")[0] for line in stated] == [f"# {field}" for field in RECIPE_FIELDS]
-    assert re.match(r"# Verified: (yes|no), \S", stated[-1]), "verified is yes or no, and says where or why not"
 
 
 def pins(name: str) -> dict[str, str]:

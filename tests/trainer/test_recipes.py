@@ -1,10 +1,9 @@
-"""The recipes and configs that come with the project: complete headers, nothing said twice, shipped in the wheel.
-
-That they compose, and to which numbers, is in test_recipe_numbers.py.
-"""
+"""The recipes and configs that come with the project: complete headers, nothing said twice, plans, in the wheel."""
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +15,22 @@ import pytest
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
+from algorithms.config import TISConfig
+from rollout.config import Quantization
+from trainer.cli.plan import render_plan
 from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
+from trainer.compose.compose import resolve
 from trainer.compose.session import hydra_session
+from trainer.config.components import HFModelConfig
 from trainer.config.paths import config_dir, recipe_dir
-from trainer.config.train import GROUPS
+from trainer.config.train import GROUPS, TrainConfig
+from trainer.limits.estimate import batch_shape
+from trainer.limits.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 RECIPES = recipe_files(recipe_dir())
+MAX_LINES = 40
+MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
 
 def leaves(content: DictConfig, above: str = "") -> Iterator[str]:
@@ -52,15 +60,18 @@ def test_there_are_recipes_and_only_yaml() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_short_and_states_what_it_is_for(name: str) -> None:
-    text = RECIPES[name].read_text()
-    assert len(text.splitlines()) <= 40
+    lines = RECIPES[name].read_text().splitlines()
+    assert len(lines) <= MAX_LINES
+    header = lines[: next(number for number, line in enumerate(lines) if not line.startswith("#"))]
+    fields = [found[1] for line in header if (found := re.match(r"# (Question|Hardware|Expected|Verified): \S", line))]
+    assert fields == ["Question", "Hardware", "Expected", "Verified"]
     card = read_card(RECIPES[name])
     is_ours = name.startswith("arithmetic")
     stated = [getattr(card, field) for field in RecipeCard.__dataclass_fields__ if field != "source" or not is_ours]
     assert "not stated" not in stated
     assert all(len(field) >= 10 for field in stated)
     assert card.question.endswith("?")
-    assert card.verified.startswith(("no, ", "yes, "))
+    assert card.verified.startswith(("no, ", "yes, ")), "yes and where, or no and why not"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -75,6 +86,57 @@ def test_a_recipe_restates_nothing_of_what_it_starts_from(name: str) -> None:
         plain = compose(content.defaults[0].removeprefix("/"), overrides=options)
     for key in leaves(content):
         assert OmegaConf.select(composed, key) != OmegaConf.select(plain, key), f"{key} stands there already"
+
+
+@functools.cache
+def composed(name: str, rows: Path) -> TrainConfig:
+    """The recipe over the file `rows`, unless it makes its own data; no model is looked for."""
+    is_given = not name.startswith("arithmetic")
+    words = [f"data.{part}_path={rows}" for part in ("train", "eval") if is_given]
+    resolution = resolve(RECIPES[name], words, own_dir=None, multirun=False)
+    assert [str(problem) for problem in resolution.problems] == []
+    [run] = resolution.runs
+    assert run.config is not None
+    return run.config
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of data for the recipes that need one."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    return path
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_composes_and_has_a_plan(name: str, rows: Path) -> None:
+    config = composed(name, rows)
+    text = render_plan(config, machine=MACHINE, output_dir=Path("out"))
+    assert f"{config.batch.samples_per_step} samples per step" in text
+    if isinstance(config.model, HFModelConfig):
+        assert f"memory      unknown: {config.model.path} is not a local directory" in text
+        assert "parameters unknown" in text
+    else:
+        assert "each of " in text.split("memory ")[1].splitlines()[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_can_answer_its_question(name: str, rows: Path) -> None:
+    config = composed(name, rows)
+    assert config.eval.every > 0
+    assert batch_shape(config).tokens_per_sample <= config.batch.max_tokens_per_microbatch
+    if config.rollout.quantization is not Quantization.none:
+        assert isinstance(config.correction, TISConfig), "an engine of 8 bits samples from another policy"
+
+
+def test_the_docs_list_every_recipe_and_whether_it_was_verified() -> None:
+    rows = {}
+    for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| [`") and "](../recipes/" in line:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            rows[cells[0]] = cells[-1]
+    verified = {name: read_card(path).verified.split(",")[0] for name, path in RECIPES.items()}
+    assert rows == {f"[`{name}`](../recipes/{name}.yaml)": said for name, said in verified.items()}
 
 
 def test_the_main_config_sets_no_value() -> None:
