@@ -106,11 +106,11 @@ def test_success_false_is_an_error_whatever_the_status() -> None:
 
 
 def test_silence_ends_at_the_deadline() -> None:
-    with answering(lambda connection, _: time.sleep(1.0)) as (client, _):
-        begin = time.monotonic()
+    given_up = threading.Event()
+    with answering(lambda connection, _: given_up.wait(8)) as (client, _):
         with pytest.raises(ClientError, match=r"no complete answer within 0\.3 s") as caught:
             client.call("/generate", body={}, timeout_s=0.3)
-        assert time.monotonic() - begin < 0.9
+        given_up.set()
     assert caught.value.status is None
 
 
@@ -118,7 +118,7 @@ def test_a_trickle_ends_at_the_deadline_too() -> None:
     """Every byte comes in time for a socket timeout; only the sum is too slow."""
 
     def trickle(connection: socket.socket, _: bytes) -> None:
-        head, body = http(b"[" + b"1," * 50 + b"1]").split(b"\r\n\r\n")
+        head, body = http(b"[" + b"1," * 5000 + b"1]").split(b"\r\n\r\n")
         connection.sendall(head + b"\r\n\r\n")
         for byte in body:
             try:
@@ -131,7 +131,7 @@ def test_a_trickle_ends_at_the_deadline_too() -> None:
         begin = time.monotonic()
         with pytest.raises(ClientError, match="no complete answer"):
             client.call("/generate", body={}, timeout_s=0.5)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < 60, "all of it takes five minutes"
 
 
 def test_broken_connections_have_no_status() -> None:

@@ -107,9 +107,16 @@ def test_surplus_is_aborted_as_soon_as_the_step_has_its_groups(engine):  # noqa:
 
 
 def test_a_slow_reward_does_not_keep_what_has_ended_from_being_taken(engine, tmp_path):  # noqa: F811
-    path = tmp_path / "slow.py"
-    path.write_text("import time\n\n\ndef score(response, answer):\n    time.sleep(0.03)\n    return 1.0\n")
-    config = RewardConfig(function=f"{path}:score", num_workers=1)
+    path, may_end = tmp_path / "slow.py", tmp_path / "may_end"
+    path.write_text(
+        "import os, time\n\n\n"
+        "def score(response, answer):\n"
+        f"    while not os.path.exists({str(may_end)!r}):\n"
+        "        time.sleep(0.01)\n"
+        "    time.sleep(0.02)\n"
+        "    return 1.0\n"
+    )
+    config = RewardConfig(function=f"{path}:score", num_workers=1, timeout_s=60.0)
     scored_at_end = []
 
     class Counting(Shuffled):
@@ -118,14 +125,15 @@ def test_a_slow_reward_does_not_keep_what_has_ended_from_being_taken(engine, tmp
             if self.unfinished == 0:
                 responses = [response for group in collector._pending for response in group.responses]
                 scored_at_end.append(sum(response.is_done for response in responses))
+                may_end.touch()
             return found
 
     with closing(Scorer(config, max_new_tokens=MAX_NEW_TOKENS, decode=parity)) as scorer:
         collector, _ = make(Counting(engine, min), FixedCollectConfig(), scorer=scorer, num_prompts=12)
         stats = collector.collect(1, 0).stats
     assert len(stats.kept) == 12
-    # All 36 responses were taken while most rewards were still being made, which takes more than a second.
-    assert scored_at_end[0] < 18
+    # All 36 responses were taken before the first reward was made.
+    assert scored_at_end[0] == 0
     assert stats.reward_s > 0.3
     assert collector.take_reward_s() == stats.reward_s
     assert collector.take_reward_s() == 0.0

@@ -189,6 +189,7 @@ elif behaviour == "fails":
     print("The full traceback is in error.log.")
     sys.exit(1)
 elif behaviour == "hangs":
+    (directory / "hanging").touch()
     time.sleep(60)
 elif behaviour == "listens":
     signal.signal(signal.SIGTERM, asked)
@@ -254,20 +255,22 @@ def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these
     assert f"[1/2] {names[1]} begins again" in said and names[0] not in said
 
 
+def ask_to_end(request: signal.Signals, files: list[Path]) -> None:
+    """Send `request` to this process when the files of the cells are there."""
+    deadline = time.monotonic() + 20
+    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(os.getpid(), request)
+
+
 def test_ctrl_c_lets_the_running_cells_save_and_starts_no_more(
     small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [cell.name for cell in small.cells]
     directory, records = tmp_path / "study", {}
     behave({names[0]: "listens", names[1]: "listens"})
-
-    def interrupt() -> None:
-        deadline = time.monotonic() + 20
-        while not all((directory / name / "listening").exists() for name in names[:2]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
+    listening = [directory / name / "listening" for name in names[:2]]
+    thread = threading.Thread(target=ask_to_end, args=(signal.SIGINT, listening))
     thread.start()
     assert run_all(small, directory, records) is signal.SIGINT
     thread.join()
@@ -285,10 +288,12 @@ def test_a_run_that_does_not_end_when_asked_is_killed(
 ) -> None:
     name = small.cells[0].name
     behave({name: "hangs"})
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    thread = threading.Thread(target=ask_to_end, args=(signal.SIGTERM, [tmp_path / "study" / name / "hanging"]))
+    thread.start()
     begun = time.monotonic()
     assert run_all(small, tmp_path / "study", {}, parallel=1, stop_timeout_s=0.5) is signal.SIGTERM
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 40
+    thread.join()
 
 
 def test_a_page_that_cannot_be_written_costs_no_run(
