@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint setup lock bench clean
+.PHONY: help demo test test-slow lint setup lock bench clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -30,12 +30,16 @@ echo "== mypy"
 $(bin)/mypy
 endef
 
+# Two processes, each with whole files of tests, so that the tests of a file share servers and models.
+pytest = $(bin)/pytest -v -ra --durations=30 --numprocesses=2 --dist=loadfile --no-loadscope-reorder \
+  -m "$(1)$(if $(engine_list),, and not sglang)" $(PYTEST_ARGS)
+
 help: ## list the targets (default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	printf '  %s\n' \
 	  '' \
 	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
-	  '                       and test leaves the SGLang tests out' \
+	  '                       and the tests with SGLang are left out' \
 	  'ARGS="key=value ..."   more words for the command line of demo, for example ARGS="run.num_steps=5"' \
 	  'BENCH="name ..."       only these benchmarks, for example BENCH="planner mode_cost"' \
 	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
@@ -45,11 +49,15 @@ demo: ## train arithmetic_grpo on two CPU cores; the last line is the path of th
 	@$(install) $(engine_list)
 	exec $(bin)/parity train arithmetic_grpo rollout=$(ENGINE) $(ARGS)
 
-test: ## ruff, mypy and all tests
+test: ## ruff, mypy and the tests, without the slow ones
 	@$(install) $(engine_list) dev
 	$(checks)
 	echo "== pytest"
-	exec $(bin)/pytest -v -ra --durations=15 --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(if $(engine_list),,-m "not sglang") $(PYTEST_ARGS)
+	exec $(call pytest,not slow)
+
+test-slow: ## the slow tests: whole runs in all modes, kills, studies, more SGLang servers
+	@$(install) $(engine_list) dev
+	exec $(call pytest,slow)
 
 lint: ## ruff and mypy only
 	@$(install) dev
