@@ -92,6 +92,7 @@ RAY_FILES = frozenset(
 
 LIGHT_MODULES = (
     "algorithms.config",
+    "algorithms.objective",
     "rollout.config",
     "rollout.task_config",
     "rollout.types",
