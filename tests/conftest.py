@@ -8,12 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # pytest puts tests/ on the path, where tests/algorithms and the like would pass for the packages of that name:
 # a real package wins over a directory without __init__.py only if it is on the path too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Nothing is fetched from the hub: a missing file is an error at once, not after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 from leftovers import leftovers, observe_leftovers
 

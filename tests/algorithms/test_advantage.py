@@ -139,7 +139,7 @@ def test_shapes_must_agree(name: str) -> None:
         sample_advantages(Estimator[name], two, three[:2], epsilon=1e-6, num_tokens=three)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     name=st.sampled_from(GROUPED),
     samples=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 4)), min_size=1, max_size=20),

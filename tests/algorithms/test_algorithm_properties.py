@@ -75,7 +75,7 @@ def assert_gradients_agree(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, lengths=LENGTHS, noise=NOISES, name=MODE_NAMES, loss_config=LOSSES, cut=st.integers(0, 6))
 def test_micro_batches_add_up(
     seed: int, lengths: list[int], noise: float, name: str, loss_config: LossConfig, cut: int
@@ -96,7 +96,7 @@ def test_micro_batches_add_up(
     assert torch.equal(merged.maxes, whole.stats.maxes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=SEEDS, lengths=LENGTHS, noise=NOISES, name=MODE_NAMES, loss_config=LOSSES, data=st.data())
 def test_the_order_of_sequences_does_not_matter(
     seed: int, lengths: list[int], noise: float, name: str, loss_config: LossConfig, data: st.DataObject
@@ -140,7 +140,7 @@ def pad(batch: Batch, *, inside: int, behind: int) -> tuple[Batch, Tensor]:
     return padded, real
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=SEEDS,
     lengths=LENGTHS,
@@ -166,7 +166,7 @@ def test_prompts_and_padding_do_not_matter(
     assert (padded_gradient[~is_real] == 0).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, lengths=LENGTHS, loss_config=LOSSES)
 def test_all_modes_coincide_bit_for_bit_when_the_engines_agree(
     seed: int, lengths: list[int], loss_config: LossConfig
@@ -186,7 +186,7 @@ def test_all_modes_coincide_bit_for_bit_when_the_engines_agree(
             assert torch.equal(output.loss, loss.loss) and torch.equal(grad, gradient), name
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, lengths=LENGTHS, noise=NOISES)
 def test_k3_is_non_negative_and_the_same_in_every_mode(seed: int, lengths: list[int], noise: float) -> None:
     batch = random_batch(seed, lengths, noise=noise)
@@ -198,7 +198,7 @@ def test_k3_is_non_negative_and_the_same_in_every_mode(seed: int, lengths: list[
     assert all((value is None) == (not batch.response_mask.any()) for value in seen)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=SEEDS, lengths=LENGTHS, noise=NOISES, name=MODE_NAMES)
 def test_fields_are_consistent(seed: int, lengths: list[int], noise: float, name: str) -> None:
     batch = random_batch(seed, lengths, noise=noise)

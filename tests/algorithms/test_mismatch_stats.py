@@ -362,7 +362,7 @@ def test_a_bad_token_cannot_overflow_the_means() -> None:
 CONFIGS = st.sampled_from(["tis-token", "mis-token-mask", "mis-sequence-truncate", "recompute", "vanilla_is-geometric"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.sampled_from([0, 1, 5, 63, 64, 65, 200]), min_size=1, max_size=6),
@@ -417,7 +417,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.lists(st.tuples(VALUES, VALUES, st.booleans(), VALUES), max_size=12),
     name=CONFIGS,

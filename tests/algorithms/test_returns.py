@@ -114,7 +114,7 @@ def test_a_discount_that_underflows_leaves_the_near_rewards() -> None:
     assert found.tolist() == [1.0] * 64
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6),

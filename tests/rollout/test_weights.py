@@ -233,7 +233,7 @@ def test_few_tensors_are_held_while_the_next_are_gathered(monkeypatch):
     assert 4 <= max(held) <= 4 + 2
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=8),
     bucket_bytes=st.integers(1, 400),

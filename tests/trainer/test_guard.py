@@ -29,7 +29,7 @@ GOOD = {"mismatch/k3": 1e-4, "mismatch/ess/raw_token": 0.999, "mismatch/khat/tok
 BAD = GOOD | {"mismatch/k3": 0.5}
 UNKNOWN: dict[str, float | None] = {"mismatch/k3": None, "mismatch/ess/raw_token": None}
 
-EXAMPLES = settings(max_examples=60, deadline=None)
+EXAMPLES = settings(max_examples=60)
 
 guards = st.builds(
     MismatchGuardConfig,
