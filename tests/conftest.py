@@ -15,13 +15,14 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Nothing is fetched from the hub: a missing file is an error at once, not after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# How long an example takes says something about the machine, not about the code.
-settings.register_profile("without deadline", deadline=None)
-settings.load_profile("without deadline")
 
 from leftovers import leftovers, observe_leftovers
 
 __all__ = ["leftovers", "observe_leftovers"]
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 DATA_VARIABLE = "PARITY_TEST_DATA"
 
