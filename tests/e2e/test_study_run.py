@@ -12,6 +12,7 @@ from runs import QUICK, metrics_of
 from trainer.cli.commands import run
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_and_not_repeated(
     base_model_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

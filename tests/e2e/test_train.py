@@ -26,8 +26,6 @@ from trainer.run.evaluation import evaluate_model, evaluation_metrics
 from trainer.run.loop import train
 from trainer.rundir.weights_source import WeightsSource, find_source
 
-pytestmark = pytest.mark.slow
-
 REPLAYED = (
     "k3",
     "kept_frac",
@@ -37,7 +35,6 @@ REPLAYED = (
     "ess/applied_seq",
 )
 """What `parity replay` must give back exactly; it compares everything else too."""
-MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 SMALL = ("batch.prompts_per_step=8", "batch.group_size=4")
 ONE_RANK, TWO_RANKS = "policy.num_workers=1", "policy.num_workers=2"
 """Where two ranks would show nothing that others do not: starting one takes longer than such a run."""
@@ -71,7 +68,14 @@ SHARES = (
 """What a real run must show within (0, 1]."""
 
 
-@pytest.mark.parametrize(("mode", "num_ranks"), [(mode, 2 if mode in ("tis", "mis") else 1) for mode in MODES])
+@pytest.mark.parametrize(
+    ("mode", "num_ranks"),
+    [
+        pytest.param("tis", 2),
+        pytest.param("mis", 2, marks=pytest.mark.slow),
+        *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("recompute", "ppo_is", "vanilla_is", "bypass")),
+    ],
+)
 def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tmp_path: Path, local_ray: None) -> None:
     config = compose(
         "arithmetic_grpo",
@@ -137,6 +141,7 @@ ENDS_OF_THE_SPEC = (
 them through a rank."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ENDS_OF_THE_SPEC, ids=" ".join)
 def test_presets_surrogates_and_estimators_run(words: tuple[str, ...], tmp_path: Path, local_ray: None) -> None:
     quick = ("rollout=torch", "run.num_steps=2", "batch.mini_batch_prompts=4", "dump.every=2", ONE_RANK)
@@ -151,6 +156,7 @@ def test_presets_surrogates_and_estimators_run(words: tuple[str, ...], tmp_path:
     assert all(math.isfinite(value) for value in column(rows, "optim/grad_norm"))
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +205,7 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     tmp_path: Path, base_model_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,6 +253,7 @@ def check_interrupted(run_dir: Path, *, last: int) -> None:
     assert json.loads((run_dir / "status.json").read_text("utf-8"))["status"] == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     request_: signal.Signals, tmp_path: Path, base_model_cache: Path
@@ -269,6 +277,7 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     check_interrupted(run_dir, last=last)
 
 
+@pytest.mark.slow
 def test_files_of_the_working_directory_break_no_process(tmp_path: Path, base_model_cache: Path) -> None:
     """The README's own example is a file of the user beside the run; rollout.py and trainer.py are as natural."""
     for name in ("rollout", "trainer", "algorithms"):
@@ -281,6 +290,7 @@ def test_files_of_the_working_directory_break_no_process(tmp_path: Path, base_mo
     assert column(metrics_of(tmp_path / "run"), "step") == [1]
 
 
+@pytest.mark.slow
 def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray: None) -> None:
     words = ("rollout=torch", "run.num_steps=3", "collect.max_rounds=3", "collect.min_prompts=1")
     result = train(compose("arithmetic_dapo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))
@@ -291,9 +301,12 @@ def test_dapo_counts_generated_kept_and_dropped_groups(tmp_path: Path, local_ray
 
 
 @pytest.mark.sglang
-def test_two_sglang_engines_and_two_ranks_train_on_verified_weights(tmp_path: Path, local_ray: None) -> None:
-    words = ("rollout.num_engines=2", "run.num_steps=2", f"run.dir={tmp_path / 'run'}")
-    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words))
+@pytest.mark.parametrize(("num_engines", "num_ranks"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_sglang_engines_and_ranks_train_on_verified_weights(
+    num_engines: int, num_ranks: int, tmp_path: Path, local_ray: None
+) -> None:
+    words = (f"rollout.num_engines={num_engines}", f"policy.num_workers={num_ranks}", "run.num_steps=2")
+    result = train(compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={tmp_path / 'run'}"))
     rows = metrics_of(result.run_dir)
     assert all(value > 0 for value in column(rows, "mismatch/k3"))
     assert all(value < 1e-2 for value in column(rows, "mismatch/k3"))
@@ -314,6 +327,7 @@ def sglang_processes(parent: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_a_killed_server_ends_the_run_with_its_name_and_log_and_leaves_nothing(tmp_path: Path, local_ray: None) -> None:
     run_dir = tmp_path / "run"

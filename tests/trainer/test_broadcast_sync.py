@@ -41,7 +41,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGroup, EngineGroup]]:
-    """One rank and four engines on machines NODES; what one test leaves the next one finds."""
+    """One rank and four engines on machines NODES; which versions the engines hold depends on the tests before."""
     path = save_policy(tmp_path_factory.mktemp("model"))
     config = make_config(path, num_workers=1)
     config.rollout = TorchEngineConfig(
@@ -68,7 +68,8 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGrou
 
 def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
-    for version in (1, 2):
+    old = max(held_versions(engines))
+    for version in (old + 1, old + 2):
         policy.train(pack([make_samples()], num_ranks=1, max_tokens=100, policy_version=0), step=version)
         report = sync_weights(policy, engines, policy_version=version)
         assert "through shared memory (1) and broadcast (3) in" in str(report)
@@ -77,8 +78,8 @@ def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, Engine
 
 def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
-    receivers = engines.receivers(policy.node)
-    shared = policy.publish_weights(policy_version=3, receivers=receivers)
+    held, receivers = held_versions(engines), engines.receivers(policy.node)
+    shared = policy.publish_weights(policy_version=max(held) + 1, receivers=receivers)
     received = to_other_nodes(policy, engines, shared, receivers)
     assert sorted(received) == ["b", "c"]
     there = received["c"]
@@ -87,13 +88,14 @@ def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, Engin
     flip_byte(there, spec)
     with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
         engines.load_weights(replace(published(shared, policy.node), received=received))
-    assert held_versions(engines)[3] == 2
+    assert held_versions(engines)[3] == held[3]
 
 
 def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again(
     sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, engines = sides
+    version = max(held_versions(engines)) + 1
     receiver = engines._members[0].processes[0].pid
     os.kill(receiver, signal.SIGSTOP)
 
@@ -102,14 +104,14 @@ def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again
         return to_other_nodes(*arguments)
 
     monkeypatch.setattr(trainer.cluster.weight_sync, "to_other_nodes", send_and_kill)
-    report = sync_weights(policy, engines, policy_version=4)
+    report = sync_weights(policy, engines, policy_version=version)
     assert report.gather_s > 0.9  # it was under way
     assert "through shared memory (1) and Ray objects (2) in" in str(report)
     assert "engine 0 is lost" in caplog.text and "phase weight broadcast: engine 0 died" in caplog.text
-    assert held_versions(engines) == [4] * 3
+    assert held_versions(engines) == [version] * 3
     engines._wait_while(lambda member: member.health is not Health.serving)
-    assert held_versions(engines) == [4] * 4
-    report = sync_weights(policy, engines, policy_version=5)
+    assert held_versions(engines) == [version] * 4
+    report = sync_weights(policy, engines, policy_version=version + 1)
     assert "through shared memory (1) and broadcast (3) in" in str(report)
-    assert held_versions(engines) == [5] * 4
+    assert held_versions(engines) == [version + 1] * 4
     assert engines.metrics()["rollout/engine_restarts"] == 1.0

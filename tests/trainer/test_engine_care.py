@@ -85,7 +85,7 @@ def published(model_path: Path) -> Published:
 
 @pytest.fixture(scope="module")
 def group(model_path: Path, published: Published) -> Iterator[EngineGroup]:
-    """Of slow engines; what one test leaves the next one finds."""
+    """Slow engines that all serve and hold one version; which it is depends on the tests before."""
     group = build_group(SlowWorker, model_path, model_path)
     load(group, published.version(0))
     yield group
@@ -136,9 +136,9 @@ def sample_a_little(group: EngineGroup) -> None:
 
 
 def test_requests_are_spread_polled_and_aborted(group: EngineGroup, published: Published) -> None:
-    requests = requests_of()
+    requests, old = requests_of(), held_versions(group)[0]
     expected = group.generate(requests)
-    assert [each.token_versions for each in expected] == [[0] * LONG] * 8
+    assert [each.token_versions for each in expected] == [[old] * LONG] * 8
     tickets = group.submit(requests)
     assert group.unfinished == 8
     # Groups stay together, and both engines have the same to do.
@@ -148,11 +148,11 @@ def test_requests_are_spread_polled_and_aborted(group: EngineGroup, published: P
     sample_a_little(group)
     group.abort(tickets[:3])
     # Weights come while they are sampled, by another thread of the workers than polls and requests.
-    load(group, published.version(1))
+    load(group, published.version(old + 1))
     found = collect(group, tickets)
     assert [found[ticket].finish_reason is FinishReason.abort for ticket in tickets] == [True] * 3 + [False] * 5
     assert all(len(found[ticket].token_ids) < LONG for ticket in tickets[:3])
-    assert [set(found[ticket].token_versions) for ticket in tickets[3:]] == [{0, 1}] * 5
+    assert [set(found[ticket].token_versions) for ticket in tickets[3:]] == [{old, old + 1}] * 5
     assert [found[ticket].token_ids for ticket in tickets[3:]] == [each.token_ids for each in expected[3:]]
 
 
@@ -160,13 +160,14 @@ def test_what_is_refused_costs_no_engine(group: EngineGroup, published: Publishe
     with pytest.raises(WorkerError, match=r"prompt 0/0: 2 prompt tokens and max_new_tokens=127 exceed"):
         group.submit([*requests_of(4), *requests_of(1, tokens=127)])
     assert group.unfinished == 0
-    shared = published.version(2)
+    new = held_versions(group)[0] + 1
+    shared = published.version(new)
     spec = shared.buckets[0].tensors[2]
     digest, spec.digest = spec.digest, "0" * 16
     with pytest.raises(WeightSyncError, match=f"tensor {spec.name} was changed on the way"):
         load(group, shared)
     spec.digest = digest
-    assert [report.policy_version for report in load(group, shared).values()] == [2, 2]
+    assert [report.policy_version for report in load(group, shared).values()] == [new, new]
     assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0}
 
 
@@ -177,10 +178,19 @@ def serve_all(group: EngineGroup, *, timeout_s: float = 60.0) -> None:
         group._wait(1.0)
 
 
+@pytest.fixture
+def mortal_group(model_path: Path, published: Published, tmp_path: Path) -> Iterator[EngineGroup]:
+    """Slow engines of one test."""
+    group = build_group(SlowWorker, model_path, tmp_path)
+    load(group, published.version(0))
+    yield group
+    group.stop()
+
+
 def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
-    group: EngineGroup, published: Published
+    mortal_group: EngineGroup, published: Published
 ) -> None:
-    requests = requests_of()
+    group, requests = mortal_group, requests_of()
     expected = group.generate(requests)
     tickets = group.submit(requests)
     sample_a_little(group)
