@@ -20,7 +20,7 @@ def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield cache
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def local_ray(base_model_cache: Path) -> Iterator[None]:
     """Ray for runs inside this process: starting it once saves most of the time of a short run."""
     start_ray(None)
