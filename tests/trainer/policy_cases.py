@@ -29,7 +29,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
-from rollout.types import GenerateRequest, Sample, SamplingParams, SharedWeights, TensorSpec
+from rollout.types import GenerateRequest, Generation, Sample, SamplingParams, SharedWeights, TensorSpec
 from rollout.weights.shared_weights import DATA_START
 from trainer.config.components import (
     BatchConfig,
@@ -161,8 +161,10 @@ def held_versions(engines: EngineGroup) -> list[int]:
     found = []
     for member in engines._serving():
         ray.get(member.worker.submit.remote([-1], [request]), timeout=60)
-        [completion] = ray.get(member.worker.poll.remote(60.0), timeout=60)
-        found.append(completion.generation.policy_version)
+        ended: dict[int, Generation] = {}  # also of what was aborted and nobody polled
+        while -1 not in ended:
+            ended |= dict(ray.get(member.worker.poll.remote(60.0), timeout=60))
+        found.append(ended[-1].policy_version)
     return found
 
 
