@@ -34,7 +34,7 @@ def test_two_runs_are_compared_and_not_repeated(
         environment = json.loads(Path("both", name, "environment.json").read_text())
         assert environment["versions"]["torch"]
     assert said.out.splitlines()[-1] == "both/study.html"
-    assert said.out.count("| tis ") == 2
+    assert said.out.count(" tis ") == 2
     page = Path("both/study.html").read_text()
     assert "2 of 2 runs finished" in page and all(f'href="{name}/report.html"' in page for name in names)
     plain, quantised = json.loads(Path("both/study.json").read_text())["cells"]

@@ -69,6 +69,18 @@ async def every_chart_shows_data(page: browser.Page, out: Path) -> None:
         assert max(painted) > 25, (chart["id"], painted)
 
 
+ROWS_ARE_FULL = """[...document.querySelectorAll(".charts")].every((box) => {
+    const right = box.getBoundingClientRect().right;
+    const ends = new Map();
+    for (const card of box.children) {
+        const { top, right: end } = card.getBoundingClientRect();
+        ends.set(top, Math.max(end, ends.get(top) ?? 0));
+    }
+    return [...ends.values()].every((end) => Math.abs(end - right) < 1);
+})"""
+"""True if no chart has a hole beside it."""
+
+
 async def place_of_a_value(page: browser.Page, chart: str) -> dict[str, float]:
     """Where on the screen the middle row of a chart is drawn, after scrolling to it."""
     await plot_box(page, chart)
@@ -232,6 +244,7 @@ def test_a_run_of_one_step_and_runs_beside_each_other(run_dir: Path, tmp_path: P
         async with browser.open_page(CHROMIUM, write_report(short), tmp_path / "profile") as page:
             await page.wait_for(DRAWN)
             assert await steps_shown(page) <= {"step 0", "step 1"}
+            assert await page.evaluate(ROWS_ARE_FULL)
             await page.call("Page.navigate", url=both.resolve().as_uri())
             await page.wait_for(f"{DRAWN} && document.querySelector('[data-toggle-run]') !== null")
             await every_chart_shows_data(page, tmp_path)

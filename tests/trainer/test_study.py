@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,18 @@ import trainer.study.run as study_run
 from trainer.cli.commands import run
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
-from trainer.study.cells import Stage, look, make_way, study_problems
-from trainer.study.config import MODES, StudyConfig
-from trainer.study.grid import Cell, Grid, compose_grid
-from trainer.study.progress import StudyConsole, duration
-from trainer.study.run import CellRecord, command_line, last_words, parallel_problems, run_cells
-from trainer.study.study_dir import taken
+from trainer.rundir.run_dir import lock_directory
+from trainer.study.config import DEFAULT_MODES, StudyConfig
+from trainer.study.grid import Cell, Study, compose_study
+from trainer.study.run import command_line, duration, last_words, parallel_problems, run_cells
+from trainer.study.study_dir import CellRecord, Stage, last_step, make_way, stage_of, study_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")
 
 
-def grid_of(*words: str, recipe: str = "arithmetic_grpo", **axes: object) -> Grid:
-    grid, problems = compose_grid(
+def grid_of(*words: str, recipe: str = "arithmetic_grpo", **axes: object) -> Study:
+    grid, problems = compose_study(
         RECIPES / f"{recipe}.yaml",
         [*WORDS, *words],
         StudyConfig(**axes),  # type: ignore[arg-type]
@@ -40,12 +40,12 @@ def grid_of(*words: str, recipe: str = "arithmetic_grpo", **axes: object) -> Gri
 
 
 @pytest.fixture(scope="module")
-def small() -> Grid:
+def small() -> Study:
     """Four cells."""
     return grid_of(modes=["tis", "mis"], precisions=["int8"], seeds=[0, 4])
 
 
-def test_the_grid_is_every_mode_precision_and_seed_and_a_seed_is_complete_before_the_next(small: Grid) -> None:
+def test_the_grid_is_every_mode_precision_and_seed_and_a_seed_is_complete_before_the_next(small: Study) -> None:
     assert [cell.name for cell in small.cells] == [
         "tis-int8-seed0",
         "mis-int8-seed0",
@@ -62,7 +62,7 @@ def test_the_grid_is_every_mode_precision_and_seed_and_a_seed_is_complete_before
 def test_by_default_the_precisions_are_that_of_the_engine_and_int8_and_presets_are_modes() -> None:
     words = ("rollout.dtype=float32", "rollout.num_engines=2")
     grid = grid_of(*words, modes=["bypass_pg_is"], seeds=[0])
-    assert grid.precisions == ("float32", "int8")
+    assert grid.config.precisions == ["float32", "int8"]
     plain, quantised = (cell.config.rollout for cell in grid.cells)
     assert plain.quantization.name == "none"
     # A grid leaves the engines their type.
@@ -130,22 +130,16 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
         assert said in error, said
 
 
-def test_runs_at_a_time_must_fit_the_machine(small: Grid) -> None:
+def test_runs_at_a_time_must_fit_the_machine() -> None:
     machine = Machine(cpus=2, gpus=0, memory=2**34)
-    assert parallel_problems(small, StudyConfig(parallel=2), machine) == []
-    [problem] = parallel_problems(small, StudyConfig(parallel=3), machine)
+    axes = {"modes": ["tis"], "precisions": ["bfloat16"], "seeds": [0]}
+    assert parallel_problems(grid_of(**axes, parallel=2), machine) == []
+    [problem] = parallel_problems(grid_of(**axes, parallel=3), machine)
     assert "study.parallel must be <= 2: this machine has 2 CPU" in str(problem)
-    on_gpus = grid_of(
-        "rollout.gpus_per_engine=1",
-        "policy.gpus_per_worker=1",
-        "policy.num_workers=1",
-        modes=["tis"],
-        precisions=["bfloat16"],
-        seeds=[0],
-    )
+    words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
     machine = Machine(cpus=64, gpus=4, memory=2**40)
-    assert parallel_problems(on_gpus, StudyConfig(parallel=2), machine) == []
-    [problem] = parallel_problems(on_gpus, StudyConfig(parallel=3), machine)
+    assert parallel_problems(grid_of(*words, **axes, parallel=2), machine) == []
+    [problem] = parallel_problems(grid_of(*words, **axes, parallel=3), machine)
     assert "must be <= 2: this machine has 4 GPU, and each run needs 2 GPU" in str(problem)
 
 
@@ -161,7 +155,7 @@ def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.Monkey
     assert study_run._devices(cell, 1) == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
-def test_a_cell_is_the_command_of_an_ordinary_run(small: Grid, tmp_path: Path) -> None:
+def test_a_cell_is_the_command_of_an_ordinary_run(small: Study, tmp_path: Path) -> None:
     cell = small.cells[0]
     words = command_line(small, cell, tmp_path)[1:]
     assert words[:4] == ["-P", "-m", "trainer", "train"]
@@ -204,7 +198,7 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     """Decide what the processes of the cells do, by name; the supervision of them is real."""
 
     def decide(behaviours: dict[str, str]) -> None:
-        def command(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
+        def command(study: Study, cell: Cell, study_dir: Path) -> list[str]:
             return [sys.executable, "-c", FAKE, str(study_dir / cell.name), behaviours.get(cell.name, "works")]
 
         monkeypatch.setattr(study_run, "command_line", command)
@@ -213,26 +207,25 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
 
 
 def run_all(
-    grid: Grid, directory: Path, records: dict[str, CellRecord], *, parallel: int = 2, **study: object
+    grid: Study, directory: Path, records: dict[str, CellRecord], *, parallel: int = 2, **settings: object
 ) -> signal.Signals | None:
     directory.mkdir(exist_ok=True)
+    config = replace(grid.config, parallel=parallel, **settings)  # type: ignore[arg-type]
     return run_cells(
-        grid,
-        [look(directory, cell) for cell in grid.cells],
+        replace(grid, config=config),
+        directory,
         records,
-        study=StudyConfig(parallel=parallel, **study),  # type: ignore[arg-type]
-        study_dir=directory,
-        console=StudyConsole(),
+        say=lambda line: sys.stderr.write(f"{line}\n"),
         ended=lambda: None,
     )
 
 
-def stages(grid: Grid, directory: Path) -> list[str]:
-    return [look(directory, cell).stage.name for cell in grid.cells]
+def stages(grid: Study, directory: Path) -> list[str]:
+    return [stage_of(directory, cell).name for cell in grid.cells]
 
 
 def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these(
-    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+    small: Study, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [cell.name for cell in small.cells]
     directory, records = tmp_path / "study", {}
@@ -264,7 +257,7 @@ def ask_to_end(request: signal.Signals, files: list[Path]) -> None:
 
 
 def test_ctrl_c_lets_the_running_cells_save_and_starts_no_more(
-    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+    small: Study, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [cell.name for cell in small.cells]
     directory, records = tmp_path / "study", {}
@@ -284,7 +277,7 @@ def test_ctrl_c_lets_the_running_cells_save_and_starts_no_more(
 
 
 def test_a_run_that_does_not_end_when_asked_is_killed(
-    small: Grid, tmp_path: Path, behave: Callable[[dict[str, str]], None]
+    small: Study, tmp_path: Path, behave: Callable[[dict[str, str]], None]
 ) -> None:
     name = small.cells[0].name
     behave({name: "hangs"})
@@ -310,20 +303,20 @@ def test_a_page_that_cannot_be_written_costs_no_run(
     assert run(["study", "arithmetic_grpo", *WORDS, *words]) == 1
     said = capsys.readouterr()
     assert "tis-int8-seed0 done in" in said.err and "both/study.html could not be written (IsADirectory" in said.err
-    assert "| tis " in said.out, "the table is printed all the same"
+    assert " tis " in said.out, "the table is printed all the same"
     (tmp_path / "both" / "study.html").rmdir()
     assert run(["study", "arithmetic_grpo", *WORDS, *words]) == 0
     assert (tmp_path / "both" / "study.html").is_file()
 
 
-def test_what_a_cell_left_is_read_from_its_files(small: Grid, tmp_path: Path) -> None:
+def test_what_a_cell_left_is_read_from_its_files(small: Study, tmp_path: Path) -> None:
     cell = small.cells[0]
     directory = tmp_path / cell.name
-    assert look(tmp_path, cell).stage is Stage.new
+    assert stage_of(tmp_path, cell) is Stage.new
     directory.mkdir()
-    assert look(tmp_path, cell).stage is Stage.new
+    assert stage_of(tmp_path, cell) is Stage.new
     (directory / "error.log").write_text("x")
-    assert look(tmp_path, cell).stage is Stage.broken
+    assert stage_of(tmp_path, cell) is Stage.broken
     make_way(tmp_path, cell)
     assert (tmp_path / f"{cell.name}.before-1" / "error.log").is_file() and not directory.exists()
     directory.mkdir()
@@ -332,14 +325,14 @@ def test_what_a_cell_left_is_read_from_its_files(small: Grid, tmp_path: Path) ->
     assert directory.exists(), "the run itself moves an earlier run aside"
     (directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     (directory / "checkpoints" / "step_000001").mkdir(parents=True)
-    assert (look(tmp_path, cell).stage, look(tmp_path, cell).last_step) == (Stage.stopped, 2)
+    assert (stage_of(tmp_path, cell), last_step(tmp_path, cell)) == (Stage.stopped, 2)
     (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 2}))
-    assert look(tmp_path, cell).stage is Stage.stopped, "completed, but with fewer steps"
+    assert stage_of(tmp_path, cell) is Stage.stopped, "completed, but with fewer steps"
     (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 3}))
-    assert look(tmp_path, cell).stage is Stage.finished
+    assert stage_of(tmp_path, cell) is Stage.finished
 
 
-def test_a_directory_with_runs_of_another_config_is_refused(small: Grid, tmp_path: Path) -> None:
+def test_a_directory_with_runs_of_another_config_is_refused(small: Study, tmp_path: Path) -> None:
     assert study_problems(tmp_path, small.cells) == []
     (tmp_path / "notes.txt").write_text("mine")
     [problem] = study_problems(tmp_path, small.cells)
@@ -354,13 +347,15 @@ def test_a_directory_with_runs_of_another_config_is_refused(small: Grid, tmp_pat
     assert "holds 2 runs of another config, for example tis-int8-seed0 (optim.lr 0.0001 -> 0.001)" in str(problem)
 
 
-def test_one_study_at_a_time_in_a_directory(tmp_path: Path) -> None:
-    with taken(tmp_path / "study") as problem:
-        assert problem is None
-        with taken(tmp_path / "study") as second:
-            assert second is not None and f"is in use by process {os.getpid()}" in str(second)
-    with taken(tmp_path / "study") as problem:
-        assert problem is None
+def test_one_study_at_a_time_in_a_directory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["study.modes=[tis]", "study.precisions=[int8]", "study.seeds=[0]", "study.dir=both"]
+    with lock_directory(Path("both"), key="study.dir"):
+        (tmp_path / "both" / "study.json").write_text("{}")
+        said = refused(capsys, "arithmetic_grpo", *WORDS, *words)
+    assert f"nothing was started: study.dir both is in use by process {os.getpid()}" in said
 
 
 def test_the_reason_of_a_failure_is_the_message_of_the_run(tmp_path: Path) -> None:
@@ -390,4 +385,4 @@ def test_a_dry_run_shows_the_grid_and_starts_nothing(
     for text in ("tis-bfloat16-seed0: new", "mis-int8-seed0: new", "3 each, 12 together", "objective   L = -sum m"):
         assert text in shown, text
     assert not list(tmp_path.iterdir())
-    assert tuple(StudyConfig().modes) == MODES
+    assert tuple(StudyConfig().modes) == DEFAULT_MODES

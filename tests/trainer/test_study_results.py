@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import csv
+import functools
 import json
 import re
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 
 import browser
+import numpy as np
 import pytest
 from test_study import grid_of
 
-from trainer.study.cells import Stage
 from trainer.study.config import StudyConfig
-from trainer.study.grid import Grid
-from trainer.study.output import StudyWriter, curves_csv
-from trainer.study.ranking import apart, chance_apart, default_target, rank
-from trainer.study.results import METRICS, CellResult, Spread, curve, spread
-from trainer.study.run import CellRecord
-from trainer.study.study_dir import read_records
-from trainer.study.table import render_table, study_notes
+from trainer.study.grid import Cell, Study
+from trainer.study.page import curves_table, write_study
+from trainer.study.ranking import TITLES, apart, chance_apart, default_target, rank, study_notes, table_rows
+from trainer.study.results import CHARTS, CellResult, Spread, cell_result, spread
+from trainer.study.study_dir import CellRecord, Stage, read_records
 
 
 def result(
@@ -34,32 +32,29 @@ def result(
     stage: Stage = Stage.finished,
     error: str = "",
 ) -> CellResult:
-    """A run with a held-out accuracy before the first of its steps and after each."""
-    rows = [
-        {
-            "step": step,
-            "reward/mean": 0.5,
-            "mismatch/k3": 1e-5 * step,
-            "policy/entropy": 1.0 / step,
-            "optim/grad_norm": 0.1 * step,
-            "mismatch/ess/raw_token": 1 - 0.01 * step,
-            "time/step_s": 2.0,
-        }
-        for step in range(1, len(scores))
-    ]
-    return CellResult(
-        name=f"{mode}-{precision}-seed{seed}",
-        mode=mode,
-        precision=precision,
-        seed=seed,
+    """A run of at most three steps with a held-out accuracy before the first step and after each."""
+    steps = range(1, len(scores))
+    curves = {
+        "heldout": list(enumerate(scores)),
+        "reward": [(step, 0.5) for step in steps],
+        "k3": [(step, 1e-5 * step) for step in steps],
+        "entropy": [(step, 1.0 / step) for step in steps],
+        "grad": [(step, 0.1 * step) for step in steps],
+        "ess": [(step, 1 - 0.01 * step) for step in steps],
+    }
+    return cell_result(
+        replace(a_cell(), mode=mode, precision=precision, seed=seed),
+        curves,
+        seconds_of_steps=[2.0 for _ in steps],
         stage=stage,
-        last_step=len(rows),
-        num_steps=len(rows),
-        seconds=30.0,
-        error=error,
-        rows=rows,
-        evaluations=[{"step": step, "eval/accuracy": score} for step, score in enumerate(scores)],
+        record=CellRecord(seconds=30.0, error=error),
+        collapse_drop=0.1,
     )
+
+
+@functools.cache
+def a_cell() -> Cell:
+    return grid_of(modes=["tis"], precisions=["int8"], seeds=[0]).cells[0]
 
 
 def near(found: Spread | None, *, mean: float, low: float, high: float, count: int) -> bool:
@@ -79,7 +74,6 @@ def test_modes_are_ranked_by_their_mean_and_share_places_where_ranges_overlap() 
     ranking = rank(results, StudyConfig())
     assert [row.mode for row in ranking.rows] == ["mis", "tis", "ppo_is"]
     assert [row.places for row in ranking.rows] == [(1, 2), (1, 2), (3, 3)]
-    assert [row.like for row in ranking.rows] == [("tis",), ("mis",), ()]
     assert near(ranking.rows[0].score, mean=0.95, low=0.91, high=0.99, count=3)
     assert (ranking.pairs, ranking.parted) == (3, 2)
     # Of two equal modes with three seeds, all of one are above all of the other in 2 of the 20 orders.
@@ -136,44 +130,37 @@ def test_collapse_failure_and_target_are_counted() -> None:
     assert near(row.score, mean=0.825, low=0.70, high=0.95, count=2), "only of runs that ended"
     assert (row.reached, row.steps_to_target) == (2, Spread(mean=1.5, low=1, high=2, count=2))
     assert near(row.worst_k3, mean=3e-5, low=3e-5, high=3e-5, count=2)
-    [line] = [line for line in render_table(ranking) if "tis" in line]
-    assert "0.825 (0.700-0.950)" in line and "1 of 2" in line and "2 of 3, 1 failed" in line and "3.0e-05" in line
+    [line] = table_rows(ranking)
+    assert {"tis", "0.825 (0.700-0.950)", "1 of 2", "2 of 3, 1 failed", "3.0e-05"} <= set(line)
     notes = study_notes(StudyConfig(target=0.9), results, ranking)
-    assert "tis-int8-seed2 FAILED after step 1 of 1: engine 0: no answer. It is not in the table." in notes
+    assert "tis-int8-seed2 FAILED after step 1 of 3: engine 0: no answer. It is not in the table." in notes
     # 90 % of the way from 0.3 to the best mean.
     assert default_target(results) == pytest.approx(0.3 + 0.9 * (0.825 - 0.3))
     assert default_target([result("tis", 0, [0.3, 0.2])]) is None, "nothing was learnt"
 
 
 def test_a_table_has_a_row_per_mode_and_says_what_it_lacks() -> None:
-    nothing = [
-        CellResult(
-            name=f"{mode}-int8-seed0", mode=mode, precision="int8", seed=0, stage=Stage.new, last_step=0, num_steps=3,
-            seconds=0.0, error="",
-        )
-        for mode in ("tis", "mis")
-    ]  # fmt: skip
-    lines = render_table(rank(nothing, StudyConfig()))
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1, "columns are padded to one width"
-    assert "0 of 1" in lines[2]
+    rows = table_rows(rank([result(mode, 0, [], stage=Stage.new) for mode in ("tis", "mis")], StudyConfig()))
+    assert [row[TITLES.index("mode")] for row in rows] == ["tis", "mis"]
+    assert {len(row) for row in rows} == {len(TITLES)} and rows[0][-1] == "0 of 1"
 
 
 def test_a_curve_is_the_mean_and_the_range_of_the_seeds_that_have_the_step() -> None:
-    heldout = next(metric for metric in METRICS if metric.id == "heldout")
     short = result("tis", 1, [0.1, 0.2], stage=Stage.broken)
-    found = curve([result("tis", 0, [0.3, 0.4, 0.8]), short], heldout)
-    assert found.steps == [0, 1, 2] and found.counts == [2, 2, 1]
-    assert found.mean == pytest.approx([0.2, 0.3, 0.8])
-    assert (found.low, found.high) == ([0.1, 0.2, 0.8], [0.3, 0.4, 0.8])
+    found = curves_table([result("tis", 0, [0.3, 0.4, 0.8]), short, result("mis", 0, [0.5])], "heldout").columns
+    assert list(found["step"]) == [0, 1, 2]
+    assert list(found["tis"]) == pytest.approx([0.2, 0.3, 0.8])
+    assert (list(found["tis:low"]), list(found["tis:high"])) == ([0.1, 0.2, 0.8], [0.3, 0.4, 0.8])
+    assert list(found["mis"]) == pytest.approx([0.5, np.nan, np.nan], nan_ok=True)
 
 
 @pytest.fixture(scope="module")
-def grid() -> Grid:
+def grid() -> Study:
     return grid_of(modes=["tis", "mis"], precisions=["bfloat16", "int8"], seeds=[0, 1])
 
 
 @pytest.fixture(scope="module")
-def study_dir(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study_dir(grid: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study in which one run failed half way, one has not begun, and the others ended."""
     directory = tmp_path_factory.mktemp("study")
     for number, cell in enumerate(grid.cells):
@@ -181,8 +168,18 @@ def study_dir(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         run_dir = directory / cell.name
         run_dir.mkdir()
-        made = result(cell.mode, cell.seed, [0.3, 0.5, 0.6 + 0.02 * number, 0.7], precision=cell.precision)
-        rows = [{**row, "eval/accuracy": made.evaluations[row["step"]]["eval/accuracy"]} for row in made.rows]
+        rows = [
+            {
+                "step": step,
+                "eval/accuracy": (0.5, 0.6 + 0.02 * number, 0.7)[step - 1],
+                "reward/mean": 0.5,
+                "mismatch/k3": 1e-5 * step,
+                "policy/entropy": 1.0 / step,
+                "optim/grad_norm": 0.1 * step,
+                "mismatch/ess/raw_token": 1 - 0.01 * step,
+            }
+            for step in (1, 2, 3)
+        ]
         kept = rows[:1] if number == 4 else rows
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         status = {"status": "failed" if number == 4 else "completed", "last_step": len(kept)}
@@ -190,11 +187,11 @@ def study_dir(grid: Grid, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (run_dir / "report.html").write_text("<html></html>")
     records = {cell.name: CellRecord(seconds=20.0) for cell in grid.cells}
     records[grid.cells[4].name] = CellRecord(seconds=9.0, error="engine <0>: no answer")
-    StudyWriter(grid, StudyConfig(), directory, command="parity study arithmetic_grpo x=<y>").write(records)
+    assert write_study(grid, directory, records, command="parity study arithmetic_grpo x=<y>") == ""
     return directory
 
 
-def test_the_page_shows_every_run_and_curve_and_opens_offline(grid: Grid, study_dir: Path) -> None:
+def test_the_page_shows_every_run_and_curve_and_opens_offline(grid: Study, study_dir: Path) -> None:
     html = (study_dir / "study.html").read_text()
     for cell in grid.cells:
         assert cell.name in html
@@ -203,10 +200,10 @@ def test_the_page_shows_every_run_and_curve_and_opens_offline(grid: Grid, study_
     assert "6 of 8 runs finished, 1 failed" in html
     assert "engine &lt;0&gt;: no answer" in html and "engine <0>" not in html
     assert "parity study arithmetic_grpo x=&lt;y&gt;" in html
-    for metric, precision in product(METRICS, grid.precisions):
-        assert f'data-chart="{metric.id}-{precision}"' in html
+    for metric, precision in product(CHARTS, grid.config.precisions):
+        assert f'data-chart="{metric}-{precision}"' in html
     names = set(re.findall(r'data-name="([^"]+)"', html))
-    assert len(names) == len(METRICS) * len(grid.precisions) * len(grid.modes)
+    assert len(names) == len(CHARTS) * len(grid.config.precisions) * len(grid.config.modes)
     assert "Content-Security-Policy" in html
     outside = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search(r"(src|href)=.(https?:)?//", outside), "nothing is fetched"
@@ -216,12 +213,12 @@ CHROMIUM = browser.find_chromium()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")
-def test_the_page_in_a_browser_hides_a_mode_everywhere(grid: Grid, study_dir: Path, tmp_path: Path) -> None:
+def test_the_page_in_a_browser_hides_a_mode_everywhere(grid: Study, study_dir: Path, tmp_path: Path) -> None:
     async def visit() -> None:
         assert CHROMIUM is not None
         async with browser.open_page(CHROMIUM, study_dir / "study.html", tmp_path / "profile") as page:
             await page.wait_for("document.documentElement?.dataset.charts !== undefined")
-            assert await page.evaluate("Bokeh.documents[0].roots().length") == len(METRICS) * len(grid.precisions)
+            assert await page.evaluate("Bokeh.documents[0].roots().length") == len(CHARTS) * len(grid.config.precisions)
             band = "Bokeh.documents[0].get_model_by_name('k3-int8/0/spread')"
             assert await page.evaluate(f"{band}.visible && {band}.glyph.type") == "VArea"
             await page.evaluate("document.querySelector('[data-toggle-run=\"0\"]').click()")
@@ -234,7 +231,7 @@ def test_the_page_in_a_browser_hides_a_mode_everywhere(grid: Grid, study_dir: Pa
     asyncio.run(visit())
 
 
-def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
+def test_the_numbers_are_beside_the_page(grid: Study, study_dir: Path) -> None:
     document = json.loads((study_dir / "study.json").read_text())
     assert document["recipe"] == "arithmetic_grpo" and document["command"].startswith("parity study")
     cells = {cell["name"]: cell for cell in document["cells"]}
@@ -242,24 +239,18 @@ def test_the_numbers_are_beside_the_page(grid: Grid, study_dir: Path) -> None:
     assert cells[grid.cells[0].name]["heldout_last"] == 0.7
     assert cells[grid.cells[4].name]["stage"] == "broken" and cells[grid.cells[5].name]["stage"] == "new"
     assert len(document["ranking"]["rows"]) == 4
-    lines = list(csv.DictReader((study_dir / "study.csv").read_text().splitlines()))
-    assert len(lines) == 6 * 3 + 1
-    assert lines[0] == {
-        "mode": "tis", "precision": "bfloat16", "seed": "0", "step": "1", "heldout": "0.5", "reward": "0.5",
-        "k3": "1e-05", "entropy": "1.0", "grad_norm": "0.1", "ess": "0.99",
+    curves = cells[grid.cells[0].name]["curves"]
+    assert curves["heldout"] == [[1, 0.5], [2, 0.6], [3, 0.7]]
+    assert {name: points[0] for name, points in curves.items() if name != "heldout"} == {
+        "reward": [1, 0.5], "k3": [1, 1e-5], "entropy": [1, 1.0], "grad": [1, 0.1], "ess": [1, 0.99],
     }  # fmt: skip
     assert read_records(study_dir)[grid.cells[4].name] == CellRecord(seconds=9.0, error="engine <0>: no answer")
-    markdown = (study_dir / "study.md").read_text()
-    assert "| precision | place" in markdown
-    assert f"{grid.cells[4].name} FAILED after step 1 of 3" in markdown
-    assert "1 of 8 runs have not ended" in markdown
+    html = (study_dir / "study.html").read_text()
+    assert f"{grid.cells[4].name} FAILED after step 1 of 3" in html
+    assert "1 of 8 runs have not ended" in html
 
 
-def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Grid, study_dir: Path, tmp_path: Path) -> None:
+def test_a_study_that_grew_keeps_what_it_knows_of_other_cells(grid: Study, study_dir: Path, tmp_path: Path) -> None:
     other = {"rloo-int8-seed9": CellRecord(seconds=1.5, error="x")}
-    StudyWriter(grid, StudyConfig(), tmp_path, command="parity study").write(other)
+    assert write_study(grid, tmp_path, other, command="parity study") == ""
     assert read_records(tmp_path)["rloo-int8-seed9"] == CellRecord(seconds=1.5, error="x")
-
-
-def test_the_curves_of_no_runs_are_a_header() -> None:
-    assert curves_csv([]) == "mode,precision,seed,step,heldout,reward,k3,entropy,grad_norm,ess\n"

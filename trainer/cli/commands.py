@@ -99,8 +99,8 @@ USAGES = {
         "  study.dir=DIR, or resume=auto     go on with a study, or with the newest of the recipe\n"
         "  study.target, collapse_drop, cell_timeout_s, stop_timeout_s\n\n"
         "  Each run is a `parity train` of its own, in outputs/studies/<recipe>/<time>/<mode>-<precision>-seed<k>;\n"
-        "  what is finished is not repeated. After each one study.html, study.md, study.csv and study.json\n"
-        "  compare what there is; see docs/study.md.\n"
+        "  what is finished is not repeated. After each one study.html and study.json compare what\n"
+        "  there is; see docs/study.md.\n"
     ),
     "replay": (
         "parity replay <run.dir> step=N [modes=NAME,...] [out=DIR]\n\n"

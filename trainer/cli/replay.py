@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from algorithms.config import Problem
-from trainer.cli.tables import table_text
+from trainer.cli.tables import rows_text
 from trainer.compose.compose import resolve
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, REFUSED, report
@@ -141,17 +139,7 @@ def render_replay(replay: Replay) -> str:
 
     facts = "\n".join(replay.facts())
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
-    return f"{facts}\n\n{_rows_text(mode_rows(replay))}{''.join(refused)}"
-
-
-def _rows_text(rows: Sequence[Sequence[str]]) -> str:
-    titles, *body = rows
-    table = Table(titles[0], box=None, pad_edge=False, header_style="bold")
-    for title in titles[1:]:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in body:
-        table.add_row(*row)
-    return table_text(table)
+    return f"{facts}\n\n{rows_text(mode_rows(replay))}{''.join(refused)}"
 
 
 def _write(text: str) -> None:

@@ -16,17 +16,27 @@ from algorithms.objective import objective, reference_term
 from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import LABEL_WIDTH, render_plan
+from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
-from trainer.compose.outcome import DONE, FAILED, report
+from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
-from trainer.study.cells import Stage, Standing, look, newest_study, studies_dir, study_problems
+from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory
 from trainer.study.config import StudyConfig, precision_words
-from trainer.study.grid import Grid, compose_grid, recipe_problems
-from trainer.study.progress import StudyConsole, duration
-from trainer.study.run import CellRecord, parallel_problems, run_cells
-from trainer.study.study_dir import read_records, taken
+from trainer.study.grid import Study, compose_study, recipe_problems
+from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
+from trainer.study.run import duration, parallel_problems, run_cells
+from trainer.study.study_dir import (
+    CellRecord,
+    Stage,
+    last_step,
+    newest_study,
+    read_records,
+    stage_of,
+    studies_dir,
+    study_problems,
+)
 
 NAME = "parity study"
 SECTION = "study"
@@ -42,110 +52,117 @@ def run_study(words: Sequence[str]) -> int:
         return report([missing], command=NAME)
     arguments, problems = parse_train(rest)
     problems += flag_problems(replace(arguments, dry_run=False), command=NAME)
-    study, wrong = read_own_keys(StudyConfig, own, section=SECTION)
+    config, wrong = read_own_keys(StudyConfig, own, section=SECTION)
     problems += wrong
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
     if wrong:
-        found = recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
-        return report([*problems, *found], command=f"{NAME} {arguments.recipe}")
-    grid, found = compose_grid(recipe, arguments.overrides, study, own_dir=arguments.own_dir)
-    study_dir = _directory(study, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
-    problems += [*found, *study_problems(study_dir, grid.cells), *parallel_problems(grid, study, this_machine())]
+        problems += recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
+        return report(problems, command=f"{NAME} {arguments.recipe}")
+    study, of_runs = compose_study(recipe, arguments.overrides, config, own_dir=arguments.own_dir)
+    study_dir = _directory(config, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
+    problems += [*of_runs, *study_problems(study_dir, study.cells), *parallel_problems(study, this_machine())]
     if problems:
         return report(problems, command=f"{NAME} {arguments.recipe}")
-    standings = [look(study_dir, cell) for cell in grid.cells]
     if arguments.dry_run:
-        sys.stdout.write(render_grid(grid, standings, study, study_dir))
+        sys.stdout.write(render_grid(study, study_dir))
         return DONE
     # The recorded command omits study.dir and resume, so that it stays the same when a study is continued or moved.
     kept = [word for word in words if word not in RESUME_WORDS and not word.startswith(f"{SECTION}.dir=")]
-    return _run(grid, study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
+    try:
+        lock = lock_directory(study_dir, key="study.dir")
+    except RunDirectoryError as error:
+        sys.stderr.write(f"{NAME}: nothing was started: {error}\n")
+        return REFUSED
+    try:
+        return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
+    finally:
+        release_directory(lock, study_dir)
 
 
-def _directory(study: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
+def _directory(config: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:
     """Directory of the study: study.dir, else with `resumes` the newest study of the recipe, else a new directory."""
-    if study.dir is not None:
-        return Path(study.dir)
+    if config.dir is not None:
+        return Path(config.dir)
     newest = newest_study(recipe_name) if resumes else None
     return newest or studies_dir(recipe_name) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
-def _run(grid: Grid, study: StudyConfig, study_dir: Path, *, command: str) -> int:
+def _run(study: Study, study_dir: Path, *, command: str) -> int:
     """Run all unfinished runs, and write the page after every run."""
-    with taken(study_dir) as problem:
-        if problem is not None:
-            return report([problem], command=NAME)
-        records = read_records(study_dir)
-        standings = [look(study_dir, cell) for cell in grid.cells]
-        with StudyConsole() as console:
-            console.line(summary(grid, standings, study, study_dir, records))
-            from trainer.study.output import StudyWriter
+    from trainer.study.page import PAGE_FILE, read_results, write_study
 
-            writer = StudyWriter(grid, study, study_dir, command=command)
-            writer.try_write(records)
-            request = run_cells(
-                grid,
-                standings,
-                records,
-                study=study,
-                study_dir=study_dir,
-                console=console,
-                ended=lambda: writer.try_write(records),
-            )
-        sys.stdout.write(f"{writer.table(records)}\n{writer.page}\n")
-    if writer.error:
-        sys.stderr.write(f"{NAME}: {writer.page} could not be written ({writer.error})\n")
+    records = read_records(study_dir)
+    _say(summary(study, study_dir, records))
+    write_study(study, study_dir, records, command=command)
+    request = run_cells(
+        study,
+        study_dir,
+        records,
+        say=_say,
+        ended=lambda: write_study(study, study_dir, records, command=command),
+    )
+    not_written = write_study(study, study_dir, records, command=command)
+    results = read_results(study, study_dir, records)
+    ranking = rank(results, study.config)
+    notes = study_notes(study.config, results, ranking)
+    page = study_dir / PAGE_FILE
+    table = rows_text([TITLES, *table_rows(ranking)], num_words=MODE_COLUMN + 1)
+    sys.stdout.write("\n".join([table, *notes, str(page), ""]))
+    if not_written:
+        _say(f"{NAME}: {page} could not be written ({not_written})")
     if request is not None:
-        sys.stderr.write(f"{NAME}: asked to end ({request.name}); go on with study.dir={study_dir}\n")
+        _say(f"{NAME}: asked to end ({request.name}); go on with study.dir={study_dir}")
         return 128 + request
-    left = [cell.name for cell in grid.cells if look(study_dir, cell).stage is not Stage.finished]
+    left = [cell.name for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished]
     for name in left:
-        sys.stderr.write(f"{NAME}: {name} failed: {records[name].error}\n")
+        _say(f"{NAME}: {name} failed: {records[name].error}")
     if left:
-        sys.stderr.write(
-            f"{NAME}: {len(left)} of {len(grid.cells)} runs failed; try them again: study.dir={study_dir}\n"
-        )
-    return FAILED if left or writer.error else DONE
+        _say(f"{NAME}: {len(left)} of {len(study.cells)} runs failed; try them again: study.dir={study_dir}")
+    return FAILED if left or not_written else DONE
 
 
-def summary(
-    grid: Grid, standings: Sequence[Standing], study: StudyConfig, study_dir: Path, records: dict[str, CellRecord]
-) -> str:
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def summary(study: Study, study_dir: Path, records: dict[str, CellRecord]) -> str:
     """One line with the number of runs, the finished runs, and the remaining time if it can be estimated."""
-    done = [standing for standing in standings if standing.stage is Stage.finished]
-    left = len(standings) - len(done)
-    shape = f"{len(grid.modes)} modes x {len(grid.precisions)} precisions x {len(grid.seeds)} seeds"
-    text = f"{len(standings)} runs = {shape}, {study.parallel} at a time, in {study_dir}"
+    config = study.config
+    done = [cell for cell in study.cells if stage_of(study_dir, cell) is Stage.finished]
+    left = len(study.cells) - len(done)
+    shape = f"{len(config.modes)} modes x {len(config.precisions)} precisions x {len(config.seeds)} seeds"
+    text = f"{len(study.cells)} runs = {shape}, {config.parallel} at a time, in {study_dir}"
     if done:
         text += f"; {len(done)} are finished"
-    seconds = [records[s.cell.name].seconds for s in done if s.cell.name in records]
+    seconds = [records[cell.name].seconds for cell in done if cell.name in records]
     if left and seconds:
-        text += f", the others take about {duration(left * sum(seconds) / len(seconds) / study.parallel)}"
+        text += f", the others take about {duration(left * sum(seconds) / len(seconds) / config.parallel)}"
     return text
 
 
-def render_grid(grid: Grid, standings: Sequence[Standing], study: StudyConfig, study_dir: Path) -> str:
+def render_grid(study: Study, study_dir: Path) -> str:
     """Output of --dry-run: the grid, every run, and the plan of the first run."""
-    lines: list[tuple[str, str]] = [("study", summary(grid, standings, study, study_dir, read_records(study_dir)))]
-    config = grid.cells[0].config
-    lines.append(("steps", f"{config.run.num_steps} each, {config.run.num_steps * len(grid.cells):,} together"))
-    if not config.checkpoint.every:
+    first = study.cells[0]
+    lines = [("study", summary(study, study_dir, read_records(study_dir)))]
+    lines.append(("steps", f"{first.num_steps} each, {first.num_steps * len(study.cells):,} together"))
+    if not first.config.checkpoint.every:
         lines.append(("note", "no checkpoints: a run that is stopped begins again (checkpoint.every saves)"))
-    for mode in grid.modes:
-        config = next(cell.config for cell in grid.cells if cell.mode == mode)
+    for mode in study.config.modes:
+        config = next(cell.config for cell in study.cells if cell.mode == mode)
         terms = objective(config.correction, config.loss) + reference_term(config.reference)
         lines.append(("modes", f"{mode}: {terms}"))
-    for precision in grid.precisions:
+    for precision in study.config.precisions:
         lines.append(("precisions", f"{precision}: {' '.join(precision_words(precision))}"))
-    for standing in standings:
-        where = "" if standing.stage is Stage.new else f", {standing.last_step} of {standing.cell.config.run.num_steps}"
-        lines.append(("runs", f"{standing.cell.name}: {standing.stage.name}{where}"))
+    for cell in study.cells:
+        stage = stage_of(study_dir, cell)
+        where = "" if stage is Stage.new else f", {last_step(study_dir, cell)} of {cell.num_steps}"
+        lines.append(("runs", f"{cell.name}: {stage}{where}"))
     text, previous = [], ""
     for label, line in lines:
         text.append(f"{'' if label == previous else label:<{LABEL_WIDTH}} {line}")
         previous = label
-    first = grid.cells[0]
     plan = render_plan(first.config, machine=this_machine(), output_dir=study_dir / first.name)
     return "\n".join([*text, "", f"the first run, {first.name}:", plan, ""])

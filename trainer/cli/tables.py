@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 
 from rich.console import Console
@@ -16,3 +17,14 @@ def table_text(table: Table) -> str:
     shown = StringIO()
     Console(file=shown, width=WIDTH).print(table)
     return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
+
+
+def rows_text(rows: Sequence[Sequence[str]], *, num_words: int = 1) -> str:
+    """The rows as text, titles first; the first `num_words` columns are words, all others numbers on the right."""
+    titles, *body = rows
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column, title in enumerate(titles):
+        table.add_column(title, justify="left" if column < num_words else "right", no_wrap=column > 0)
+    for row in body:
+        table.add_row(*row)
+    return table_text(table)

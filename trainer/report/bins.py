@@ -5,112 +5,104 @@ The charts of one run compare its beginning and its end; the charts of several r
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from trainer.report.data import Row, RunData
-from trainer.report.present import dash_of, paired, slot_of
-from trainer.report.spec import Axis, Chart, Dash, Kind, Section, Series, Table
+from trainer.report.present import dash_of, slot_of
+from trainer.report.spec import Axis, Chart, ChartKind, Dash, Section, Series, Table
 
-QUARTER: Final = 4
+_QUARTER = 4
 """Minimum of steps for splitting a run into its first and last quarter."""
-_MAX_TICKS: Final = 8
+_MAX_TICKS = 8
 _PROBABILITY, _POSITION = "by_probability", "by_position"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """A range of steps of a run, or all of them."""
+class StepRange:
+    """Some or all steps of a run, drawn as one curve."""
 
     label: str
     rows: list[Row]
     slot: int
-    dash: Dash
-    run: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sums:
-    """One axis of bins, summed over the steps of a part. B: bins."""
-
-    counts: np.ndarray
-    """[B] tokens."""
-    k3: np.ndarray
-    """[B] sum of K3 over the tokens, nats."""
+    dash: Dash = Dash.solid
+    run: int | None = None
 
 
 def histogram_section(runs: Sequence[RunData]) -> tuple[Section | None, dict[str, Table]]:
     """The section and its tables; None if no run has a readable histogram."""
-    parts = _parts(runs)
-    if not parts:
+    ranges = _step_ranges(runs)
+    if not ranges:
         return None, {}
     tables: dict[str, Table] = {}
-    charts: list[Chart] = []
-    for axis in (_PROBABILITY, _POSITION):
-        charts.append(_profile(axis, parts, tables))
+    charts = [_profile(axis, ranges, tables) for axis in (_PROBABILITY, _POSITION)]
     if len(runs) == 1:
-        for axis in (_PROBABILITY, _POSITION):
-            charts.append(_shares(axis, parts[-1]))
-    charts += _joint(parts, tables)
+        charts += [_shares(axis, len(ranges) - 1, ranges, tables) for axis in (_PROBABILITY, _POSITION)]
+    charts += _joint(ranges, tables)
     text = "K3 averages over all tokens; here are the tokens it comes from."
-    if len(runs) == 1 and len(parts) == 2:
-        text += f" First and last quarter of the run ({len(parts[0].rows)} steps each)."
-    section = Section(title="Where the mismatch sits", text=text, charts=tuple(paired(charts)))
-    return section, tables
+    if len(runs) == 1 and len(ranges) == 2:
+        text += f" First and last quarter of the run ({len(ranges[0].rows)} steps each)."
+    return Section(title="Where the mismatch sits", text=text, charts=tuple(charts)), tables
 
 
-def _parts(runs: Sequence[RunData]) -> list[Part]:
+def unreadable(run: RunData) -> Iterator[str]:
+    """Remarks about lines that have another form."""
+    wrong = [str(row["step"]) for row in run.histograms if not _is_readable(row)]
+    if wrong:
+        steps = ", ".join(wrong[:5])
+        yield f"histograms.jsonl: {len(wrong)} lines have another shape and are left out (step {steps})"
+
+
+def _step_ranges(runs: Sequence[RunData]) -> list[StepRange]:
     readable = [[row for row in run.histograms if _is_readable(row)] for run in runs]
     if len(runs) > 1:
         return [
-            Part(label=run.name, rows=rows, slot=slot_of(index), dash=dash_of(index), run=index)
+            StepRange(label=run.name, rows=rows, slot=slot_of(index), dash=dash_of(index), run=index)
             for index, (run, rows) in enumerate(zip(runs, readable, strict=True))
             if rows
         ]
     [rows] = readable
-    if len(rows) < QUARTER:
-        return [Part(label="all steps", rows=rows, slot=0, dash=Dash.solid, run=None)] if rows else []
-    quarter = len(rows) // QUARTER
-    return [
-        Part(label="first quarter", rows=rows[:quarter], slot=6, dash=Dash.solid, run=None),
-        Part(label="last quarter", rows=rows[-quarter:], slot=0, dash=Dash.solid, run=None),
-    ]
+    quarter = len(rows) // _QUARTER
+    if quarter:
+        return [
+            StepRange(label="first quarter", rows=rows[:quarter], slot=6),
+            StepRange(label="last quarter", rows=rows[-quarter:], slot=0),
+        ]
+    return [StepRange(label="all steps", rows=rows, slot=0)] if rows else []
 
 
 def _is_readable(row: Row) -> bool:
     """True if a line of histograms.jsonl has the form that the tracker writes."""
     try:
-        for axis in (_PROBABILITY, _POSITION):
-            counts, edges = row[axis]["counts"], row[axis]["edges"]
-            if len(edges) != len(counts) + 1 or len(row[axis]["k3"]) != len(counts):
-                return False
         _joint_array(row)
+        return all(
+            len(row[axis]["edges"]) - 1 == len(row[axis]["counts"]) == len(row[axis]["k3"])
+            for axis in (_PROBABILITY, _POSITION)
+        )
     except (KeyError, TypeError, ValueError, IndexError):
         return False
-    return True
 
 
-def _sums(part: Part, axis: str) -> Sums:
-    counts = np.array([row[axis]["counts"] for row in part.rows], dtype=float)
-    means = np.array([[value or 0.0 for value in row[axis]["k3"]] for row in part.rows], dtype=float)
-    return Sums(counts=counts.sum(0), k3=(counts * means).sum(0))
+def _sums(steps: StepRange, axis: str) -> tuple[np.ndarray, np.ndarray]:
+    """[bins] tokens and [bins] sum of K3 over the tokens, nats, of all steps together."""
+    counts = np.array([row[axis]["counts"] for row in steps.rows], dtype=float)
+    means = np.array([[value or 0.0 for value in row[axis]["k3"]] for row in steps.rows], dtype=float)
+    return counts.sum(0), (counts * means).sum(0)
 
 
-def _profile(axis: str, parts: Sequence[Part], tables: dict[str, Table]) -> Chart:
+def _profile(axis: str, ranges: Sequence[StepRange], tables: dict[str, Table]) -> Chart:
     """Chart of the mean K3 of each bin; adds the tables of both charts of the axis."""
-    sums = [_sums(part, axis) for part in parts]
-    used = np.flatnonzero(sum(one.counts for one in sums))
+    sums = [_sums(steps, axis) for steps in ranges]
+    used = np.flatnonzero(sum(counts for counts, _ in sums))
     bins = np.arange(used[0], used[-1] + 1) if len(used) else np.arange(1)
     if axis == _PROBABILITY:
         bins = bins[::-1]  # bin 0 is the most probable: it stands on the right
     places = -bins if axis == _PROBABILITY else bins
-    labels = tuple(_bin_label(axis, parts[0].rows[0][axis]["edges"], int(index)) for index in bins)
-    for number, one in enumerate(sums):
-        counts, k3 = one.counts[bins], one.k3[bins]
+    labels = tuple(_bin_label(axis, ranges[0].rows[0][axis]["edges"], int(index)) for index in bins)
+    for number, (all_counts, all_k3) in enumerate(sums):
+        counts, k3 = all_counts[bins], all_k3[bins]
         columns = {
             "bin": places.astype(float),
             "k3": np.where((counts > 0) & (k3 > 0), k3 / np.maximum(counts, 1), np.nan),
@@ -118,7 +110,6 @@ def _profile(axis: str, parts: Sequence[Part], tables: dict[str, Table]) -> Char
             "share": k3 / k3.sum() if k3.sum() > 0 else np.zeros(len(k3)),
         }
         tables[f"{axis}/{number}"] = Table(columns=columns, labels=labels)
-    name = "probability" if axis == _PROBABILITY else "position"
     note = (
         "Rare tokens, on the left, differ most in every engine pair. A rise on the right is a defect."
         if axis == _PROBABILITY
@@ -126,32 +117,29 @@ def _profile(axis: str, parts: Sequence[Part], tables: dict[str, Table]) -> Char
         "goes on to the end of the response is an error that grows along it (a cache, positions)."
     )
     return Chart(
-        id=axis, title=f"K3 by {name}", unit="nats per token", form="exponent", log=True, note=note,
+        id=axis, title=f"K3 by {_name(axis)}", unit="nats per token", form="exponent", log=True, note=note,
         x=_axis(axis, places),
         series=tuple(
-            Series(
-                key="k3", label=part.label, slot=part.slot, dash=part.dash, table=f"{axis}/{number}", run=part.run
-            )
-            for number, part in enumerate(parts)
+            Series("k3", steps.label, steps.slot, dash=steps.dash, table=f"{axis}/{number}", run=steps.run)
+            for number, steps in enumerate(ranges)
         ),
     )  # fmt: skip
 
 
-def _shares(axis: str, part: Part) -> Chart:
-    name = "probability" if axis == _PROBABILITY else "position"
-    table = f"{axis}/{0 if part.label == 'all steps' else 1}"
-    sums = _sums(part, axis)
-    places = np.flatnonzero(sums.counts)
-    places = -places if axis == _PROBABILITY else places
+def _shares(axis: str, number: int, ranges: Sequence[StepRange], tables: dict[str, Table]) -> Chart:
+    """Chart of the share of the tokens beside the share of K3 in each bin, of the steps `ranges[number]`."""
+    table = f"{axis}/{number}"
+    columns = tables[table].columns
     return Chart(
-        id=f"{axis}-share", title=f"What each {name} adds, {part.label}", kind=Kind.bars, form="percent",
-        from_zero=True, x=_axis(axis, places),
+        id=f"{axis}-share", title=f"What each {_name(axis)} adds, {ranges[number].label}", kind=ChartKind.bars,
+        form="percent", from_zero=True, x=_axis(axis, columns["bin"][columns["tokens"] > 0]),
         note="Share of the tokens beside share of the whole K3. Where K3 towers over the tokens, few tokens make it.",
-        series=(
-            Series(key="tokens", label="of the tokens", slot=6, table=table),
-            Series(key="share", label="of K3", slot=1, table=table),
-        ),
+        series=(Series("tokens", "of the tokens", 6, table=table), Series("share", "of K3", 1, table=table)),
     )  # fmt: skip
+
+
+def _name(axis: str) -> str:
+    return "probability" if axis == _PROBABILITY else "position"
 
 
 def _axis(axis: str, places: np.ndarray) -> Axis:
@@ -175,9 +163,9 @@ def _bin_label(axis: str, edges: Sequence[float | None], index: int) -> str:
     return f"token {first:,.0f}{last}"
 
 
-def _joint(parts: Sequence[Part], tables: dict[str, Table]) -> Iterator[Chart]:
-    for number, part in enumerate(parts):
-        total = np.sum([_joint_array(row) for row in part.rows], axis=0)
+def _joint(ranges: Sequence[StepRange], tables: dict[str, Table]) -> Iterator[Chart]:
+    for number, steps in enumerate(ranges):
+        total = np.sum([_joint_array(row) for row in steps.rows], axis=0)
         train, rollout = np.nonzero(total)
         size = 1.0 / total.shape[0]
         columns = {
@@ -190,14 +178,12 @@ def _joint(parts: Sequence[Part], tables: dict[str, Table]) -> Iterator[Chart]:
         tables[f"joint/{number}"] = Table(columns=columns)
         most = int(columns["count"].max(initial=0))
         yield Chart(
-            id=f"joint-{number}", title=f"p_train against p_rollout, {part.label}", kind=Kind.cells,
+            id=f"joint-{number}", title=f"p_train against p_rollout, {steps.label}", kind=ChartKind.cells,
             unit="up: in the trainer",
             x=Axis(column="left", label="probability in the rollout engine"),
             note=f"Tokens by both probabilities, from 1 to {most:,} per cell on a log scale. Equal engines stay on the "
             "diagonal; cells far from it are tokens that one engine believes in and the other does not.",
-            series=(
-                Series(key="count", label=part.label, slot=part.slot, table=f"joint/{number}", run=part.run),
-            ),
+            series=(Series("count", steps.label, steps.slot, table=f"joint/{number}", run=steps.run),),
         )  # fmt: skip
 
 
@@ -210,11 +196,3 @@ def _joint_array(row: Row) -> np.ndarray:
             raise IndexError(f"bins {train} and {rollout}")
         counts[train, rollout] += count
     return counts
-
-
-def unreadable(run: RunData) -> Iterator[str]:
-    """Remarks about lines that have another form."""
-    wrong = [row["step"] for row in run.histograms if not _is_readable(row)]
-    if wrong:
-        steps = ", ".join(str(step) for step in itertools.islice(wrong, 5))
-        yield f"histograms.jsonl: {len(wrong)} lines have another shape and are left out (step {steps})"

@@ -31,7 +31,7 @@ from bokeh.models.annotations import Slope, Span
 from bokeh.plotting import figure
 from bokeh.transform import dodge, transform
 
-from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Axis, Chart, Kind, Section, Series, Table
+from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Chart, ChartKind, Dash, Section, Series, Table
 
 _MAX_DOTTED_POINTS = 80
 """Maximum of points of a curve for which each point gets a dot."""
@@ -56,10 +56,8 @@ def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, 
     """
     charts = [chart for section in sections for chart in section.charts]
     sources = {name: _source(name, table) for name, table in tables.items()}
-    steps = np.concatenate(
-        [np.zeros(0), *(tables[name].columns[STEP] for name in _tables_over_steps(charts))]
-    )  # fmt: skip
-    steps_range = _step_range(steps)
+    over_steps = {series.table for chart in charts if chart.x is None for series in chart.series}
+    steps_range = _step_range(np.concatenate([np.zeros(0), *(tables[name].columns[STEP] for name in over_steps)]))
     cursor = Span(dimension="height", line_dash="dotted", line_width=1, line_color=_colour("soft"), name="cursor")
     figures = {chart.id: _figure(chart, sources, steps_range, cursor) for chart in charts}
     document = Document()
@@ -69,28 +67,24 @@ def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, 
     return figures
 
 
-def _tables_over_steps(charts: Sequence[Chart]) -> set[str]:
-    return {series.table for chart in charts if chart.x is None for series in chart.series}
-
-
 def _source(name: str, table: Table) -> ColumnDataSource:
     """Data of a table for Bokeh; float32 halves the file, and the page shows three digits."""
-    columns: dict[str, Any] = {}
-    for key, values in table.columns.items():
-        columns[key] = values.astype(np.int32 if key == STEP else np.float32)
+    columns: dict[str, Any] = {
+        key: values.astype(np.int32 if key == STEP else np.float32) for key, values in table.columns.items()
+    }
     if STEP in columns:
-        columns |= _bar_edges(columns[STEP])
+        columns["step:left"], columns["step:right"] = _bar_edges(columns[STEP])
     if table.labels:
         columns["label"] = list(table.labels)
     return ColumnDataSource(columns, name=f"table:{name}")
 
 
-def _bar_edges(steps: np.ndarray) -> dict[str, np.ndarray]:
+def _bar_edges(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Left and right edge of the bar of each step: with gaps while bars are wide enough, without gaps in a long run."""
     if len(steps) <= MAX_PLAIN_POINTS:
-        return {"step:left": steps - 0.43, "step:right": steps + 0.43}
+        return steps - 0.43, steps + 0.43
     middles = (steps[1:] + steps[:-1]) / 2
-    return {"step:left": np.append(steps[0] - 0.5, middles), "step:right": np.append(middles, steps[-1] + 0.5)}
+    return np.append(steps[0] - 0.5, middles), np.append(middles, steps[-1] + 0.5)
 
 
 def _step_range(steps: np.ndarray) -> Range1d:
@@ -100,12 +94,18 @@ def _step_range(steps: np.ndarray) -> Range1d:
 
 
 def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1d, cursor: Span) -> Any:
-    cells = chart.kind is Kind.cells
+    cells = chart.kind is ChartKind.cells
     # window_axis: after zooming into some steps, the other axis fits the values of these steps.
-    y_range = _unit_range() if cells else DataRange1d(only_visible=True, range_padding=0.08)
+    y_range = _fixed_range(0.0, 1.0) if cells else DataRange1d(only_visible=True, range_padding=0.08)
     if chart.from_zero and not chart.log and not cells:
         y_range.start = 0
-    x_range = steps if chart.x is None else _own_range(chart)
+    x_range: Range1d | DataRange1d = steps
+    if cells:
+        x_range = _fixed_range(0.0, 1.0)
+    elif chart.x is not None and chart.x.between is not None:
+        x_range = _fixed_range(*chart.x.between)
+    elif chart.x is not None:
+        x_range = DataRange1d(only_visible=True, range_padding=0.03)
     made = figure(
         name=chart.id, x_range=x_range, y_range=y_range, y_axis_type="log" if chart.log else "linear",
         height=_CELLS_HEIGHT if cells else _HEIGHT, sizing_mode="stretch_width", tools="xbox_zoom",
@@ -120,43 +120,29 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
     return made
 
 
-def _unit_range() -> Range1d:
-    return Range1d(start=0.0, end=1.0, bounds=(0.0, 1.0))
-
-
-def _own_range(chart: Chart) -> Range1d | DataRange1d:
-    if chart.kind is Kind.cells:
-        return _unit_range()
-    if chart.x is not None and chart.x.between is not None:
-        low, high = chart.x.between
-        return Range1d(start=low, end=high, bounds=(low, high))
-    return DataRange1d(only_visible=True, range_padding=0.03)
+def _fixed_range(low: float, high: float) -> Range1d:
+    return Range1d(start=low, end=high, bounds=(low, high))
 
 
 def _style_axes(made: Any, chart: Chart, sources: Mapping[str, ColumnDataSource]) -> None:
     made.xgrid.grid_line_color = None
+    if chart.kind is ChartKind.cells:
+        made.ygrid.grid_line_color = None
     made.yaxis.formatter = _formatter(chart, sources)
     if chart.x is None:
         made.xaxis.formatter = NumeralTickFormatter(format="0,0")
         made.xaxis.ticker = AdaptiveTicker(base=10, mantissas=[1, 2, 5], min_interval=1)
+    elif chart.x.ticks:
+        made.xaxis.ticker = FixedTicker(ticks=[place for place, _ in chart.x.ticks])
+        made.xaxis.major_label_overrides = dict(chart.x.ticks)
     else:
-        _style_own_axis(made, chart.x)
-    if chart.kind is Kind.cells:
-        made.ygrid.grid_line_color = None
+        made.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
     for axis in (made.xaxis, made.yaxis):
         axis.axis_line_color = None
         axis.minor_tick_line_color = None
         axis.major_tick_line_color = None
         axis.major_label_text_font_size = "11px"
         axis.major_label_text_font = "system-ui, sans-serif"
-
-
-def _style_own_axis(made: Any, axis: Axis) -> None:
-    if axis.ticks:
-        made.xaxis.ticker = FixedTicker(ticks=[place for place, _ in axis.ticks])
-        made.xaxis.major_label_overrides = dict(axis.ticks)
-    else:
-        made.xaxis.formatter = NumeralTickFormatter(format="0,0.[000]")
 
 
 def _formatter(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> TickFormatter:
@@ -179,52 +165,48 @@ def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSour
     if series.key not in source.data:
         raise KeyError(f"{chart.id}: the table {source.name} has no column {series.key}")
     colour = _colour(f"s{series.slot}")
-    if chart.kind is Kind.stack:
-        _layer(made, series, source, name=name)
-    elif chart.kind is Kind.bars:
-        assert chart.x is not None, "bars stand on an axis of their own"
-        width = 0.8 / len(chart.series)
-        offset = (chart.series.index(series) - (len(chart.series) - 1) / 2) * width
-        place = dodge(chart.x.column, offset)
-        made.vbar(
-            x=place, width=0.92 * width, top=series.key, source=source, name=name, line_color=None, fill_color=colour
-        )
-    elif chart.kind is Kind.cells:
-        _cells(made, series, source, name=name)
-    else:
-        _line(made, STEP if chart.x is None else chart.x.column, series, source, name=name)
+    match chart.kind:
+        case ChartKind.curves:
+            _curve(made, STEP if chart.x is None else chart.x.column, series, source, name=name)
+        case ChartKind.stack:
+            made.quad(
+                left="step:left", right="step:right", bottom=f"{series.key}:bottom", top=f"{series.key}:top",
+                source=source, name=name, line_color=None, fill_color=colour,
+            )  # fmt: skip
+        case ChartKind.bars:
+            assert chart.x is not None, "bars stand on an axis of their own"
+            width = 0.8 / len(chart.series)
+            offset = (chart.series.index(series) - (len(chart.series) - 1) / 2) * width
+            made.vbar(
+                x=dodge(chart.x.column, offset), width=0.92 * width, top=series.key, source=source, name=name,
+                line_color=None, fill_color=colour,
+            )  # fmt: skip
+        case ChartKind.cells:
+            _cells(made, series, source, name=name)
 
 
-def _line(made: Any, x: str, series: Series, source: ColumnDataSource, *, name: str) -> None:
-    dash, colour = series.dash.value, _colour(f"s{series.slot}")
+def _curve(made: Any, x: str, series: Series, source: ColumnDataSource, *, name: str) -> None:
+    """A line; the thin line of the values under it if the table has their moving mean; a band if it has a range."""
+    key, colour = series.key, _colour(f"s{series.slot}")
+    style: dict[str, Any] = {"source": source, "line_color": colour}
     if series.spread:
-        low, high = f"{series.key}:low", f"{series.key}:high"
-        made.varea(x, low, high, source=source, name=f"{name}/spread", fill_color=colour, fill_alpha=0.16)
-    if f"{series.key}:mean" in source.data:
-        made.line(x, series.key, source=source, name=f"{name}/dots", line_color=colour, line_width=1, line_alpha=0.3)
-        made.line(x, f"{series.key}:mean", source=source, name=name, line_color=colour, line_width=2, line_dash=dash)
-        return
-    made.line(
-        x, series.key, source=source, name=name, line_color=colour, line_width=2, line_join="round", line_dash=dash
-    )
-    few = np.isfinite(source.data[series.key]).sum() <= _MAX_DOTTED_POINTS
-    if few and dash == "solid" and not series.spread:
-        made.scatter(x, series.key, source=source, name=f"{name}/dots", size=5, line_color=None, fill_color=colour)
-
-
-def _layer(made: Any, series: Series, source: ColumnDataSource, *, name: str) -> None:
-    made.quad(
-        left="step:left", right="step:right", bottom=f"{series.key}:bottom", top=f"{series.key}:top", source=source,
-        name=name, line_color=None, fill_color=_colour(f"s{series.slot}"),
-    )  # fmt: skip
+        band = {"source": source, "name": f"{name}/spread", "fill_color": colour, "fill_alpha": 0.16}
+        made.varea(x, f"{key}:low", f"{key}:high", **band)
+    is_smoothed = f"{key}:mean" in source.data
+    if is_smoothed:
+        made.line(x, key, name=f"{name}/dots", line_width=1, line_alpha=0.3, **style)
+    shown = f"{key}:mean" if is_smoothed else key
+    made.line(x, shown, name=name, line_width=2, line_join="round", line_dash=series.dash.value, **style)
+    few = np.isfinite(source.data[key]).sum() <= _MAX_DOTTED_POINTS
+    if few and series.dash is Dash.solid and not series.spread and not is_smoothed:
+        made.scatter(x, key, source=source, name=f"{name}/dots", size=5, line_color=None, fill_color=colour)
 
 
 def _cells(made: Any, series: Series, source: ColumnDataSource, *, name: str) -> None:
     """Squares with `left`, `right`, `bottom`, `top`, and the diagonal on which both engines agree."""
+    palette = [_colour(f"ramp{index}") for index in range(8)]
     highest = max(2.0, float(np.max(source.data[series.key], initial=2.0)))
-    colours = LogColorMapper(
-        palette=[_colour(f"ramp{i}") for i in range(8)], low=1.0, high=highest, name=f"{name}/colours"
-    )
+    colours = LogColorMapper(palette=palette, low=1.0, high=highest, name=f"{name}/colours")
     made.quad(
         left="left", right="right", bottom="bottom", top="top", source=source, name=name, line_color=None,
         fill_color=transform(series.key, colours),

@@ -6,6 +6,7 @@ A file that is missing, and a line that is not JSON
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -43,13 +44,7 @@ class RunData:
     @property
     def choices(self) -> dict[str, str]:
         """Group -> chosen member, for example {"correction": "tis"}."""
-        found = {}
-        document: Mapping[str, Any] = self.config  # the saved YAML, which may be absent: not a config object
-        for entry in document.get("defaults", ()):
-            if isinstance(entry, Mapping):
-                for key, value in entry.items():
-                    found[str(key).rsplit("/", 1)[-1]] = str(value)
-        return found
+        return group_members(self.config)
 
     def values(self, key: str) -> list[float]:
         """The values of a metric in the steps that have it, in step order."""
@@ -67,9 +62,9 @@ def load_run(run_dir: Path) -> RunData:
     remarks: list[str] = []
     return RunData(
         name=run_dir.resolve().name,
-        rows=_by_step(_read_lines(metrics, remarks)),
+        rows=rows_by_step(_read_lines(metrics, remarks)),
         samples=_read_lines(run_dir / "samples.jsonl", remarks),
-        histograms=_by_step(_read_lines(run_dir / "histograms.jsonl", remarks)),
+        histograms=rows_by_step(_read_lines(run_dir / "histograms.jsonl", remarks)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / STATUS_FILE, []),
@@ -93,10 +88,33 @@ def at(config: Row, *path: str) -> Any:
     return found
 
 
-def evaluation_rows(run: RunData) -> list[dict[str, Any]]:
+def group_members(config: Row) -> dict[str, str]:
+    """Group -> chosen member, from the `defaults` of config.yaml."""
+    entries = at(config, "defaults") or []
+    members = [item for entry in entries if isinstance(entry, Mapping) for item in entry.items()]
+    return {str(group).rsplit("/", 1)[-1]: str(member) for group, member in members}
+
+
+def flat_config(config: Row) -> dict[str, str]:
+    """Dotted key -> value as text; `defaults` is left out."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{key}.{name}": text for name, text in flat_config(value).items()}
+        elif key != "defaults":
+            flat[str(key)] = plain(value)
+    return flat
+
+
+def plain(value: Any) -> str:
+    """A value of a YAML or JSON file as text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def evaluation_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with a held-out accuracy; `step` is 0 for the policy before its first update (policy version 0)."""
     found = []
-    for row in run.rows:
+    for row in rows:
         if is_number(row, "eval/accuracy") or is_number(row, "eval/accuracy_sampled"):
             untouched = is_number(row, "eval/policy_version") and row["eval/policy_version"] == 0
             found.append({**row, "step": 0 if untouched else row["step"]})
@@ -138,7 +156,7 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
     return [replace(run, name="/".join(one[-depth:])) for run, one in zip(runs, parts, strict=True)]
 
 
-def _by_step(rows: Sequence[Row]) -> list[Row]:
+def rows_by_step(rows: Sequence[Row]) -> list[Row]:
     """The rows in the order of `step`; of two rows with the same step the later one counts."""
     found = {row["step"]: row for row in rows if is_number(row, "step")}
     return [found[step] for step in sorted(found)]

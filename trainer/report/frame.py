@@ -1,14 +1,14 @@
-"""The frame of every page: one HTML file that opens offline and contains Bokeh, with a policy against other content.
+"""The frame of every page: one HTML file that opens offline, with a policy against other content.
 
 A page is a template that extends `assets/frame.html`. Jinja2 escapes all text. As a second defence, the page has a
-policy that allows only its own three scripts (by hash) and no connection.
+policy that allows no connection, and only its own scripts (by hash): Bokeh, the charts and `assets/page.js`. A page
+without charts has no script.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from trainer.report.data import is_number, show
 from trainer.report.spec import Section, Table
+from trainer.rundir.run_dir import write_whole
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 
@@ -34,22 +35,24 @@ def render_page(
     """A page as HTML.
 
     Args:
-        template: a file in `templates` (or in `assets/`), which extends frame.html; its macro `section_of(section)`
-            puts the charts of a section in place.
+        template: a file in `templates` (or in `assets/`), which extends frame.html; the macro `section_of(section)` of
+            parts.html puts the charts of a section in place.
         sections: the charts.
         tables: the numbers, by the names that the series use.
         context: further values for the template; must contain `title`.
     """
-    # Imported here, not at the start of a run, because importing Bokeh takes a second.
-    from bokeh.embed import components
-    from bokeh.resources import Resources
+    holders: dict[str, str] = {}
+    scripts: list[str] = []
+    if sections:
+        # Imported here, not at the start of a run, because importing Bokeh takes a second.
+        from bokeh.embed import components
+        from bokeh.resources import Resources
 
-    from trainer.report.charts import draw
+        from trainer.report.charts import draw
 
-    figures = draw(sections, tables)
-    library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
-    charts, holders = components(figures, wrap_script=False) if figures else ("", {})
-    scripts = [_script(text) for text in (library, charts, _asset("page.js"))]
+        library = "\n".join(Resources(mode="inline", components=["bokeh"], log_level="error").js_raw)
+        charts, holders = components(draw(sections, tables), wrap_script=False)
+        scripts = [_script(text) for text in (library, charts, _asset("page.js"))]
     environment = Environment(
         loader=FileSystemLoader([templates, ASSETS]),
         autoescape=True,
@@ -70,9 +73,8 @@ def render_page(
 
 def write_page(html: str, path: Path) -> Path:
     """Write a page atomically, replacing an older page. Returns `path`."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(html, encoding="utf-8", errors="replace")
-    os.replace(partial, path)
+    # Text of a file may hold a lone surrogate, which UTF-8 cannot encode.
+    write_whole(path, html.encode("utf-8", errors="replace").decode("utf-8"))
     return path
 
 
@@ -83,8 +85,8 @@ def _script(text: str) -> str:
 
 def _policy(scripts: list[str]) -> str:
     """Content-Security-Policy that allows these scripts and inline styles, and no other source."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 
 

@@ -1,48 +1,34 @@
-"""RunData -> the content around the charts: headline numbers, status, facts, phases, config, sample tables."""
+"""RunData -> the content around the charts: headline numbers, status, facts, phases, configuration."""
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from trainer.report.data import Row, RunData, at, show
+from trainer.report.data import RunData, at, flat_config, plain, show
 from trainer.report.sections import PHASES
 
+_MAIN_PHASES = ("rollout", "train", "sync")
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """One headline number."""
+
+class Tile(NamedTuple):
+    """One headline number; `before` is shown before an arrow."""
 
     label: str
     value: str
+    detail: str
     before: str = ""
-    """Value shown before an arrow."""
-    detail: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Status:
-    """Status of a run."""
+class RunStatus(NamedTuple):
+    """State of a run with its number of steps, and the CSS class that gives the colour."""
 
     text: str
     kind: str
-    """CSS class that gives the colour."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseRow:
-    """One phase of the step, for one run or several."""
-
-    name: str
-    cells: list[PhaseCell]
-    """Cells, one per run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseCell:
+class PhaseCell(NamedTuple):
     """Times of one phase in one run; "" for an unknown value."""
 
     seconds: str = ""
@@ -53,177 +39,137 @@ class PhaseCell:
     """Median fraction of the hardware's limit."""
 
 
+class PhaseRow(NamedTuple):
+    """One phase of the step, with a cell per run."""
+
+    name: str
+    cells: list[PhaseCell]
+
+
 def tiles(run: RunData) -> list[Tile]:
     """The headline numbers that the run has."""
-    found = [
-        _before_after(run, "eval/accuracy", "Held-out, greedy", percent=True),
-        _before_after(run, "eval/accuracy_sampled", "Held-out, sampled", percent=True),
-        _before_after(run, "reward/mean", "Reward", percent=False),
-        _mismatch(run),
-        _step_time(run),
-        _limits(run),
-        _sync(run),
+    return [
+        *_first_and_last(run, "eval/accuracy", "Held-out, greedy", form="percent"),
+        *_first_and_last(run, "eval/accuracy_sampled", "Held-out, sampled", form="percent"),
+        *_first_and_last(run, "reward/mean", "Reward", form="number"),
+        *_medians(run),
     ]
-    return [tile for tile in found if tile is not None]
+
+
+def _first_and_last(run: RunData, key: str, label: str, *, form: str) -> Iterator[Tile]:
+    values = run.values(key)
+    if len(values) == 1:
+        yield Tile(label, show(values[0], form), "measured once")
+    elif values:
+        change = values[-1] - values[0]
+        detail = f"{100 * change:+.1f} points" if form == "percent" else f"{change:+.3g}, first to last step"
+        yield Tile(label, show(values[-1], form), detail, before=show(values[0], form))
+
+
+def _medians(run: RunData) -> Iterator[Tile]:
+    """The tiles whose value is the median over the steps."""
+    if run.has("mismatch/k3"):
+        floor = _median(run, "mismatch/k3_floor", "exponent", before=", rounding floor ")
+        yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}")
+    phases_of_run = [name for name in _MAIN_PHASES if run.has(f"time/{name}_s")]
+    if run.has("time/step_s"):
+        total = sum(run.values("time/step_s"))
+        shares = [f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %" for name in phases_of_run]
+        yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
+    if run.has("perf/step_floor_frac"):
+        parts = [
+            f", {name} {_median(run, f'time/{name}_s')} s at {_median(run, f'perf/{name}_floor_frac', 'percent')}"
+            for name in phases_of_run
+            if run.has(f"perf/{name}_floor_frac")
+        ]
+        mfu = _median(run, "perf/mfu", "percent", before=", MFU ")
+        value = _median(run, "perf/step_floor_frac", "percent")
+        yield Tile("Share of the hardware's limit", value, f"median{''.join(parts)}{mfu}")
+    if run.has("sync/gb_per_s"):
+        megabytes = [number / 1e6 for number in run.values("sync/bytes")]
+        seconds = run.values("sync/seconds")
+        detail = f", {show(statistics.median(megabytes), 'number')} MB" if megabytes else ""
+        detail += f", {1000 * statistics.median(seconds):.0f} ms" if seconds else ""
+        yield Tile("Weight sync", f"{_median(run, 'sync/gb_per_s')} GB/s", f"median{detail}")
+
+
+def _median(run: RunData, key: str, form: str = "number", *, before: str = "") -> str:
+    """`before` and the median of a metric; "" if the run does not have it."""
+    values = run.values(key)
+    return before + show(statistics.median(values), form) if values else ""
 
 
 def phases(runs: Sequence[RunData]) -> list[PhaseRow]:
     """Seconds of each phase and their fraction of the hardware's limit; the whole step last."""
-    named = [name for name in (*PHASES, "step") if any(run.has(f"time/{name}_s") for run in runs)]
-    return [PhaseRow(name=name, cells=[_phase(run, name) for run in runs]) for name in named]
+    names = [name for name in (*PHASES, "step") if any(run.has(f"time/{name}_s") for run in runs)]
+    return [PhaseRow(name, [_phase(run, name) for run in runs]) for name in names]
 
 
 def _phase(run: RunData, name: str) -> PhaseCell:
     seconds = run.values(f"time/{name}_s")
-    total = sum(run.values("time/step_s"))
     if not seconds:
         return PhaseCell()
-    limits = run.values(f"perf/{name}_floor_frac")
+    total, median = sum(run.values("time/step_s")), statistics.median(seconds)
     return PhaseCell(
-        seconds=_seconds(statistics.median(seconds)),
+        seconds="< 0.001 s" if 0 < median < 0.001 else f"{show(median, 'number')} s",
         share=show(sum(seconds) / total, "percent") if total else "",
-        limit=show(statistics.median(limits), "percent") if limits else "",
+        limit=_median(run, f"perf/{name}_floor_frac", "percent"),
     )
 
 
-def _seconds(value: float) -> str:
-    return f"{show(value, 'number')} s" if value >= 0.001 or value == 0 else "< 0.001 s"
-
-
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(key, value in each run) of every key that differs, chosen group members first; always contains run.dir."""
-    flat = [dict(run.choices) | _flat(run.config) for run in runs]
-    absent = dict.fromkeys((key for values in flat for key in values), "")
-    whole = [absent | values for values in flat]
-    rows = [(key, [values[key] for values in whole]) for key in absent if key != "run.dir"]
+    """(key, value in each run) of every key that differs, chosen group members first; "" where a run lacks the key."""
+    flat = [run.choices | flat_config(run.config) for run in runs]
+    keys = dict.fromkeys(key for values in flat for key in values if key != "run.dir")
+    rows = [(key, [values.get(key, "") for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _flat(config: Row, above: str = "") -> dict[str, str]:
-    """Dotted key -> value as text; `defaults` holds the choices, one entry per group."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{above}{key}"
-        if isinstance(value, dict) and value:
-            found |= _flat(value, f"{name}.")
-        elif name != "defaults":
-            found[name] = _plain(value)
-    return found
-
-
-def status_of(run: RunData) -> Status:
-    """The Status of a run: its state, and its number of steps."""
+def status_of(run: RunData) -> RunStatus:
+    """The state of a run, and its number of steps."""
     last = run.rows[-1]["step"] if run.rows else 0
     planned = at(run.config, "run", "num_steps")
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
     state = at(run.status, "status") or ("completed" if planned == last else "")
-    return Status(text=f"{state}, {steps}" if state else steps, kind=state or "open")
+    return RunStatus(f"{state}, {steps}" if state else steps, state or "open")
 
 
 def facts(run: RunData) -> list[str]:
     """The line under the title: model, method and date of the run."""
-    found = [run.name, *(f"{name} {run.choices[name]}" for name in ("model", "data", "rollout") if name in run.choices)]
+    line = [run.name, *(f"{name} {run.choices[name]}" for name in ("model", "data", "rollout") if name in run.choices)]
     if "correction" in run.choices:
         cap = at(run.config, "correction", "cap")
         bound = f", C = {cap:g}" if isinstance(cap, (int, float)) else ""
-        found.append(f"correction {run.choices['correction']}{bound}")
+        line.append(f"correction {run.choices['correction']}{bound}")
     if at(run.config, "advantage", "estimator"):
-        found.append(f"advantage {at(run.config, 'advantage', 'estimator')}")
+        line.append(f"advantage {at(run.config, 'advantage', 'estimator')}")
     if at(run.environment, "started_at"):
-        found.append(f"started {str(at(run.environment, 'started_at'))[:16].replace('T', ' ')} UTC")
-    return found
+        line.append(f"started {str(at(run.environment, 'started_at'))[:16].replace('T', ' ')} UTC")
+    return line
 
 
 def config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(section, chosen group member, [(key, value)]) of the configuration."""
-    sections = []
-    for name, values in run.config.items():
-        if name != "defaults" and isinstance(values, dict):
-            choice = run.choices.get(name, "")
-            sections.append((name, choice, [(str(key), _plain(value)) for key, value in values.items()]))
-    return sections
+    return [
+        (name, run.choices.get(name, ""), [(str(key), plain(value)) for key, value in values.items()])
+        for name, values in run.config.items()
+        if name != "defaults" and isinstance(values, dict)
+    ]
 
 
 def environment_facts(run: RunData) -> list[tuple[str, str]]:
     """Machine, revision, command line and versions."""
-    found: list[tuple[str, str]] = []
+    named: list[tuple[str, str]] = []
     for key, value in run.environment.items():
-        if key == "versions" and isinstance(value, dict):
-            continue
         if key == "memory_bytes" and isinstance(value, (int, float)):
-            found.append(("memory", f"{value / 2**30:.1f} GiB"))
+            named.append(("memory", f"{value / 2**30:.1f} GiB"))
         elif key == "argv" and isinstance(value, list):
-            found.append(("command", " ".join(str(word) for word in value)))
+            named.append(("command", " ".join(str(word) for word in value)))
         elif key == "git" and isinstance(value, dict):
-            found.append(("revision", f"{value['revision']}{' with local changes' if value['dirty'] else ''}"))
-        elif value not in (None, [], ""):
-            found.append((key.replace("_", " "), _plain(value)))
+            named.append(("revision", f"{value['revision']}{' with local changes' if value['dirty'] else ''}"))
+        elif key != "versions" and value not in (None, [], ""):
+            named.append((key.replace("_", " "), plain(value)))
     versions = at(run.environment, "versions")
     if isinstance(versions, dict):
-        found += [(str(name), str(version)) for name, version in versions.items() if version]
-    return found
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _before_after(run: RunData, key: str, label: str, *, percent: bool) -> Tile | None:
-    values = run.values(key)
-    if not values:
-        return None
-    form = "percent" if percent else "number"
-    if len(values) == 1:
-        return Tile(label=label, value=show(values[0], form), detail="measured once")
-    change = values[-1] - values[0]
-    detail = f"{100 * change:+.1f} points" if percent else f"{change:+.3g}, first to last step"
-    return Tile(label=label, before=show(values[0], form), value=show(values[-1], form), detail=detail)
-
-
-def _mismatch(run: RunData) -> Tile | None:
-    values, floors = run.values("mismatch/k3"), run.values("mismatch/k3_floor")
-    if not values:
-        return None
-    floor = f", rounding floor {show(statistics.median(floors), 'exponent')}" if floors else ""
-    return Tile(label="Mismatch K3", value=show(statistics.median(values), "exponent"), detail=f"median{floor}")
-
-
-def _step_time(run: RunData) -> Tile | None:
-    steps = run.values("time/step_s")
-    if not steps:
-        return None
-    total = sum(steps)
-    shares = [f"{name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %" for name in ("rollout", "train", "sync")
-              if run.has(f"time/{name}_s")]  # fmt: skip
-    detail = ", ".join(["median", *shares])
-    return Tile(label="Time per step", value=f"{show(statistics.median(steps), 'number')} s", detail=detail)
-
-
-def _limits(run: RunData) -> Tile | None:
-    """The fraction of the hardware's limit that a step reached; each phase with its median seconds."""
-    shares = run.values("perf/step_floor_frac")
-    if not shares:
-        return None
-    parts = [
-        f"{name} {show(statistics.median(run.values(f'time/{name}_s')), 'number')} s at "
-        f"{show(statistics.median(run.values(f'perf/{name}_floor_frac')), 'percent')}"
-        for name in ("rollout", "train", "sync")
-        if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
-    ]
-    mfu = [f"MFU {show(statistics.median(run.values('perf/mfu')), 'percent')}"] if run.has("perf/mfu") else []
-    detail = ", ".join(["median", *parts, *mfu])
-    return Tile(label="Share of the hardware's limit", value=show(statistics.median(shares), "percent"), detail=detail)
-
-
-def _sync(run: RunData) -> Tile | None:
-    speeds = run.values("sync/gb_per_s")
-    if not speeds:
-        return None
-    details = ["median"]
-    if run.has("sync/bytes"):
-        details.append(f"{show(statistics.median(run.values('sync/bytes')) / 1e6, 'number')} MB")
-    if run.has("sync/seconds"):
-        details.append(f"{1000 * statistics.median(run.values('sync/seconds')):.0f} ms")
-    return Tile(
-        label="Weight sync", value=f"{show(statistics.median(speeds), 'number')} GB/s", detail=", ".join(details)
-    )
+        named += [(str(name), str(version)) for name, version in versions.items() if version]
+    return named

@@ -6,7 +6,7 @@ beside its `series`. Charts that are not over steps are in `bins.py`.
 
 from __future__ import annotations
 
-from trainer.report.spec import Chart, Dash, Kind, Section, Series
+from trainer.report.spec import Chart, ChartKind, Dash, Section, Series
 
 EVALUATIONS = "evaluations"
 """Table of the steps with a held-out accuracy."""
@@ -21,17 +21,14 @@ LEARNING = Section(
             id="heldout", title="Held-out accuracy", form="percent", from_zero=True,
             note="Measured on the policy alone. Reward that rises while this falls is reward hacking or overfitting.",
             series=(
-                Series(key="eval/accuracy", label="greedy", slot=0, table=EVALUATIONS),
-                Series(key="eval/accuracy_sampled", label="sampled", slot=1, table=EVALUATIONS),
+                Series("eval/accuracy", "greedy", 0, table=EVALUATIONS),
+                Series("eval/accuracy_sampled", "sampled", 1, table=EVALUATIONS),
             ),
         ),
         Chart(
             id="reward", title="Reward of the training samples",
             note="Noisy from step to step. A fall that lasts is bad; so is a plateau while the mismatch grows.",
-            series=(
-                Series(key="reward/mean", label="mean reward", slot=0),
-                Series(key="reward/accuracy", label="share correct", slot=2),
-            ),
+            series=(Series("reward/mean", "mean reward", 0), Series("reward/accuracy", "share correct", 2)),
         ),
     ),
 )  # fmt: skip
@@ -47,37 +44,34 @@ MISMATCH = Section(
             note="Flat and near the floor is healthy. A rise against its own past is the earliest warning there is. "
             "Single tokens can jump far above the floor, which covers the head only: where a prefix is "
             "ill-conditioned, a small change of the hidden state moves the logits a lot.",
-            series=(
-                Series(key="mismatch/k3", label="K3", slot=0),
-                Series(key="mismatch/k3_floor", label="floor", slot=6, dash=Dash.dashed),
-            ),
+            series=(Series("mismatch/k3", "K3", 0), Series("mismatch/k3_floor", "floor", 6, dash=Dash.dashed)),
         ),
         Chart(
             id="worst", title="Worst token", form="exponent", log=True,
             note="A probability difference near 1 means the engines disagree completely on some token: a bug.",
             series=(
-                Series(key="mismatch/k3_max", label="largest K3", slot=1),
-                Series(key="mismatch/prob_diff_max", label="largest probability difference", slot=3),
+                Series("mismatch/k3_max", "largest K3", 1),
+                Series("mismatch/prob_diff_max", "largest probability difference", 3),
             ),
         ),
         Chart(
             id="delta", title="Log-ratio per token", form="exponent", log=True, unit="nats",
             note="The typical token, where K3 is ruled by the few worst. Both rise: everything drifts.",
-            series=(Series(key="mismatch/abs_logdiff_mean", label="mean |log-ratio|", slot=4),),
+            series=(Series("mismatch/abs_logdiff_mean", "mean |log-ratio|", 4),),
         ),
         Chart(
             id="ess", title="Effective sample size", form="percent",
             note="Share of the tokens that the weighted average really rests on. Raw weights below 30 % are bad.",
             series=(
-                Series(key="mismatch/ess/raw_token", label="raw weights", slot=0),
-                Series(key="mismatch/ess/applied_token", label="applied weights", slot=2),
-                Series(key="mismatch/kept_frac", label="tokens kept", slot=1),
+                Series("mismatch/ess/raw_token", "raw weights", 0),
+                Series("mismatch/ess/applied_token", "applied weights", 2),
+                Series("mismatch/kept_frac", "tokens kept", 1),
             ),
         ),
         Chart(
             id="weights", title="Tokens whose weight was cut", form="percent", from_zero=True,
             note="More than one in a hundred at the cap: the correction now shapes the gradient.",
-            series=(Series(key="mismatch/is/clip_frac_hi", label="cut", slot=3),),
+            series=(Series("mismatch/is/clip_frac_hi", "cut", 3),),
         ),
     ),
 )  # fmt: skip
@@ -90,35 +84,26 @@ REJECTED = Section(
         Chart(
             id="rs_len", title="Length", unit="tokens", from_zero=True, needs="mismatch/rs/rejected_len",
             note="Rejected above kept: long responses lose their say, because a long one has more tokens to fail on.",
-            series=(
-                Series(key="mismatch/rs/kept_len", label="kept", slot=0),
-                Series(key="mismatch/rs/rejected_len", label="rejected", slot=1),
-            ),
+            series=(Series("mismatch/rs/kept_len", "kept", 0), Series("mismatch/rs/rejected_len", "rejected", 1)),
         ),
         Chart(
             id="rs_reward", title="Reward", needs="mismatch/rs/rejected_reward",
             note="The curves should lie together. Rejected above kept: the good responses are being thrown away.",
-            series=(
-                Series(key="mismatch/rs/kept_reward", label="kept", slot=0),
-                Series(key="mismatch/rs/rejected_reward", label="rejected", slot=1),
-            ),
+            series=(Series("mismatch/rs/kept_reward", "kept", 0), Series("mismatch/rs/rejected_reward", "rejected", 1)),
         ),
         Chart(
             id="rs_k3", title="K3", unit="nats per token", form="exponent", log=True,
             needs="mismatch/rs/rejected_k3",
             note="Rejected should lie far above kept; if it does not, the bounds reject at random.",
             series=(
-                Series(key="mismatch/rs/kept_k3", label="kept tokens", slot=0),
-                Series(key="mismatch/rs/rejected_k3", label="rejected tokens", slot=1),
+                Series("mismatch/rs/kept_k3", "kept tokens", 0),
+                Series("mismatch/rs/rejected_k3", "rejected tokens", 1),
             ),
         ),
         Chart(
             id="rs_frac", title="Share rejected", form="percent", from_zero=True, needs="mismatch/rs/rejected_len",
             note="A share that climbs step by step ends with nothing left to learn from.",
-            series=(
-                Series(key="mismatch/rs/token_frac", label="tokens", slot=3),
-                Series(key="mismatch/rs/seq_frac", label="responses", slot=7),
-            ),
+            series=(Series("mismatch/rs/token_frac", "tokens", 3), Series("mismatch/rs/seq_frac", "responses", 7)),
         ),
     ),
 )  # fmt: skip
@@ -131,38 +116,35 @@ OPTIMISATION = Section(
         Chart(
             id="entropy", title="Policy entropy", unit="nats per token", from_zero=True,
             note="A slow fall is learning. A fall to zero is collapse; a sudden rise is a policy that comes apart.",
-            series=(Series(key="policy/entropy", label="entropy", slot=2),),
+            series=(Series("policy/entropy", "entropy", 2),),
         ),
         Chart(
             id="grad", title="Gradient norm", from_zero=True,
             note="Spikes are common; a level that rises for many steps is not.",
-            series=(Series(key="optim/grad_norm", label="before clipping", slot=4),),
+            series=(Series("optim/grad_norm", "before clipping", 4),),
         ),
         Chart(
             id="ppl", title="Perplexity of the responses",
             note="The same responses, scored by both engines: the two curves should be one.",
             series=(
-                Series(key="mismatch/ppl/train", label="trainer", slot=0),
-                Series(key="mismatch/ppl/rollout", label="rollout engine", slot=1, dash=Dash.dashed),
+                Series("mismatch/ppl/train", "trainer", 0),
+                Series("mismatch/ppl/rollout", "rollout engine", 1, dash=Dash.dashed),
             ),
         ),
         Chart(
             id="clip", title="Tokens at the PPO clip", form="percent", from_zero=True,
             note="Zero with one optimizer step per rollout. Many: steps too large, or too many on old samples.",
-            series=(
-                Series(key="loss/clip_frac_high", label="above", slot=1),
-                Series(key="loss/clip_frac_low", label="below", slot=0),
-            ),
+            series=(Series("loss/clip_frac_high", "above", 1), Series("loss/clip_frac_low", "below", 0)),
         ),
         Chart(
             id="loss", title="Policy loss",
             note="Near zero by construction and no measure of success; only jumps mean something.",
-            series=(Series(key="loss/policy", label="loss", slot=5),),
+            series=(Series("loss/policy", "loss", 5),),
         ),
         Chart(
             id="lr", title="Learning rate", form="exponent", from_zero=True,
             note="As scheduled; steps in which the policy does not learn leave a gap.",
-            series=(Series(key="optim/lr", label="learning rate", slot=6),),
+            series=(Series("optim/lr", "learning rate", 6),),
         ),
     ),
 )  # fmt: skip
@@ -174,20 +156,20 @@ CRITIC = Section(
         Chart(
             id="explained", title="Explained variance of the returns", form="percent",
             note="Should rise. Below zero the critic does harm.",
-            series=(Series(key="critic/explained_variance", label="explained", slot=2),),
+            series=(Series("critic/explained_variance", "explained", 2),),
         ),
         Chart(
             id="values", title="Values and returns", unit="reward",
             note="The curves should lie together; a gap that stays is a critic that learns too slowly.",
             series=(
-                Series(key="critic/value_mean", label="mean value", slot=0),
-                Series(key="critic/returns_mean", label="mean return", slot=6, dash=Dash.dashed),
+                Series("critic/value_mean", "mean value", 0),
+                Series("critic/returns_mean", "mean return", 6, dash=Dash.dashed),
             ),
         ),
         Chart(
             id="value_loss", title="Value loss",
             note="Falls while the critic learns; rises again when the policy moves away from it.",
-            series=(Series(key="critic/loss", label="loss", slot=5),),
+            series=(Series("critic/loss", "loss", 5),),
         ),
     ),
 )  # fmt: skip
@@ -197,11 +179,11 @@ TIME = Section(
     text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
     charts=(
         Chart(
-            id="time", title="Seconds per step", unit="s", kind=Kind.stack, from_zero=True, wide=True,
+            id="time", title="Seconds per step", unit="s", kind=ChartKind.stack, from_zero=True, wide=True,
             note="The tallest layer is what to make faster. Layers that grow from step to step are leaks or longer "
             "responses.",
             series=tuple(
-                Series(key=f"time/{name}_s", label=name, slot=slot)
+                Series(f"time/{name}_s", name, slot)
                 for name, slot in zip(PHASES, (0, 3, 7, 1, 2, 5, 6, 7, 4), strict=True)
             ),
         ),
@@ -210,30 +192,27 @@ TIME = Section(
             note="100 % is as fast as this hardware could be. A low curve of a phase that takes long is where time can "
             "be won.",
             series=(
-                Series(key="perf/step_floor_frac", label="step", slot=6, dash=Dash.dashed),
-                Series(key="perf/rollout_floor_frac", label="rollout", slot=0),
-                Series(key="perf/train_floor_frac", label="train", slot=1),
-                Series(key="perf/sync_floor_frac", label="sync", slot=2),
-                Series(key="perf/mfu", label="MFU", slot=4),
+                Series("perf/step_floor_frac", "step", 6, dash=Dash.dashed),
+                Series("perf/rollout_floor_frac", "rollout", 0),
+                Series("perf/train_floor_frac", "train", 1),
+                Series("perf/sync_floor_frac", "sync", 2),
+                Series("perf/mfu", "MFU", 4),
             ),
         ),
         Chart(
             id="speed", title="Speed", unit="tokens/s", from_zero=True,
             note="Response tokens sampled, and tokens trained on with their prompts. A slow fall is a leak.",
-            series=(
-                Series(key="rollout/tokens_per_s", label="rollout", slot=0),
-                Series(key="perf/train_tokens_per_s", label="train", slot=1),
-            ),
+            series=(Series("rollout/tokens_per_s", "rollout", 0), Series("perf/train_tokens_per_s", "train", 1)),
         ),
         Chart(
             id="sync", title="Weight sync", unit="GB/s", from_zero=True,
             note="From the trainer's weights to verified weights in every engine.",
-            series=(Series(key="sync/gb_per_s", label="GB/s", slot=2),),
+            series=(Series("sync/gb_per_s", "GB/s", 2),),
         ),
         Chart(
             id="memory", title="Memory of each process", unit="GiB", from_zero=True, wide=True,
             note="Flat after the first steps. A line that climbs steadily will end the run.",
-            series=(Series(key="perf/train_peak_gib", label="rank 0, peak while training", slot=6, dash=Dash.dashed),),
+            series=(Series("perf/train_peak_gib", "rank 0, peak while training", 6, dash=Dash.dashed),),
             each="perf/memory_gib/",
         ),
     ),
@@ -246,17 +225,17 @@ ROLLOUTS = Section(
         Chart(
             id="length", title="Response length", unit="tokens", from_zero=True,
             note="Growth with reward is thinking; growth without it is padding.",
-            series=(Series(key="rollout/response_tokens_mean", label="mean", slot=0),),
+            series=(Series("rollout/response_tokens_mean", "mean", 0),),
         ),
         Chart(
             id="truncated", title="Truncated responses", form="percent", from_zero=True,
             note="Cut at max_new_tokens and mostly scored as wrong. Raise the limit if many are.",
-            series=(Series(key="rollout/truncated_frac", label="truncated", slot=3),),
+            series=(Series("rollout/truncated_frac", "truncated", 3),),
         ),
         Chart(
-            id="groups", title="Groups sampled", kind=Kind.stack, from_zero=True, wide=True,
+            id="groups", title="Groups sampled", kind=ChartKind.stack, from_zero=True, wide=True,
             note="Dropped groups cost as much as kept ones and teach nothing.",
-            series=(Series(key="rollout/groups_kept", label="kept", slot=2),),
+            series=(Series("rollout/groups_kept", "kept", 2),),
             each="rollout/groups_dropped/", each_label="dropped: ",
         ),
     ),

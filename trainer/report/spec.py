@@ -7,7 +7,7 @@ mapping of tables, see `page.py` for one run and for several.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 import numpy as np
@@ -20,7 +20,7 @@ STEP = "step"
 """Column of the common axis of curves over steps."""
 
 
-class Kind(Enum):
+class ChartKind(Enum):
     """Drawing style of the series of a chart."""
 
     curves = "curves"
@@ -40,7 +40,7 @@ class Dash(Enum):
     dotted = "dotted"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """One line or layer."""
 
@@ -49,6 +49,7 @@ class Series:
     label: str
     slot: int
     """Colour number 0..7 of the page."""
+    _: KW_ONLY
     dash: Dash = Dash.solid
     table: str = "rows"
     """Name of the table."""
@@ -78,7 +79,7 @@ class Chart:
     id: str
     title: str
     series: tuple[Series, ...]
-    kind: Kind = Kind.curves
+    kind: ChartKind = ChartKind.curves
     x: Axis | None = None
     """The horizontal axis; None for the steps, an axis that all such charts share."""
     unit: str = ""
@@ -104,7 +105,7 @@ class Section:
 
     title: str
     text: str
-    charts: tuple[Chart, ...] = field(default_factory=tuple)
+    charts: tuple[Chart, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainer.report.data import Row, RunData, evaluation_rows, is_number, thin
 from trainer.report.sections import EVALUATIONS
-from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Chart, Kind, Section, Table
+from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Chart, ChartKind, Section, Table
 
 MAX_POINTS = 2000
 """Maximum of drawn steps; a longer run is thinned to the steps with the largest K3."""
@@ -19,7 +19,7 @@ ROWS = "rows"
 def run_tables(run: RunData, sections: Sequence[Section], *, suffix: str = "") -> dict[str, Table]:
     """The tables of one run that the charts of `sections` name; `suffix` is appended to their names."""
     charts = [chart for section in sections for chart in section.charts]
-    rows_of: Mapping[str, Sequence[Row]] = {ROWS: run.rows, EVALUATIONS: evaluation_rows(run)}
+    rows_of: Mapping[str, Sequence[Row]] = {ROWS: run.rows, EVALUATIONS: evaluation_rows(run.rows)}
     return {
         f"{name}{suffix}": metric_table(rows, _keys(charts, f"{name}{suffix}"), stacks=_stacks(charts))
         for name, rows in rows_of.items()
@@ -37,7 +37,7 @@ def _keys(charts: Sequence[Chart], name: str) -> list[str]:
 
 
 def _stacks(charts: Sequence[Chart]) -> list[list[str]]:
-    return [[series.key for series in chart.series] for chart in charts if chart.kind is Kind.stack]
+    return [[series.key for series in chart.series] for chart in charts if chart.kind is ChartKind.stack]
 
 
 def metric_table(rows: Sequence[Row], keys: Collection[str], *, stacks: Sequence[Sequence[str]] = ()) -> Table:

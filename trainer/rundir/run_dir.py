@@ -56,7 +56,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
     Raises:
         RunDirectoryError: the directory cannot be used; the message gives the reason and the way out.
     """
-    lock = _lock(run_dir)
+    lock = lock_directory(run_dir, key="run.dir")
     found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
     if not found or continues:
         return lock, None
@@ -67,7 +67,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
         _unlock(lock, run_dir)
         raise
     _unlock(lock, aside)
-    return _lock(run_dir), aside
+    return lock_directory(run_dir, key="run.dir"), aside
 
 
 def is_run(directory: Path) -> bool:
@@ -144,12 +144,16 @@ def release_directory(lock: TextIO, run_dir: Path) -> None:
     _unlock(lock, run_dir)
 
 
-def _lock(run_dir: Path) -> TextIO:
+def lock_directory(directory: Path, *, key: str) -> TextIO:
+    """Make `directory`, the value of `key`, and lock it for this process; the lock is held until the file is closed.
+
+    Raises RunDirectoryError if the directory cannot be used, or another process holds it.
+    """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / LOCK_FILE).open("a+", encoding="utf-8")
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
     except OSError as error:
-        raise RunDirectoryError(f"run.dir cannot be used: {error}. Use another run.dir.") from error
+        raise RunDirectoryError(f"{key} cannot be used: {error}. Use another {key}.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -157,7 +161,7 @@ def _lock(run_dir: Path) -> TextIO:
         holder = lock.read().strip() or "unknown"
         lock.close()
         raise RunDirectoryError(
-            f"run.dir {run_dir} is in use by process {holder}. Leave run.dir out, or use another one."
+            f"{key} {directory} is in use by process {holder}. Leave {key} out, or use another one."
         ) from error
     lock.seek(0)
     lock.truncate()

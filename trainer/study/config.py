@@ -14,7 +14,7 @@ from algorithms.config.rules import above, at_least, ruled, within
 from rollout.config import DType
 from rollout.quantization_config import Quantization
 
-MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
+DEFAULT_MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 """Corrections that are compared by default; custom has no meaning without its keys."""
 PRECISIONS = tuple(
     [dtype.name for dtype in DType] + [grid.name for grid in Quantization if grid is not Quantization.none]
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[\w.-]+")
 class StudyConfig(Checked):
     """The axes of a study, and settings for its runs and their comparison."""
 
-    modes: list[str] = field(default_factory=lambda: list(MODES))
+    modes: list[str] = field(default_factory=lambda: list(DEFAULT_MODES))
     """Corrections: members and presets of the group `correction`."""
     precisions: list[str] = field(default_factory=list)
     """Precisions of the engines: float32, bfloat16, float16, fp8, int8, int4. Empty: the recipe's, and int8."""

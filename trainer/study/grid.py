@@ -47,9 +47,13 @@ class Cell:
         """Name of the cell's directory."""
         return f"{self.mode}-{self.precision}-seed{self.seed}"
 
+    @property
+    def num_steps(self) -> int:
+        return self.config.run.num_steps
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class Study:
     """Recipe, overrides and cells of a study."""
 
     recipe: Path
@@ -58,45 +62,33 @@ class Grid:
     """Directory of the option --config-dir."""
     words: tuple[str, ...]
     """Overrides of all runs."""
-    modes: tuple[str, ...]
-    precisions: tuple[str, ...]
-    seeds: tuple[int, ...]
+    config: StudyConfig
+    """Settings of the study, with the precisions that are used."""
     cells: tuple[Cell, ...]
     """Every mode and precision with the first seed, then with the next: a study that ends early compares equally."""
 
 
-def compose_grid(
-    recipe: Path, words: Sequence[str], study: StudyConfig, *, own_dir: Path | None
-) -> tuple[Grid, list[Problem]]:
-    """Compose and check every run of the study; with any problem some cells are missing from the grid."""
+def compose_study(
+    recipe: Path, words: Sequence[str], config: StudyConfig, *, own_dir: Path | None
+) -> tuple[Study, list[Problem]]:
+    """Compose and check every run of the study; with any problem some cells are missing."""
     wrong = _word_problems(recipe, words, own_dir=own_dir)
     words = tuple(word for word in words if word not in wrong)
-    problems = list(wrong.values())
-    precisions = tuple(study.precisions) or _default_precisions(recipe, words, own_dir=own_dir)
-    axes = (f"correction={','.join(study.modes)}", f"run.seed={','.join(map(str, study.seeds))}")
+    config = replace(config, precisions=config.precisions or _default_precisions(recipe, words, own_dir=own_dir))
+    axes = (f"correction={','.join(config.modes)}", f"run.seed={','.join(map(str, config.seeds))}")
     cells: list[Cell] = []
-    found: dict[str, list[Problem]] = {}
-    for precision in precisions:
+    problems: dict[str, list[Problem]] = {}
+    for precision in config.precisions:
         resolution = resolve(recipe, [*words, *precision_words(precision), *axes], own_dir=own_dir, multirun=True)
-        found[precision] = [*resolution.problems, *start_problems(resolution)]
-        if found[precision]:
+        problems[precision] = [*resolution.problems, *start_problems(resolution)]
+        if problems[precision]:
             continue
-        combinations = product(study.modes, study.seeds)
-        for (mode, seed), run in zip(combinations, resolution.runs, strict=True):
+        for (mode, seed), run in zip(product(config.modes, config.seeds), resolution.runs, strict=True):
             assert run.config is not None
             cells.append(Cell(mode=mode, precision=precision, seed=seed, words=run.overrides, config=run.config))
-    problems += _together(found)
-    cells.sort(key=lambda cell: study.seeds.index(cell.seed))
-    grid = Grid(
-        recipe=recipe,
-        own_dir=own_dir,
-        words=words,
-        modes=tuple(study.modes),
-        precisions=precisions,
-        seeds=tuple(study.seeds),
-        cells=tuple(cells),
-    )
-    return grid, problems
+    cells.sort(key=lambda cell: config.seeds.index(cell.seed))
+    study = Study(recipe=recipe, own_dir=own_dir, words=words, config=config, cells=tuple(cells))
+    return study, [*wrong.values(), *_without_repetition(problems)]
 
 
 def recipe_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
@@ -113,32 +105,34 @@ def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
         for word in words:
             key, _, value = word.lstrip("+~").partition("=")
             if key in _OWNED:
-                problems[word] = Problem(key=key, rule="is set by the study", value=value, remedy=_OWNED[key])
+                rule, remedy = "is set by the study", _OWNED[key]
             elif key.startswith(("hydra.", "hydra/")):
                 rule, remedy = "has no effect in a study", "Remove it."
-                problems[word] = Problem(key=key, rule=rule, value=value, remedy=remedy)
             elif any(override.is_sweep_override() for override in parse([word], loader=loader, multirun=True)[0]):
+                rule = "cannot be swept in a study"
                 remedy = "Its axes are study.modes, study.precisions and study.seeds; make one study per value."
-                problems[word] = Problem(key=key, rule="cannot be swept in a study", value=value, remedy=remedy)
+            else:
+                continue
+            problems[word] = Problem(key=key, rule=rule, value=value, remedy=remedy)
     return problems
 
 
-def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> tuple[str, ...]:
+def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[str]:
     """The precision of the recipe's engines, and int8."""
     [run] = resolve(recipe, words, own_dir=own_dir, multirun=False).runs or [None]
     plain = "bfloat16" if run is None or run.config is None else run.config.rollout.dtype.name
-    return (plain, Quantization.int8.name)
+    return [plain, Quantization.int8.name]
 
 
-def _together(found: dict[str, list[Problem]]) -> list[Problem]:
-    """Problems of all precisions without repetition; a problem of some precisions names the first of them."""
-    holders: dict[str, list[str]] = {}
-    first: dict[str, Problem] = {}
-    for precision, problems in found.items():
+def _without_repetition(by_precision: dict[str, list[Problem]]) -> list[Problem]:
+    """Problems of all precisions, each once; a problem of some precisions names the first of them."""
+    first: dict[str, tuple[str, Problem]] = {}
+    counts: dict[str, int] = {}
+    for precision, problems in by_precision.items():
         for problem in problems:
-            holders.setdefault(str(problem), []).append(precision)
-            first.setdefault(str(problem), problem)
+            first.setdefault(str(problem), (precision, problem))
+            counts[str(problem)] = counts.get(str(problem), 0) + 1
     return [
-        problem if len(holders[text]) == len(found) else replace(problem, key=f"[{holders[text][0]}] {problem.key}")
-        for text, problem in first.items()
+        problem if counts[text] == len(by_precision) else replace(problem, key=f"[{precision}] {problem.key}")
+        for text, (precision, problem) in first.items()
     ]

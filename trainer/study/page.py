@@ -1,69 +1,109 @@
-"""Results of a study -> study.html: the ranking, curves with the range of the seeds, and every run; opens offline.
+"""Results of a study -> study.html and study.json.
 
-Frame, charts and style come from the reports (trainer/report/frame.py); assets/study.html has the parts that only a
-study needs.
+study.html has the ranking, curves with the range of the seeds, and every run; it opens offline. Frame, charts and style
+come from the reports (trainer/report/frame.py). The files are written after every run, each replaced atomically, so
+that a killed study leaves its results so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+from markupsafe import Markup
 
 from trainer.report.data import show
 from trainer.report.frame import render_page
-from trainer.report.present import paired
-from trainer.report.spec import STEP, Chart, Section, Series, Table
-from trainer.study.config import StudyConfig
-from trainer.study.grid import Grid
-from trainer.study.ranking import Ranking
-from trainer.study.results import METRICS, CellResult, Curve, Metric, curve
-from trainer.study.table import TITLES, study_notes, table_rows
+from trainer.report.page import REPORT
+from trainer.report.present import titled
+from trainer.report.spec import STEP, Section, Series, Table
+from trainer.rundir.run_dir import write_whole
+from trainer.study.grid import Study
+from trainer.study.ranking import MODE_COLUMN, TITLES, Ranking, rank, study_notes, table_rows
+from trainer.study.results import CHARTS, CellResult, read_result, spread
+from trainer.study.study_dir import STUDY_FILE, CellRecord, Stage
 
+PAGE_FILE = "study.html"
 ASSETS = Path(__file__).resolve().parent / "assets"
-REPORT = "report.html"
 SLOTS = (0, 1, 2, 3, 7, 4, 5, 6)
 """Colours of the page in the order of the modes: neighbours differ most."""
-_TEXTS = {
-    "heldout": "What is ranked. A quantised engine answers with its quantised weights.",
-    "reward": "What the engine samples in training, so an engine of another precision has another reward.",
-    "k3": "How far the policy that samples is from the one that learns.",
-    "entropy": "An entropy that falls to zero means that the policy has stopped exploring.",
-    "grad_norm": "Jumps come before most collapses.",
-    "ess": "The share of the tokens that count, after weighting them by how likely they are for the trainer.",
-}
+_FORMAT = 2
+
+
+def read_results(study: Study, study_dir: Path, records: Mapping[str, CellRecord]) -> list[CellResult]:
+    """The results of every cell, in the order of the study."""
+    return [
+        read_result(
+            study_dir, cell, records.get(cell.name, CellRecord()), collapse_drop=study.config.collapse_drop
+        )
+        for cell in study.cells
+    ]  # fmt: skip
+
+
+def write_study(study: Study, study_dir: Path, records: Mapping[str, CellRecord], *, command: str) -> str:
+    """Update both files. Returns why that failed, "" if it did not: a failure must not end the runs."""
+    try:
+        results = read_results(study, study_dir, records)
+        ranking = rank(results, study.config)
+        document = study_document(study, results, ranking, records, command=command)
+        write_whole(study_dir / STUDY_FILE, json.dumps(document, allow_nan=False) + "\n")
+        page = render_study(study, results, ranking, command=command, study_dir=study_dir)
+        write_whole(study_dir / PAGE_FILE, page)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def study_document(
+    study: Study,
+    results: Sequence[CellResult],
+    ranking: Ranking,
+    records: Mapping[str, CellRecord],
+    *,
+    command: str,
+) -> dict[str, object]:
+    """Content of study.json: the settings, the numbers and curves of every cell, and the ranking."""
+    names = {result.name for result in results}
+    return {
+        "format": _FORMAT,
+        "command": command,
+        "recipe": study.recipe.stem,
+        "overrides": list(study.words),
+        "study": asdict(study.config),
+        "cells": [asdict(result) for result in results],
+        "other_cells": [{"name": name, **asdict(record)} for name, record in records.items() if name not in names],
+        "ranking": asdict(ranking),
+    }
 
 
 def render_study(
-    grid: Grid,
-    study: StudyConfig,
-    results: Sequence[CellResult],
-    ranking: Ranking,
-    *,
-    command: str,
-    study_dir: Path,
+    study: Study, results: Sequence[CellResult], ranking: Ranking, *, command: str, study_dir: Path
 ) -> str:
     """The page as HTML; a failed run is drawn up to its last step, and named."""
-    sections, tables = _charts(grid, results)
+    sections, tables = _charts(study, results)
     ended = sum(result.finished for result in results)
     failed = sum(bool(result.error) for result in results)
+    config = study.config
     context = {
-        "title": f"{grid.recipe.stem}: {len(grid.modes)} corrections compared",
+        "title": f"{study.recipe.stem}: {len(config.modes)} corrections compared",
         "status": f"{ended} of {len(results)} runs finished" + (f", {failed} failed" if failed else ""),
         "status_kind": "failed" if failed else "completed" if ended == len(results) else "open",
         "facts": [
-            f"precisions {', '.join(grid.precisions)}",
-            f"seeds {', '.join(map(str, grid.seeds))}",
+            f"precisions {', '.join(config.precisions)}",
+            f"seeds {', '.join(map(str, config.seeds))}",
             f"{results[0].num_steps} steps each",
         ],
         "command": command,
         "titles": TITLES,
+        "mode_column": MODE_COLUMN,
         "rows": table_rows(ranking),
-        "slots": dict(zip(grid.modes, map(_slot, range(len(grid.modes))), strict=True)),
-        "runs": {mode: index for index, mode in enumerate(grid.modes)},
-        "notes": study_notes(study, results, ranking),
-        "results": [_cell(result, study_dir) for result in results],
+        "slots": {mode: _slot(index) for index, mode in enumerate(config.modes)},
+        "runs": {mode: index for index, mode in enumerate(config.modes)},
+        "notes": study_notes(config, results, ranking),
+        "results": [_run_row(result, study_dir) for result in results],
     }
     return render_page("study.html", sections=sections, tables=tables, context=context, templates=ASSETS)
 
@@ -72,68 +112,63 @@ def _slot(index: int) -> int:
     return SLOTS[index % len(SLOTS)]
 
 
-def _charts(grid: Grid, results: Sequence[CellResult]) -> tuple[list[Section], dict[str, Table]]:
+def _charts(study: Study, results: Sequence[CellResult]) -> tuple[list[Section], dict[str, Table]]:
     """A section per metric with a chart per precision; a chart without numbers is left out."""
     sections: list[Section] = []
     tables: dict[str, Table] = {}
-    for metric in METRICS:
+    for name, metric in CHARTS.items():
         charts = []
-        for precision in grid.precisions:
-            curves = {
-                mode: curve([r for r in results if (r.mode, r.precision) == (mode, precision)], metric)
-                for mode in grid.modes
-            }
-            name = f"{metric.id}-{precision}"
-            tables[name] = _table(curves)
+        for precision in study.config.precisions:
+            chart_id = f"{name}-{precision}"
+            tables[chart_id] = curves_table([one for one in results if one.precision == precision], name)
             series = tuple(
-                Series(key=mode, label=mode, slot=_slot(index), table=name, run=index, spread=True)
-                for index, mode in enumerate(grid.modes)
-                if curves[mode].steps
+                Series(mode, mode, _slot(index), table=chart_id, run=index, spread=True)
+                for index, mode in enumerate(study.config.modes)
+                if np.isfinite(tables[chart_id].columns[mode]).any()
             )
             if series:
-                charts.append(_chart(name, f"{precision} rollout", metric, series))
+                charts.append(replace(metric, id=chart_id, title=f"{precision} rollout", note="", series=series))
         if charts:
-            unit = f" ({metric.unit})" if metric.unit else ""
-            sections.append(
-                Section(title=f"{metric.title}{unit}", text=_TEXTS[metric.id], charts=tuple(paired(charts)))
-            )
+            sections.append(Section(title=titled(metric, metric.series[0]), text=metric.note, charts=tuple(charts)))
     return sections, tables
 
 
-def _chart(name: str, title: str, metric: Metric, series: tuple[Series, ...]) -> Chart:
-    return Chart(
-        id=name, title=title, series=series, form=metric.form, log=metric.log, from_zero=metric.from_zero
-    )  # fmt: skip
+def curves_table(results: Sequence[CellResult], metric: str) -> Table:
+    """Mean, minimum and maximum over the seeds of each mode, at the steps that any mode has; NaN where it has none.
 
-
-def _table(curves: dict[str, Curve]) -> Table:
-    """Mean, minimum and maximum over the seeds for every mode, at the steps that any mode has."""
-    steps = sorted({step for each in curves.values() for step in each.steps})
+    A failed run counts up to its last step.
+    """
+    values: dict[tuple[str, int], list[float]] = {}
+    for result in results:
+        for step, value in result.curves[metric]:
+            values.setdefault((result.mode, step), []).append(value)
+    steps = sorted({step for _, step in values})
     columns: dict[str, np.ndarray] = {STEP: np.array(steps, dtype=np.int32)}
-    for mode, each in curves.items():
-        places = np.searchsorted(columns[STEP], each.steps)
-        for key, values in ((mode, each.mean), (f"{mode}:low", each.low), (f"{mode}:high", each.high)):
-            columns[key] = np.full(len(steps), np.nan)
-            columns[key][places] = values
+    for mode in dict.fromkeys(result.mode for result in results):
+        spreads = [spread(values.get((mode, step), ())) for step in steps]
+        columns[mode] = np.array([np.nan if one is None else one.mean for one in spreads])
+        columns[f"{mode}:low"] = np.array([np.nan if one is None else one.low for one in spreads])
+        columns[f"{mode}:high"] = np.array([np.nan if one is None else one.high for one in spreads])
     return Table(columns=columns)
 
 
-def _cell(result: CellResult, study_dir: Path) -> dict[str, str]:
+def _run_row(result: CellResult, study_dir: Path) -> tuple[str, ...]:
     """The row of one run; its name links to its report, which lies beside the page."""
-    has_report = (study_dir / result.name / REPORT).is_file()
 
     def shown(value: float | None, form: str) -> str:
         return "-" if value is None else show(value, form)
 
-    state = result.stage.name if not result.error else "failed"
-    return {
-        "name": result.name,
-        "link": f"{result.name}/{REPORT}" if has_report else "",
-        "state": "not started" if state == "new" else state,
-        "steps": f"{result.last_step} of {result.num_steps}",
-        "first": shown(result.first_score, "percent"),
-        "last": shown(result.score, "percent"),
-        "k3": shown(result.worst_k3, "exponent"),
-        "seconds": f"{result.seconds:.0f}" if result.seconds else "-",
-        "error": result.error,
-    }
+    name = result.name
+    if (study_dir / name / REPORT).is_file():
+        name = Markup('<a href="{0}/{1}">{0}</a>').format(name, REPORT)
+    state = "not started" if result.stage is Stage.new else result.stage.value
+    return (
+        name,
+        "failed" if result.error else state,
+        f"{result.last_step} of {result.num_steps}",
+        shown(result.heldout_first, "percent"),
+        shown(result.heldout_last, "percent"),
+        shown(result.k3_max, "exponent"),
+        f"{result.seconds:.0f}" if result.seconds else "-",
+        result.error,
+    )

@@ -1,4 +1,4 @@
-"""Results of a study -> the table that ranks the modes, and the conclusions that so few seeds allow.
+"""Results of a study -> the table that ranks the modes, and the sentences under it.
 
 Two modes are distinguished only if the ranges of their seeds do not overlap. Chance can cause that too: of n and m
 equal runs, all n end above all m, or all below, in 2 n! m! / (n + m)! of the cases, which is 1 in 10 for three seeds.
@@ -18,10 +18,16 @@ from trainer.study.results import CellResult, Spread, spread
 
 TARGET_SHARE = 0.9
 """Default target, as a share of the way from the untouched policy to the best mode."""
+TITLES = (
+    "precision", "place", "mode", "held-out, last", "collapsed", "worst K3", "entropy, last", "largest gradient",
+    "least ESS", "steps to target", "s per step", "seeds",
+)  # fmt: skip
+MODE_COLUMN = TITLES.index("mode")
+"""Columns up to this one are words, the others numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standings:
+class Standing:
     """One mode at one precision; spreads are over the seeds that ended, None if no seed ended."""
 
     mode: str
@@ -35,15 +41,11 @@ class Standings:
     """Held-out accuracy after the last step."""
     places: tuple[int, int] | None
     """Best and worst rank within its precision that the ranges allow, from 1; None without a score."""
-    like: tuple[str, ...]
-    """Modes of the same precision that cannot be distinguished from this mode."""
     worst_k3: Spread | None
     entropy: Spread | None
-    reward: Spread | None
     gradient: Spread | None
     ess: Spread | None
     collapsed: int
-    skipped_updates: float
     reached: int
     """Number of runs that reached the target."""
     steps_to_target: Spread | None
@@ -55,7 +57,7 @@ class Standings:
 class Ranking:
     """The table with its target and its counts of pairs."""
 
-    rows: tuple[Standings, ...]
+    rows: tuple[Standing, ...]
     """Rows by precision in the order of the study; within one by descending mean, modes without a score last."""
     target: float | None
     """Target held-out accuracy; None without an evaluation."""
@@ -69,39 +71,40 @@ class Ranking:
     """Average number of pairs without overlap if all modes were equal."""
 
 
-def rank(results: Sequence[CellResult], study: StudyConfig) -> Ranking:
+def rank(results: Sequence[CellResult], config: StudyConfig) -> Ranking:
     """Compare modes within each precision."""
-    precisions = list(dict.fromkeys(result.precision for result in results))
-    target = study.target if study.target is not None else default_target(results)
-    rows: list[Standings] = []
+    target = config.target if config.target is not None else default_target(results)
+    rows: list[Standing] = []
     same: list[tuple[str, ...]] = []
-    pairs = parted = 0
-    chance = 0.0
-    for precision in precisions:
+    pairs: list[tuple[Spread, Spread]] = []
+    for precision in dict.fromkeys(result.precision for result in results):
         by_mode: dict[str, list[CellResult]] = {}
         for result in results:
             if result.precision == precision:
                 by_mode.setdefault(result.mode, []).append(result)
-        scores = {mode: spread(result.score for result in found) for mode, found in by_mode.items()}
+        scores = {mode: spread(result.heldout_last for result in runs) for mode, runs in by_mode.items()}
         known = {mode: score for mode, score in scores.items() if score is not None}
-        groups = same_modes({mode: found for mode, found in by_mode.items() if mode in known})
+        groups = same_modes({mode: by_mode[mode] for mode in known})
         same += [(precision, *modes) for modes in groups if len(modes) > 1]
-        for first, second in combinations([known[modes[0]] for modes in groups], 2):
-            pairs += 1
-            parted += apart(first, second)
-            chance += chance_apart(first.count, second.count)
+        pairs += combinations([known[modes[0]] for modes in groups], 2)
         order = sorted(by_mode, key=lambda mode: -known[mode].mean if mode in known else math.inf)
-        rows += [_standings(mode, by_mode[mode], known, study=study, target=target) for mode in order]
+        rows += [_standing(by_mode[mode], known, target=target) for mode in order]
     return Ranking(
-        rows=tuple(rows), target=target, same=tuple(same), pairs=pairs, parted=parted, parted_by_chance=chance
+        rows=tuple(rows),
+        target=target,
+        same=tuple(same),
+        pairs=len(pairs),
+        parted=sum(apart(first, second) for first, second in pairs),
+        parted_by_chance=sum(chance_apart(first.count, second.count) for first, second in pairs),
     )
 
 
 def same_modes(by_mode: dict[str, list[CellResult]]) -> list[tuple[str, ...]]:
     """Modes in groups whose finished runs had equal rewards and equal held-out accuracies at every step."""
-    groups: dict[tuple[object, ...], list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for mode, results in by_mode.items():
-        course = [(r.seed, *r.rewards, *r.scores) for r in sorted(results, key=lambda r: r.seed) if r.finished]
+        finished = sorted((result for result in results if result.finished), key=lambda result: result.seed)
+        course = [(result.seed, *result.curves["reward"], *result.curves["heldout"]) for result in finished]
         groups.setdefault(tuple(course), []).append(mode)
     return [tuple(modes) for modes in groups.values()]
 
@@ -118,48 +121,118 @@ def chance_apart(first: int, second: int) -> float:
 
 def default_target(results: Sequence[CellResult]) -> float | None:
     """TARGET_SHARE of the way from the untouched policy to the mode and precision with the highest final accuracy."""
-    start = spread(result.first_score for result in results)
+    start = spread(result.heldout_first for result in results)
     groups: dict[tuple[str, str], list[float | None]] = {}
     for result in results:
-        groups.setdefault((result.mode, result.precision), []).append(result.score)
-    ends = [found.mean for scores in groups.values() if (found := spread(scores)) is not None]
-    if start is None or not ends or max(ends) <= start.mean:
+        groups.setdefault((result.mode, result.precision), []).append(result.heldout_last)
+    best = max((score.mean for ends in groups.values() if (score := spread(ends)) is not None), default=None)
+    if start is None or best is None or best <= start.mean:
         return None
-    return start.mean + TARGET_SHARE * (max(ends) - start.mean)
+    return start.mean + TARGET_SHARE * (best - start.mean)
 
 
-def _standings(
-    mode: str,
-    results: Sequence[CellResult],
-    known: dict[str, Spread],
-    *,
-    study: StudyConfig,
-    target: float | None,
-) -> Standings:
+def table_rows(ranking: Ranking) -> list[tuple[str, ...]]:
+    """The cells of the table, a row per mode and precision, in the order of `TITLES`."""
+    return [_row(row, ranking) for row in ranking.rows]
+
+
+def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ranking) -> list[str]:
+    """Explanations of the table, one or two sentences each; every failed run is named."""
+    notes = [
+        "Modes are ranked within a precision by the mean over seeds of the greedy held-out accuracy after the last "
+        "step; behind a mean stand the least and the largest seed. A place is a range where modes are not told apart, "
+        "because their ranges overlap."
+    ]
+    for precision, *modes in ranking.same:
+        notes.append(
+            f"{precision}: {', '.join(modes[:-1])} and {modes[-1]} were the same run, step by step, with every seed: "
+            "what sets them apart never came into play. They count as one."
+        )
+    if ranking.pairs and ranking.parted_by_chance:
+        by_chance = f"{ranking.parted_by_chance:.1f}".removesuffix(".0")
+        notes.append(
+            f"{ranking.parted} of {ranking.pairs} pairs of modes are told apart. If all modes were equal, chance "
+            f"alone would part up to {by_chance} of them with so few seeds."
+        )
+    elif ranking.pairs:
+        notes.append("One seed tells nothing apart: there is no range to compare.")
+    notes.append(
+        f"Collapsed: the last held-out accuracy is more than {config.collapse_drop:g} below the best of the run. "
+        "Entropy: mean of the last five steps. K3, gradient (norm before clipping) and ESS (raw weights): the worst "
+        "step. Seconds per step: median."
+    )
+    if ranking.target is not None:
+        why = "study.target" if config.target is not None else f"{TARGET_SHARE:.0%} of the way to the best mean"
+        notes.append(
+            f"Target: held-out accuracy {ranking.target:.3f} ({why}), looked for at the evaluated steps; behind it the "
+            "runs that reach it."
+        )
+    notes.append("A quantised engine answers the held-out prompts as it samples: with its quantised weights.")
+    for result in results:
+        if result.error:
+            after = f"after step {result.last_step} of {result.num_steps}" if result.last_step else ""
+            where = after or "before its first step"
+            notes.append(f"{result.name} FAILED {where}: {result.error}. It is not in the table.")
+    open_runs = sum(not result.finished and not result.error for result in results)
+    if open_runs:
+        notes.append(f"{open_runs} of {len(results)} runs have not ended, and are not in the table.")
+    return notes
+
+
+def _standing(results: Sequence[CellResult], known: dict[str, Spread], *, target: float | None) -> Standing:
     """The row of one mode; `known` holds the scores of all modes of its precision."""
+    mode = results[0].mode
     ended = [result for result in results if result.finished]
     own = known.get(mode)
-    others = {other: score for other, score in known.items() if other != mode}
-    above = sum(own is not None and apart(own, score) and score.low > own.high for score in others.values())
-    below = sum(own is not None and apart(own, score) and score.high < own.low for score in others.values())
+    others = [] if own is None else [score for score in known.values() if apart(own, score)]
+    above = sum(own is not None and score.low > own.high for score in others)
     reached = [] if target is None else [result.steps_to(target) for result in ended]
-    return Standings(
+    return Standing(
         mode=mode,
         precision=results[0].precision,
         planned=len(results),
         finished=len(ended),
         failed=sum(not result.finished and bool(result.error) for result in results),
         score=own,
-        places=None if own is None else (1 + above, len(known) - below),
-        like=() if own is None else tuple(other for other, score in others.items() if not apart(own, score)),
-        worst_k3=spread(result.worst_k3 for result in ended),
-        entropy=spread(result.last_entropy for result in ended),
-        reward=spread(result.last_reward for result in ended),
-        gradient=spread(result.largest_gradient for result in ended),
-        ess=spread(result.least_ess for result in ended),
-        collapsed=sum(result.collapsed(study.collapse_drop) for result in ended),
-        skipped_updates=sum(result.skipped_updates for result in ended),
+        places=None if own is None else (1 + above, len(known) - (len(others) - above)),
+        worst_k3=spread(result.k3_max for result in ended),
+        entropy=spread(result.entropy_last for result in ended),
+        gradient=spread(result.grad_norm_max for result in ended),
+        ess=spread(result.ess_min for result in ended),
+        collapsed=sum(result.collapsed for result in ended),
         reached=sum(step is not None for step in reached),
         steps_to_target=spread(reached),
-        step_seconds=spread(result.step_seconds for result in ended),
+        step_seconds=spread(result.step_s_median for result in ended),
     )
+
+
+def _row(row: Standing, ranking: Ranking) -> tuple[str, ...]:
+    place, reached = "-", "-"
+    if row.places is not None:
+        first, last = row.places
+        place = str(first) if first == last else f"{first}-{last}"
+    if ranking.target is not None and row.finished:
+        steps = "" if row.steps_to_target is None else f"{row.steps_to_target.mean:.0f} "
+        reached = f"{steps}({row.reached} of {row.finished})"
+    failed = f", {row.failed} failed" if row.failed else ""
+    return (
+        row.precision,
+        place,
+        row.mode,
+        _mean_and_range(row.score),
+        f"{row.collapsed} of {row.finished}" if row.finished else "-",
+        "-" if row.worst_k3 is None else f"{row.worst_k3.high:.1e}",
+        _mean_and_range(row.entropy),
+        "-" if row.gradient is None else f"{row.gradient.high:.3g}",
+        "-" if row.ess is None else f"{row.ess.low:.3f}",
+        reached,
+        "-" if row.step_seconds is None else f"{row.step_seconds.mean:.2g}",
+        f"{row.finished} of {row.planned}{failed}",
+    )
+
+
+def _mean_and_range(score: Spread | None) -> str:
+    """Text such as "0.910 (0.880-0.930)"; the number itself for one seed; "-" for None."""
+    if score is None:
+        return "-"
+    return f"{score.mean:.3f}" + (f" ({score.low:.3f}-{score.high:.3f})" if score.count > 1 else "")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +22,8 @@ from trainer.compose.overrides import directory_override
 from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
 from trainer.rundir.termination import termination_requests
-from trainer.study.cells import LOGS, Stage, Standing, look, make_way, num_recorded
-from trainer.study.config import StudyConfig
-from trainer.study.grid import Cell, Grid
-from trainer.study.progress import StudyConsole, duration
+from trainer.study.grid import Cell, Study
+from trainer.study.study_dir import LOGS, CellRecord, Stage, last_step, make_way, stage_of
 
 _POLL_S = 0.3
 _KILL_S = 10.0
@@ -35,65 +33,55 @@ _SHOWN_CHARACTERS = 400
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CellRecord:
-    """The study's record of a cell besides the files of its run."""
-
-    seconds: float = 0.0
-    """Seconds from start to end of the process, all attempts together."""
-    error: str = ""
-    """Reason why the last attempt failed; empty if it succeeded."""
-
-
 @dataclass(kw_only=True, slots=True)
 class _Running:
-    standing: Standing
+    cell: Cell
     process: subprocess.Popen[bytes]
     started: float
     slot: int
     timed_out: bool = False
 
 
-def parallel_problems(grid: Grid, study: StudyConfig, machine: Machine) -> list[Problem]:
+def duration(seconds: float) -> str:
+    """Text of a duration in seconds for people: "40 s", "12 min", "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def parallel_problems(study: Study, machine: Machine) -> list[Problem]:
     """Problems of running study.parallel runs at a time on this machine; does not look for another Ray cluster."""
-    local = [cell.config for cell in grid.cells if cell.config.cluster.address is None]
-    if not local or study.parallel == 1:
+    local = [cell for cell in study.cells if cell.config.cluster.address is None]
+    if not local or study.config.parallel == 1:
         return []
-    gpus = max(_gpus(cell) for cell in grid.cells)
+    gpus = max(_gpus(cell) for cell in study.cells)
     most = machine.gpus // gpus if gpus else machine.cpus
-    if study.parallel <= most:
+    if study.config.parallel <= most:
         return []
     has, needs = (f"{machine.gpus} GPU", f"{gpus} GPU") if gpus else (f"{machine.cpus} CPU", "at least one CPU")
-    return [
-        Problem(
-            key="study.parallel",
-            rule=f"must be <= {max(1, most)}: this machine has {has}, and each run needs {needs}",
-            value=study.parallel,
-        )
-    ]
+    rule = f"must be <= {max(1, most)}: this machine has {has}, and each run needs {needs}"
+    return [Problem(key="study.parallel", rule=rule, value=study.config.parallel)]
 
 
 def run_cells(
-    grid: Grid,
-    standings: Sequence[Standing],
+    study: Study,
+    study_dir: Path,
     records: dict[str, CellRecord],
     *,
-    study: StudyConfig,
-    study_dir: Path,
-    console: StudyConsole,
-    ended: Callable[[], None],
+    say: Callable[[str], object],
+    ended: Callable[[], object],
 ) -> signal.Signals | None:
-    """Run every cell of `standings` that is not finished; `records` is updated.
+    """Run every cell that is not finished; `records` is updated.
 
-    `ended` is called after each cell. Returns the signal that asked the study to end early, or None.
+    `say` gets a line per start and end, `ended` is called after each cell. Returns the signal that asked the study to
+    end early, or None.
     """
-    cells = _Cells(grid, records, study=study, study_dir=study_dir, console=console)
-    cells.waiting.extend(standing for standing in standings if standing.stage is not Stage.finished)
-    cells.total = len(cells.waiting)
+    cells = _Cells(study, study_dir, records, say=say)
     with termination_requests("every running cell finishes its step and ends") as termination:
         try:
             while cells.running or (cells.waiting and termination.request is None):
-                while cells.waiting and len(cells.running) < study.parallel and termination.request is None:
+                while cells.waiting and len(cells.running) < study.config.parallel and termination.request is None:
                     cells.start()
                 time.sleep(_POLL_S)
                 if termination.request is not None:
@@ -110,56 +98,46 @@ class _Cells:
     """The processes of a study."""
 
     def __init__(
-        self,
-        grid: Grid,
-        records: dict[str, CellRecord],
-        *,
-        study: StudyConfig,
-        study_dir: Path,
-        console: StudyConsole,
+        self, study: Study, study_dir: Path, records: dict[str, CellRecord], *, say: Callable[[str], object]
     ) -> None:
-        self.waiting: deque[Standing] = deque()
+        self.waiting = deque(cell for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished)
         self.running: list[_Running] = []
-        self.total = 0
-        self._grid = grid
-        self._records = records
         self._study = study
         self._dir = study_dir
-        self._console = console
-        self._seconds: list[float] = []
+        self._records = records
+        self._say = say
+        self._total = len(self.waiting)
         self._done = 0
+        self._seconds: list[float] = []
         self._asked_at: float | None = None
 
     def start(self) -> None:
         """Start the next cell."""
-        standing = self.waiting.popleft()
-        cell = standing.cell
+        cell = self.waiting.popleft()
+        stage = stage_of(self._dir, cell)
         make_way(self._dir, cell)
-        slot = min(set(range(self._study.parallel)) - {running.slot for running in self.running})
+        slot = min(set(range(self._study.config.parallel)) - {running.slot for running in self.running})
         log = self._dir / LOGS / f"{cell.name}.log"
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as out:
             process = subprocess.Popen(  # noqa: S603 - our own command line, no shell
-                command_line(self._grid, cell, self._dir),
+                command_line(self._study, cell, self._dir),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | _devices(cell, slot),
                 start_new_session=True,  # Ctrl-C reaches the study, which decides what becomes of its runs
             )
-        self.running.append(_Running(standing=standing, process=process, started=time.monotonic(), slot=slot))
-        number = self.total - len(self.waiting)
-        how = {Stage.stopped: f"goes on after step {standing.last_step}", Stage.broken: "begins again"}
-        verb = how.get(standing.stage, "starts")
-        self._console.line(f"[{number}/{self.total}] {cell.name} {verb}")
+        self.running.append(_Running(cell=cell, process=process, started=time.monotonic(), slot=slot))
+        verb = "starts"
+        if stage is Stage.stopped:
+            verb = f"goes on after step {last_step(self._dir, cell)}"
+        elif stage is Stage.broken:
+            verb = "begins again"
+        self._say(f"[{self._total - len(self.waiting)}/{self._total}] {cell.name} {verb}")
 
     def collect(self) -> bool:
         """Record the processes that have ended; True if there was one."""
-        steps = {
-            running.standing.cell.name: (num_recorded(self._dir / running.standing.cell.name), running_steps(running))
-            for running in self.running
-        }
-        self._console.running(steps)
         ended = [running for running in self.running if running.process.poll() is not None]
         for running in ended:
             self.running.remove(running)
@@ -173,12 +151,12 @@ class _Cells:
             self._asked_at = now
             for running in self.running:
                 running.process.terminate()
-        elif now - self._asked_at > self._study.stop_timeout_s:
+        elif now - self._asked_at > self._study.config.stop_timeout_s:
             self.kill()
 
     def end_overdue(self) -> None:
         """Kill a run that has taken longer than study.cell_timeout_s."""
-        limit = self._study.cell_timeout_s
+        limit = self._study.config.cell_timeout_s
         for running in self.running:
             if limit is not None and time.monotonic() - running.started > limit:
                 running.timed_out = True
@@ -191,52 +169,49 @@ class _Cells:
 
     def _note(self, running: _Running) -> None:
         """Record and print the end of a process."""
-        cell = running.standing.cell
+        cell = running.cell
         seconds = time.monotonic() - running.started
         earlier = self._records.get(cell.name, CellRecord())
-        finished = running.process.returncode == DONE and look(self._dir, cell).stage is Stage.finished
+        finished = running.process.returncode == DONE and stage_of(self._dir, cell) is Stage.finished
         error = "" if finished else self._reason(running)
         self._records[cell.name] = CellRecord(seconds=earlier.seconds + seconds, error=error)
         self._done += 1
         if finished:
             self._seconds.append(seconds)
-        outcome = f"done in {duration(seconds)}" if finished else f"FAILED after {duration(seconds)}: {error}"
-        if not finished and self._asked_at is not None:
+            outcome = f"done in {duration(seconds)}"
+        elif self._asked_at is not None:
             outcome = f"stopped after {duration(seconds)}"
-        self._console.line(f"[{self._done}/{self.total} ended] {cell.name} {outcome}{self._estimate()}")
+        else:
+            outcome = f"FAILED after {duration(seconds)}: {error}"
+        self._say(f"[{self._done}/{self._total} ended] {cell.name} {outcome}{self._estimate()}")
 
     def _estimate(self) -> str:
+        """The time until all runs have ended, as the end of a line; empty while no run has finished."""
         left = len(self.waiting) + len(self.running)
         if not left or not self._seconds or self._asked_at is not None:
             return ""
         mean = sum(self._seconds) / len(self._seconds)
         spent = sum(min(mean, time.monotonic() - running.started) for running in self.running)
-        remaining = max(0.0, left * mean - spent) / self._study.parallel
+        remaining = max(0.0, left * mean - spent) / self._study.config.parallel
         return f"; {left} left, about {duration(remaining)}"
 
     def _reason(self, running: _Running) -> str:
         """Reason why a run failed, in one line."""
         if running.timed_out:
-            return f"it took longer than study.cell_timeout_s={self._study.cell_timeout_s:g}"
-        code = running.process.returncode
+            return f"it took longer than study.cell_timeout_s={self._study.config.cell_timeout_s:g}"
         if self._asked_at is not None:
-            return ""  # it was asked to
+            return ""
+        code = running.process.returncode
         ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        said = last_words(self._dir / LOGS / f"{running.standing.cell.name}.log")
-        return f"{said} ({ending})" if said else ending
+        message = last_words(self._dir / LOGS / f"{running.cell.name}.log")
+        return f"{message} ({ending})" if message else ending
 
 
-def command_line(grid: Grid, cell: Cell, study_dir: Path) -> list[str]:
+def command_line(study: Study, cell: Cell, study_dir: Path) -> list[str]:
     """The command of one run: `parity train` with the directory of the cell."""
-    own = [] if grid.own_dir is None else ["--config-dir", str(grid.own_dir)]
+    own = [] if study.own_dir is None else ["--config-dir", str(study.own_dir)]
     place = directory_override(study_dir.absolute() / cell.name)
-    words = [str(grid.recipe), *own, *cell.words, place, "run.resume=auto"]
-    return python_module("trainer", "train", *words)
-
-
-def running_steps(running: _Running) -> int:
-    """Number of steps of the whole run."""
-    return running.standing.cell.config.run.num_steps
+    return python_module("trainer", "train", str(study.recipe), *own, *cell.words, place, "run.resume=auto")
 
 
 def last_words(log: Path) -> str:
@@ -246,13 +221,13 @@ def last_words(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
         lines = [line.strip() for line in file.read().decode("utf-8", errors="replace").splitlines() if line.strip()]
-    named = [index for index, line in enumerate(lines) if line.startswith("parity train")]
     if not lines:
         return ""
-    said = lines[named[-1] if named else -1]
-    if said.endswith(NOTHING_STARTED) and named[-1] + 1 < len(lines):
-        said = lines[named[-1] + 1].removeprefix("- ")
-    return redact_text(said).removeprefix("parity train failed: ")[:_SHOWN_CHARACTERS]
+    named = [index for index, line in enumerate(lines) if line.startswith("parity train")]
+    message = lines[named[-1] if named else -1]
+    if message.endswith(NOTHING_STARTED) and named[-1] + 1 < len(lines):
+        message = lines[named[-1] + 1].removeprefix("- ")
+    return redact_text(message).removeprefix("parity train failed: ")[:_SHOWN_CHARACTERS]
 
 
 def _gpus(cell: Cell) -> int:
