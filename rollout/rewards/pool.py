@@ -261,8 +261,8 @@ class _Worker:
                 try:
                     return orjson.loads(line)
                 except orjson.JSONDecodeError as error:
-                    message = f"the worker answered {line[:100]!r}, which is no JSON"
-                    raise _WorkerFailed(Failure.crash, message) from error
+                    problem = f"the worker answered {line[:100]!r}, which is no JSON"
+                    raise _WorkerFailed(Failure.crash, problem) from error
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise _WorkerFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
