@@ -1,19 +1,55 @@
-"""One running episode: its sampled and observed tokens so far, and its next request.
+"""One running episode: its sampled and observed tokens so far, its next request, and the process that runs it.
 
 `rollout/episodes/sampler.py` keeps the record, out of reach of the rollout function.
 """
 
 from __future__ import annotations
 
+import queue
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import orjson
 import xxhash
 
-from rollout.episodes.worker import EpisodeWorker
+from rollout.processes.child_process import ChildProcess
 from rollout.types import FinishReason, GenerateRequest, Generation
+
+
+class Said(NamedTuple):
+    """A message of a worker."""
+
+    worker: EpisodeWorker
+    message: dict[str, Any] | None
+    """The message as JSON values; None if the worker has ended, or sent no JSON."""
+
+
+Inbox = queue.SimpleQueue[Said]
+
+
+class EpisodeWorker(ChildProcess):
+    """A process that runs rollout functions; its messages go to a common inbox."""
+
+    def __init__(self, function: str, *, memory_bytes: int, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self.ready = False
+        """True once the worker has loaded its function."""
+        self.running: int | None = None
+        """Episode whose user code the worker reported last."""
+        super().__init__("rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Queue a message for the worker; returns at once."""
+        self.say(orjson.dumps(message))
+
+    def _hear(self, line: bytes | None) -> None:
+        try:
+            message = None if line is None else orjson.loads(line)
+        except orjson.JSONDecodeError:
+            message = None
+        self._inbox.put(Said(self, message))
 
 
 @dataclass(kw_only=True, slots=True)

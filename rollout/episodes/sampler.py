@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EPISODE_MEMORY_BYTES, EpisodeConfig
-from rollout.episodes.running import RunningEpisode
-from rollout.episodes.worker import EpisodeWorker, Inbox
+from rollout.episodes.running import EpisodeWorker, Inbox, RunningEpisode
 from rollout.processes.child_process import START_TIMEOUT_S
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
@@ -166,7 +165,7 @@ class EpisodeSampler:
 
     def _begun(self, episode: RunningEpisode) -> RunningEpisode:
         request = episode.request
-        episode.worker.say(
+        episode.worker.tell(
             {
                 "start": episode.ticket,
                 "token_ids": request.prompt_token_ids,
@@ -235,16 +234,14 @@ class EpisodeSampler:
                 self._finish(episode, generation.finish_reason)
                 continue
             stopped = generation.finish_reason is FinishReason.stop
-            episode.worker.say({"turn": number, "token_ids": generation.token_ids, "stopped": stopped})
+            episode.worker.tell({"turn": number, "token_ids": generation.token_ids, "stopped": stopped})
             episode.since = time.monotonic()
 
     def _end(self, episode: RunningEpisode, error: str | None) -> None:
         if error is None and not episode.num_turns:
             error = "it ended without having sampled anything"
         if error is not None:
-            self._stats_of(
-                episode
-            ).last_failure = f"prompt {episode.request.prompt_id}/{episode.request.sample_index}: {error}"
+            self._stats_of(episode).last_failure = f"{episode.name}: {error}"
             self._finish(episode, FinishReason.failed)
         else:
             self._finish(episode, FinishReason.length if episode.tokens_left < 1 else episode.last)
@@ -264,7 +261,7 @@ class EpisodeSampler:
             self._sampler.abort([episode.engine_ticket])
             self._of_engine_ticket.pop(episode.engine_ticket, None)
             episode.engine_ticket = None
-        episode.worker.say({"cancel": episode.ticket})
+        episode.worker.tell({"cancel": episode.ticket})
 
     def _stats_of(self, episode: RunningEpisode) -> EpisodeStats:
         return self._alone.get(episode.ticket, self._stats)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -20,6 +22,7 @@ import orjson
 _PR_SET_PDEATHSIG = 1
 START_TIMEOUT_S = 120.0
 """Seconds until a child must have loaded its function, which may import torch."""
+READ_BYTES = 1 << 16
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -32,10 +35,16 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 class ChildProcess:
-    """A process in a session of its own, with pipes to its input and from its output."""
+    """A process in a session of its own, which is sent lines and sends lines.
 
-    def __init__(self, module: str, function: str, *, memory_bytes: int) -> None:
-        """Start `module` with the arguments `function` and `memory_bytes`. Raises OSError if no process can be made."""
+    A thread for each direction moves the lines, so that neither a full nor an empty pipe stops the caller.
+    """
+
+    def __init__(self, module: str, function: str, *, memory_bytes: int, hear: Callable[[bytes | None], None]) -> None:
+        """Start `module` with the arguments `function` and `memory_bytes`. Raises OSError if no process can be made.
+
+        `hear` receives every line of the process, in a thread of its own, and None when the output has ended.
+        """
         self._process = subprocess.Popen(  # noqa: S603 (our own module; what the user named is one argument)
             python_module(module, function, str(memory_bytes)),
             stdin=subprocess.PIPE,
@@ -45,16 +54,24 @@ class ChildProcess:
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the pipes of a child process are missing")
-        self.input: IO[bytes] = self._process.stdin
-        self.output: IO[bytes] = self._process.stdout
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # The threads hold the pipes, not this object: each closes its own when it ends.
+        for target, arguments, name in (
+            (_read, (self._process.stdout, hear), "reads"),
+            (_write, (self._process.stdin, self._outbox), "writes"),
+        ):
+            threading.Thread(target=target, args=arguments, name=f"parity-child-{name}", daemon=True).start()
+
+    def say(self, line: bytes) -> None:
+        """Queue a line for the process; returns at once."""
+        self._outbox.put(line)
 
     def kill(self) -> None:
         """End the process and all its descendants; safe to call twice."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._outbox.put(None)
         self._process.wait()
-        self.input.close()
-        self.output.close()
 
     def death(self) -> str:
         """Describe the end of a process whose output has ended."""
@@ -63,6 +80,26 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             return "closed its output"
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit status {code}'}"
+
+
+def _read(output: IO[bytes], hear: Callable[[bytes | None], None]) -> None:
+    """Pass on every line of a process until its output ends."""
+    received = b""
+    with output:
+        while chunk := output.read(READ_BYTES):
+            *lines, received = (received + chunk).split(b"\n")
+            for line in lines:
+                hear(line)
+    hear(None)
+
+
+def _write(to: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Write every line of `outbox` to a process until the line is None or the process has ended."""
+    with contextlib.suppress(BrokenPipeError), to:  # the reading side reports the end
+        while (line := outbox.get()) is not None:
+            left = memoryview(line + b"\n")
+            while left:
+                left = left[to.write(left) :]
 
 
 def become_child(*, memory_bytes: int) -> Callable[[object], None]:

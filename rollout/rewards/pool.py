@@ -8,11 +8,8 @@ would hang again.
 
 from __future__ import annotations
 
-import os
 import queue
-import select
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +22,6 @@ from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, descr
 
 GRACE_S = 30.0
 """Seconds after all deadlines; a pool that is silent for longer is broken."""
-READ_BYTES = 1 << 16
 START_TRIES = 3
 """Number of starts of a process before a thread gives up: a fork can fail for a moment."""
 RETRY_S = 1.0
@@ -222,12 +218,12 @@ class _Worker:
     def __init__(self, work: _Work) -> None:
         """Start the process and wait until the function is loaded. Raises _WorkerFailed, and OSError of the start."""
         self._timeout_s = work.timeout_s
-        self._process = ChildProcess("rollout.rewards.child", work.function, memory_bytes=work.memory_bytes)
-        os.set_blocking(self._process.input.fileno(), False)
-        os.set_blocking(self._process.output.fileno(), False)
-        self._received = b""
+        self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._process = ChildProcess(
+            "rollout.rewards.child", work.function, memory_bytes=work.memory_bytes, hear=self._heard.put
+        )
         try:
-            greeting = self._exchange(b"", timeout_s=START_TIMEOUT_S)
+            greeting = self._answer(START_TIMEOUT_S)
             if not isinstance(greeting, dict) or not ("failed" in greeting or "at_once" in greeting):
                 raise _WorkerFailed(Failure.crash, f"the worker began with {greeting!r:.100}")
             if "failed" in greeting:
@@ -240,7 +236,8 @@ class _Worker:
 
     def score(self, items: Sequence[bytes]) -> list[Outcome]:
         """One outcome per item, in order. Raises _WorkerFailed; the worker is then of no more use."""
-        replies = self._exchange(b"[" + b",".join(items) + b"]\n", timeout_s=self._timeout_s)
+        self._process.say(b"[" + b",".join(items) + b"]")
+        replies = self._answer(self._timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise _WorkerFailed(Failure.crash, "the worker answered something else than what it was asked")
         return [_outcome(reply) for reply in replies]
@@ -249,38 +246,18 @@ class _Worker:
         """End the process and all its descendants."""
         self._process.kill()
 
-    def _exchange(self, message: bytes, *, timeout_s: float) -> Any:
-        """Send `message`, return the next line as JSON. The call ends at the deadline, whatever the process does."""
-        deadline = time.monotonic() + timeout_s
-        to, of = self._process.input.fileno(), self._process.output.fileno()
-        left = memoryview(message)
-        while True:
-            line, separator, rest = self._received.partition(b"\n")
-            if separator:
-                self._received = rest
-                try:
-                    return orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    problem = f"the worker answered {line[:100]!r}, which is no JSON"
-                    raise _WorkerFailed(Failure.crash, problem) from error
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise _WorkerFailed(Failure.timeout, f"no answer within {timeout_s:g} s")
-            poll = select.poll()
-            poll.register(of, select.POLLIN)
-            if left:
-                poll.register(to, select.POLLOUT)
-            ready = {descriptor for descriptor, _ in poll.poll(remaining * 1000)}
-            try:
-                if to in ready:
-                    left = left[os.write(to, left[:READ_BYTES]) :]
-                if of in ready:
-                    chunk = os.read(of, READ_BYTES)
-                    if not chunk:
-                        raise _WorkerFailed(Failure.crash, f"the worker {self._process.death()}")
-                    self._received += chunk
-            except BrokenPipeError as error:
-                raise _WorkerFailed(Failure.crash, f"the worker {self._process.death()}") from error
+    def _answer(self, timeout_s: float) -> Any:
+        """The next line of the process as JSON. Waits until the deadline, whatever the process does."""
+        try:
+            line = self._heard.get(timeout=timeout_s)
+        except queue.Empty:
+            raise _WorkerFailed(Failure.timeout, f"no answer within {timeout_s:g} s") from None
+        if line is None:
+            raise _WorkerFailed(Failure.crash, f"the worker {self._process.death()}")
+        try:
+            return orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _WorkerFailed(Failure.crash, f"the worker answered {line[:100]!r}, which is no JSON") from error
 
 
 def _outcome(reply: object) -> Outcome:
