@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from algorithms.kl import k3
 from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
-from trainer.policy.attention import PACKED_ATTENTION, attend_by_run, attend_padded, token_grid
+from trainer.policy import attention
+from trainer.policy.attention import PACKED_ATTENTION, attend_by_run, packed_attention
 from trainer.policy.forward import ScoringModel
 
 VOCAB = 40
@@ -140,27 +142,75 @@ def test_a_float32_head_takes_the_floor_away() -> None:
     torch.testing.assert_close(gap.double(), rounded.floor_delta, atol=1e-5, rtol=0)
 
 
-def test_token_grid() -> None:
-    rows, columns = token_grid(torch.tensor([0, 2, 5], dtype=torch.int32), 5)
-    assert rows.tolist() == [0, 0, 1, 1, 1]
-    assert columns.tolist() == [0, 1, 0, 1, 2]
+def attend_alone(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+    """[H, T, D] -> [T, H, D] by definition: each sequence by itself, its scores masked, softmax, values."""
+    parts = zip(*(states.split(lengths, dim=1) for states in (query, key, value)), strict=True)
+    outs = []
+    for q, k, v in parts:
+        k, v = (states.repeat_interleave(len(query) // len(key), dim=0) for states in (k, v))
+        future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+        outs.append((q @ k.mT * scale).masked_fill(future, -torch.inf).softmax(-1) @ v)
+    return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def random_states(tokens: int, *, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query of 4 heads, key, value: [1, heads, tokens, 8]."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((1, heads, tokens, 8) for heads in (4, kv_heads, kv_heads))
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 @pytest.mark.parametrize("lengths", [[7], [5, 5, 3, 1, 1, 4], [2, 3, 2]])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_is_the_same_by_run_as_padded(lengths: list[int], kv_heads: int) -> None:
-    tokens, generator = sum(lengths), torch.Generator().manual_seed(3)
-    shapes = ((4, tokens, 8), (kv_heads, tokens, 8), (kv_heads, tokens, 8))
-    states = [torch.randn(1, *shape, generator=generator, requires_grad=True) for shape in shapes]
-    grid = token_grid(torch.tensor([0, *lengths]).cumsum(0), tokens)
-    padded = attend_padded(*states, grid, shape=(len(lengths), max(lengths)))
-    by_run = attend_by_run(*states, lengths)
-    assert by_run.shape == (1, tokens, 4, 8)
-    torch.testing.assert_close(by_run, padded)
-    upstream = torch.randn(by_run.shape, generator=generator)
-    gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, padded))
+def test_attention_by_run_is_that_of_each_sequence_by_itself(lengths: list[int], kv_heads: int) -> None:
+    states = random_states(sum(lengths), kv_heads=kv_heads)
+    alone = attend_alone(*(each.squeeze(0) for each in states), lengths, scale=0.3)
+    by_run = attend_by_run(*states, lengths, scaling=0.3)
+    torch.testing.assert_close(by_run, alone[None])
+    upstream = torch.randn(by_run.shape, generator=torch.Generator().manual_seed(4))
+    gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, alone[None]))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_flash_attention_gets_each_token_its_boundaries_and_the_causal_window(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int
+) -> None:
+    """On a CPU: by the definition of `torch.nn.attention.varlen.varlen_attn` in the place of its kernel."""
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        assert [states.shape for states in (query, key)] == [(13, 4, 8), (13, kv_heads, 8)]
+        assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32
+        assert (max_q, max_k, window_size, enable_gqa) == (8, 8, (-1, 0), kv_heads < 4)
+        lengths = cu_seq_q.diff().tolist()
+        return attend_alone(*(states.transpose(0, 1) for states in (query, key, value)), lengths, scale)
+
+    arguments = set(signature(varlen_attn).parameters)
+    assert arguments <= set(signature(attention.varlen_attn).parameters)
+    states = random_states(13, kv_heads=kv_heads, dtype=torch.float64)
+    options = {"scaling": 0.3, "cu_seqlens": torch.tensor([0, 5, 13], dtype=torch.int32), "max_seqlen": 8}
+    by_run, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "flash_runs", lambda *states: True)
+    at_once, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    torch.testing.assert_close(at_once, by_run)
+
+
+def test_a_processor_has_no_flash_attention_for_packed_sequences() -> None:
+    assert not attention.flash_runs(*random_states(5, kv_heads=2, dtype=torch.bfloat16))
 
 
 def test_attention_by_run_is_float32_within() -> None:
@@ -173,8 +223,6 @@ def test_attention_by_run_is_float32_within() -> None:
 
 
 def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
-    from trainer.policy.attention import packed_attention
-
     tensors = [torch.zeros(1, 2, 5, 4) for _ in range(3)]
     with pytest.raises(ValueError, match="5 tokens exceed the model's sliding window of 3"):
         packed_attention(
@@ -185,3 +233,9 @@ def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
             max_seqlen=5,
             sliding_window=3,
         )
+
+
+def test_dropout_is_refused() -> None:
+    states, options = random_states(5, kv_heads=4), {"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": 5}
+    with pytest.raises(ValueError, match=r"no dropout, got 0\.1: put the model into eval mode"):
+        packed_attention(torch.nn.Identity(), *states, None, dropout=0.1, **options)
