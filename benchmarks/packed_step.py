@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
-from trainer.batch.planner import DEFAULT_COST, plan
+from trainer.batch.planner import plan
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 
@@ -146,7 +145,7 @@ def main() -> None:
             scratch, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         ).eval()
     ours = ScoringModel(packing, chunk_tokens=512)
-    [bins] = plan(lengths, cap=CAP, num_ranks=1, cost=replace(DEFAULT_COST, pads=False))
+    [bins] = plan(lengths, cap=CAP, num_ranks=1)
     variants: dict[str, tuple[list[list[int]], Callable[[list[list[Sample]]], list[list[Tensor]]]]] = {
         "padded": ([list(range(len(samples)))], lambda batches: padded_step(plain, batches)),
         "sorted": (sorted_batches(samples, len(bins)), lambda batches: padded_step(plain, batches)),

@@ -6,21 +6,14 @@ Lengths are whole sequences of at most 8,192 tokens: uniform; log-normal with me
 bimodal, 80 % near 600 and 20 % near 6,500 tokens. Columns:
 
 bins     all ranks; LB is ceil(tokens / cap), BFD best-fit-decreasing without ranks
-cells    (query, key) cells that attention computes, over the sum of length^2: 1 is no padding; BFD without ranks
-imb %    estimated FLOPs of the dearest rank over the mean, minus 1, of what the planner balances: attention padded to
-         the longest sequence of a bin (ours), or not padded at all (verl's)
-pace     FLOPs over all ranks if they wait for each other after every micro-batch, over FLOPs without any padding; with
-         attention padded, and (in brackets) by a kernel that does not pad
+imb %    estimated FLOPs of the dearest rank over the mean, minus 1
+pace     FLOPs over all ranks if they wait for each other after every micro-batch, over FLOPs of perfect balance
 ms       processor time, the shortest of --repeats
-
-A second table has our plans for attention that does not pad, as on a CPU, with imbalance and pace without padding.
 
 FLOPs are those of `trainer.batch.planner.DEFAULT_COST`, for both planners. verl's balances whole samples over ranks
 with `get_seqlen_balanced_partitions` on `calculate_workload`, then `rearrange_micro_batches` splits every rank; the
 count of the rank with most is then required of the others, as its all-reduce does. Its time is the first step and the
-slowest rank, for ranks work at once; above --peer-limit sequences per rank it is left out, as it takes minutes. verl
-runs attention without padding, so its cells and its first pace say how its bins would suit our attention, not how
-fast verl is: that is the pace in brackets.
+slowest rank, for ranks work at once; above --peer-limit sequences per rank it is left out, as it takes minutes.
 verl is optional (pip install verl). Prints Markdown.
 """
 
@@ -32,14 +25,12 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainer.batch.planner import DEFAULT_COST, BinCost, best_fit_decreasing, plan
+from trainer.batch.planner import DEFAULT_COST, best_fit_decreasing, plan
 
 MAX_LENGTH = 8192
 MIN_LENGTH = 64
-UNPADDED_COST = replace(DEFAULT_COST, pads=False)
 
 Ranks = list[list[list[int]]]
 """[ranks][bins] indices."""
@@ -49,21 +40,13 @@ class Result(NamedTuple):
     """What a plan is worth."""
 
     bins: int
-    cells: float
     imbalance: float
     pace: float
-    pace_unpadded: float
     milliseconds: float
 
     def columns(self) -> list[str]:
         """As cells of the table."""
-        return [
-            str(self.bins),
-            f"{self.cells:.2f}",
-            f"{100 * self.imbalance:.1f}",
-            f"{self.pace:.2f} ({self.pace_unpadded:.2f})",
-            f"{self.milliseconds:,.1f}",
-        ]
+        return [str(self.bins), f"{100 * self.imbalance:.1f}", f"{self.pace:.2f}", f"{self.milliseconds:,.1f}"]
 
 
 def uniform(rng: random.Random) -> float:
@@ -94,11 +77,6 @@ def draw_lengths(draw: Callable[[random.Random], float], count: int, seed: int =
     return [min(MAX_LENGTH, max(MIN_LENGTH, int(draw(rng)))) for _ in range(count)]
 
 
-def relative_cells(bins: Sequence[Sequence[int]], lengths: Sequence[int]) -> float:
-    """Cells of attention over those without padding."""
-    return sum(DEFAULT_COST.cells(indices, lengths) for indices in bins) / sum(length**2 for length in lengths)
-
-
 def check(ranks: Ranks, lengths: Sequence[int], cap: int) -> None:
     """Raise unless the plan is one: every index once, no bin over the cap, equally many bins per rank."""
     bins = [indices for rank in ranks for indices in rank]
@@ -108,37 +86,27 @@ def check(ranks: Ranks, lengths: Sequence[int], cap: int) -> None:
         raise ValueError("the plan breaks the cap or gives ranks different numbers of bins")
 
 
-def bin_costs(ranks: Ranks, lengths: Sequence[int], cost: BinCost) -> list[list[float]]:
-    """[ranks][bins] estimated FLOPs, dearest bin first: the order within a rank is free."""
-    return [sorted((cost.of(indices, lengths) for indices in bins), reverse=True) for bins in ranks]
-
-
-def pace(costs: list[list[float]]) -> float:
-    """FLOPs over all ranks if every bin lasts as long as the dearest of its round."""
-    return len(costs) * sum(max(row) for row in zip(*costs, strict=True))
-
-
-def measure(planned: Sequence[tuple[Ranks, float]], lengths: Sequence[int], cap: int, *, padded: bool) -> Result:
+def measure(planned: Sequence[tuple[Ranks, float]], lengths: Sequence[int], cap: int) -> Result:
     """Rate a plan that was made once or several times, each with its seconds."""
     ranks = planned[0][0]
     check(ranks, lengths, cap)
-    with_padding, without = (bin_costs(ranks, lengths, cost) for cost in (DEFAULT_COST, UNPADDED_COST))
-    loads = [sum(row) for row in (with_padding if padded else without)]
-    unpadded = sum(map(sum, without))
+    # [ranks][bins], dearest bin first: the order within a rank is free.
+    costs = [
+        sorted((sum(DEFAULT_COST.of(lengths[i]) for i in indices) for indices in bins), reverse=True) for bins in ranks
+    ]
+    loads = [sum(row) for row in costs]
     return Result(
         bins=sum(len(bins) for bins in ranks),
-        cells=relative_cells([indices for bins in ranks for indices in bins], lengths),
         imbalance=max(loads) * len(loads) / sum(loads) - 1,
-        pace=pace(with_padding) / unpadded,
-        pace_unpadded=pace(without) / unpadded,
+        pace=len(costs) * sum(max(row) for row in zip(*costs, strict=True)) / sum(loads),
         milliseconds=1e3 * min(seconds for _, seconds in planned),
     )
 
 
-def ours(lengths: Sequence[int], cap: int, num_ranks: int, cost: BinCost) -> tuple[Ranks, float]:
+def ours(lengths: Sequence[int], cap: int, num_ranks: int) -> tuple[Ranks, float]:
     """Our plan and its seconds."""
     started = time.process_time()
-    ranks = plan(lengths, cap=cap, num_ranks=num_ranks, cost=cost)
+    ranks = plan(lengths, cap=cap, num_ranks=num_ranks)
     return ranks, time.process_time() - started
 
 
@@ -192,36 +160,20 @@ def rows(arguments: argparse.Namespace, peer: Peer | None) -> list[list[str]]:
     for name, draw in DRAWS.items():
         for count in arguments.sequences:
             lengths, cap = draw_lengths(draw, count), arguments.cap
-            tight = best_fit_decreasing(lengths, cap, pads=True)
-            bound = -(-sum(lengths) // cap)
-            facts = [name, str(count), str(bound), str(len(tight)), f"{relative_cells(tight, lengths):.2f}"]
+            bound, tight = -(-sum(lengths) // cap), best_fit_decreasing(lengths, cap)
             for num_ranks in arguments.ranks:
-                runs = [ours(lengths, cap, num_ranks, DEFAULT_COST) for _ in range(arguments.repeats)]
-                mine = measure(runs, lengths, cap, padded=True).columns()
+                runs = [ours(lengths, cap, num_ranks) for _ in range(arguments.repeats)]
+                mine = measure(runs, lengths, cap).columns()
                 theirs = ["-"] * len(mine)
                 if peer is not None and count / num_ranks <= arguments.peer_limit:
-                    theirs = measure([peer.plan(lengths, cap, num_ranks)], lengths, cap, padded=False).columns()
+                    theirs = measure([peer.plan(lengths, cap, num_ranks)], lengths, cap).columns()
                 both = [f"{a} / {b}" for a, b in zip(mine, theirs, strict=True)]
-                found.append([*facts, str(num_ranks), *both])
-    return found
-
-
-def unpadded_rows(arguments: argparse.Namespace) -> list[list[str]]:
-    """The body of the second table."""
-    found = []
-    for name, draw in DRAWS.items():
-        for count in arguments.sequences:
-            lengths, cap = draw_lengths(draw, count), arguments.cap
-            for num_ranks in arguments.ranks:
-                runs = [ours(lengths, cap, num_ranks, UNPADDED_COST) for _ in range(arguments.repeats)]
-                mine = measure(runs, lengths, cap, padded=False)
-                rating = [f"{100 * mine.imbalance:.1f}", f"{mine.pace_unpadded:.2f}", f"{mine.milliseconds:,.1f}"]
-                found.append([name, str(count), str(num_ranks), str(mine.bins), *rating])
+                found.append([name, str(count), str(bound), str(len(tight)), str(num_ranks), *both])
     return found
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cap", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--sequences", type=int, nargs="+", default=[128, 512, 1024, 4096])
@@ -233,12 +185,10 @@ def main() -> None:
     lines = [
         f"cap {arguments.cap:,} tokens; ours / {'verl ' + peer.version if peer else 'verl, not installed'}",
         "",
-        "| lengths | n | LB | BFD bins | BFD cells | ranks | bins | cells | imb % | pace | ms |",
-        "|---|" + "--:|" * 10,
+        "| lengths | n | LB | BFD bins | ranks | bins | imb % | pace | ms |",
+        "|---|" + "--:|" * 8,
     ]
     lines += ["| " + " | ".join(row) + " |" for row in rows(arguments, peer)]
-    lines += ["", "| lengths | n | ranks | bins | imb % | pace | ms |", "|---|" + "--:|" * 6]
-    lines += ["| " + " | ".join(row) + " |" for row in unpadded_rows(arguments)]
     sys.stdout.write("\n".join(lines) + "\n")
 
 

@@ -62,7 +62,6 @@ SHARES = (
     "perf/sync_floor_frac",
     "perf/step_floor_frac",
     "perf/mfu",
-    "perf/padding_efficiency",
     "rollout/slots_busy_frac",
 )
 """What a real run must show within (0, 1]."""

@@ -140,14 +140,11 @@ def test_a_type_that_is_emulated_is_told_with_its_key() -> None:
     assert note.startswith("note: policy.dtype=float16 is multiplied")
 
 
-@pytest.mark.parametrize(("gpus_per_worker", "pads"), [(0.0, False), (0.5, True)])
-def test_the_planner_gets_the_cost_of_this_model_on_its_device(gpus_per_worker: float, pads: bool) -> None:
+def test_the_planner_gets_the_cost_of_this_model() -> None:
     config = make_config(Path("nowhere"))
-    share = replace(config.rollout, gpus_per_engine=gpus_per_worker)
-    config = replace(config, policy=replace(config.policy, gpus_per_worker=gpus_per_worker), rollout=share)
-    cost = StepAccounting(config, KNOWN).bin_cost
-    assert (cost.per_token, cost.per_cell, cost.pads) == (2 * 800, 2 * 2 * 8, pads)
-    assert StepAccounting(config, replace(KNOWN, shape=None)).bin_cost == replace(DEFAULT_COST, pads=pads)
+    cost = StepAccounting(config, KNOWN).sequence_cost
+    assert (cost.per_token, cost.per_cell) == (2 * 800, 2 * 2 * 8)
+    assert StepAccounting(config, replace(KNOWN, shape=None)).sequence_cost == DEFAULT_COST
 
 
 def test_sequences_that_an_engine_runs_together() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch, pack, split_mini_batches
-from trainer.batch.planner import BinCost
+from trainer.batch.planner import SequenceCost
 
 
 def make_sample(
@@ -38,27 +38,15 @@ def test_equal_samples_are_balanced_exactly() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    # One rank's bin holds 8 and 5 tokens, the other two of 6: [8, 5] costs 13 + 0.1 * 2 * 64, [6, 6] 12 + 0.1 * 2 * 36.
+    # One rank's bin holds 8 and 5 tokens, 13 + 0.1 * (64 + 25); the other two of 6, 12 + 0.1 * 2 * 36.
     samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3, 4, 4))]
-    cost = BinCost(per_token=1.0, per_cell=0.1)
+    cost = SequenceCost(per_token=1.0, per_cell=0.1)
     batch = pack([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost)
     metrics = batch.stats.metrics()
     assert [[len(micro.sample_keys) for micro in minis[0].micro_batches] for minis in batch.ranks] == [[2], [2]]
     assert metrics["perf/microbatches"] == 1
     assert metrics["perf/train_tokens"] == 25
     assert metrics["perf/fill_frac"] == pytest.approx(25 / 26)
-    assert metrics["perf/attention_pad_frac"] == pytest.approx(1 - (64 + 25 + 36 + 36) / (128 + 72))
-    assert metrics["perf/padding_efficiency"] == pytest.approx((25 + 16.1) / (25 + 20.0))
-    assert metrics["perf/dp_imbalance"] == pytest.approx(25.8 / ((25.8 + 19.2) / 2) - 1)
-
-
-def test_statistics_where_attention_does_not_pad() -> None:
-    # 13 + 0.1 * (64 + 25) on one rank, 12 + 0.1 * 2 * 36 on the other.
-    samples = [make_sample(index=i, prompt=2, response=r) for i, r in enumerate((6, 3, 4, 4))]
-    cost = BinCost(per_token=1.0, per_cell=0.1, pads=False)
-    metrics = pack([samples], num_ranks=2, max_tokens=13, policy_version=0, cost=cost).stats.metrics()
-    assert metrics["perf/attention_pad_frac"] == 0.0
-    assert metrics["perf/padding_efficiency"] == 1.0
     assert metrics["perf/dp_imbalance"] == pytest.approx(21.9 / ((21.9 + 19.2) / 2) - 1)
 
 
@@ -67,7 +55,6 @@ def test_statistics_cover_every_optimizer_step() -> None:
     batch = pack([samples[:1], samples[1:]], num_ranks=1, max_tokens=13, policy_version=0)
     assert batch.stats.num_micro_batches == 2
     assert batch.stats.num_tokens == 13
-    assert batch.stats.attention_pad_frac == 0.0
     numbers = [micro.sample_numbers.tolist() for mini in batch.ranks[0] for micro in mini.micro_batches]
     assert numbers == [[0], [1]]
 

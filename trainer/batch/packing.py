@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.types import Sample, SampleGroup
-from trainer.batch.planner import DEFAULT_COST, BinCost, attention_pad_frac, padding_efficiency, plan
+from trainer.batch.planner import DEFAULT_COST, SequenceCost, plan
 from trainer.batch.train_batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
 
 
@@ -66,7 +66,7 @@ def pack(
     num_ranks: int,
     max_tokens: int,
     policy_version: int,
-    cost: BinCost = DEFAULT_COST,
+    cost: SequenceCost = DEFAULT_COST,
 ) -> TrainBatch:
     """Pack the samples of each optimizer step for `num_ranks` ranks.
 
@@ -103,11 +103,11 @@ def pack(
 
 
 def _packing_stats(
-    plans: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int, cost: BinCost
+    plans: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int, cost: SequenceCost
 ) -> PackingStats:
     """`plans[rank]` holds all bins of the rank, over all mini-batches, as positions in `lengths`."""
     bins = [indices for rank_bins in plans for indices in rank_bins]
-    costs = [sum(cost.of(indices, lengths) for indices in rank_bins) for rank_bins in plans]
+    costs = [sum(cost.of(lengths[i]) for indices in rank_bins for i in indices) for rank_bins in plans]
     # An empty bin still runs one masked token.
     num_tokens = sum(sum(lengths[i] for i in indices) or 1 for indices in bins)
     return PackingStats(
@@ -115,8 +115,6 @@ def _packing_stats(
         num_tokens=num_tokens,
         fill_frac=num_tokens / (len(bins) * max_tokens),
         imbalance=max(costs) * len(costs) / sum(costs) - 1,
-        attention_pad_frac=attention_pad_frac(bins, lengths, cost),
-        padding_efficiency=padding_efficiency(bins, lengths, cost),
     )
 
 

@@ -163,13 +163,8 @@ class PackingStats:
     fill_frac: float
     """Tokens / (micro-batches of all ranks x cap)."""
     imbalance: float
-    """Estimated FLOPs of the most expensive rank / mean over ranks - 1, all mini-batches together, with the padding of
-    attention: what `trainer/batch/planner.py` balances, not tokens."""
-    attention_pad_frac: float
-    """Share of the (query, key) cells of attention that are padding: on a GPU 1 - sum of length^2 / sum of sequences x
-    longest^2 over micro-batches; 0 on a CPU, where attention does not pad."""
-    padding_efficiency: float
-    """Estimated FLOPs of all sequences by themselves / of the micro-batches with their padding; 1 on a CPU."""
+    """Estimated FLOPs of the most expensive rank / mean over ranks - 1, all mini-batches together: what
+    `trainer/batch/planner.py` evens out, not tokens."""
 
     def metrics(self) -> dict[str, float | None]:
         return {
@@ -177,8 +172,6 @@ class PackingStats:
             "perf/train_tokens": float(self.num_tokens),
             "perf/fill_frac": self.fill_frac,
             "perf/dp_imbalance": self.imbalance,
-            "perf/attention_pad_frac": self.attention_pad_frac,
-            "perf/padding_efficiency": self.padding_efficiency,
         }
 
 

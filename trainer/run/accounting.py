@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.collect.collector import Collected, CollectStats
@@ -18,7 +18,7 @@ from rollout.group.actor_calls import WorkerError
 from rollout.group.balance import split_by_load
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.process_memory import private_bytes
-from trainer.batch.planner import DEFAULT_COST, BinCost
+from trainer.batch.planner import DEFAULT_COST, SequenceCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
@@ -88,16 +88,13 @@ class StepAccounting:
         self._impossible: set[str] = set()
 
     @property
-    def bin_cost(self) -> BinCost:
-        """FLOPs of a micro-batch of this model on its device, for the planner."""
-        shape, pads = self._hardware.shape, self._config.policy.gpus_per_worker > 0
+    def sequence_cost(self) -> SequenceCost:
+        """FLOPs of a sequence in this model, for the planner."""
+        shape = self._hardware.shape
         if shape is None:
-            return replace(DEFAULT_COST, pads=pads)
-        return BinCost.of_model(
-            num_parameters=shape.matrix_parameters,
-            num_layers=shape.num_layers,
-            attention_size=shape.attention_size,
-            pads=pads,
+            return DEFAULT_COST
+        return SequenceCost.of_model(
+            num_parameters=shape.matrix_parameters, num_layers=shape.num_layers, attention_size=shape.attention_size
         )
 
     def assumptions(self) -> list[str]:

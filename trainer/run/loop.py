@@ -25,7 +25,7 @@ from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
 from trainer.batch.packing import pack, split_mini_batches
-from trainer.batch.planner import BinCost
+from trainer.batch.planner import SequenceCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
@@ -168,7 +168,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
         with timer.phase("pack"):
-            batch = build_batch(config, collected, policy_version, cost=accounting.bin_cost)
+            batch = build_batch(config, collected, policy_version, cost=accounting.sequence_cost)
         dump_dir = run.dumper.begin(config, step)
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step, dump_dir=dump_dir)
@@ -288,7 +288,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
     )
 
 
-def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: BinCost) -> TrainBatch:
+def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: SequenceCost) -> TrainBatch:
     """Mini-batches (one per optimizer step) and packed micro-batches for every rank."""
     return pack(
         split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
