@@ -22,7 +22,7 @@ from trainer.batch.planner import DEFAULT_COST
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import RankReport, TrainReport
 from trainer.run.accounting import Hardware, StepAccounting
 
 RANK = Ceilings(device="a rank", copy_bytes_per_s=1e6, float32_flops=1e6, bfloat16_flops=4e6, float16_flops=1e3)
@@ -57,7 +57,7 @@ def step(config: TrainConfig, hardware: Hardware, times: dict[str, float | None]
     samples = [sample for group in groups for sample in group.samples]
     batch = pack([samples], num_ranks=2, max_tokens=100, policy_version=0)
     histograms = HistogramArrays.__new__(HistogramArrays)
-    report = TrainReport(metrics={}, num_optimizer_steps=1, sample_k3={}, histograms=histograms)
+    report = TrainReport([RankReport(metrics={}, num_optimizer_steps=1, sample_k3={}, histograms=histograms)])
     accounting = StepAccounting(config, hardware)
     return accounting.metrics(times, collected=Collected(groups, stats), batch=batch, report=report)
 

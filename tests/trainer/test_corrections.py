@@ -51,7 +51,7 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
@@ -103,7 +103,7 @@ def near_policy(model_path: Path) -> list[Sample]:
 
 def train(
     config: TrainConfig, model_path: Path, minis: Sequence[Sequence[Sample]], *, max_tokens: int = 1000
-) -> tuple[TrainReport, PolicyWorker]:
+) -> tuple[RankReport, PolicyWorker]:
     """One rollout step of a fresh policy."""
     batch = pack(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
     with lone_worker(config, model_path) as worker:

@@ -38,14 +38,14 @@ from algorithms.config import (
 from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack
-from trainer.batch.train_batch import MiniBatch, StepSamples
+from trainer.batch.train_batch import RankMiniBatch, StepSamples
 from trainer.config.components import CriticConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_token_advantages
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.critic import Critic, ValueModel
 from trainer.policy.model import full_tensors
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 from trainer.run.task import resolve_critic
 
@@ -100,12 +100,12 @@ def critic_of(worker: PolicyWorker, *, weight: float = 0.0, bias: float | None =
     return worker._critic
 
 
-def minis_of(samples: Sequence[Sample], *, max_tokens: int = 1000) -> tuple[list[MiniBatch], Any]:
+def minis_of(samples: Sequence[Sample], *, max_tokens: int = 1000) -> tuple[list[RankMiniBatch], Any]:
     batch = pack([samples], num_ranks=1, max_tokens=max_tokens, policy_version=0)
     return batch.ranks[0], batch.samples
 
 
-def by_sample(minis: Sequence[MiniBatch], name: str) -> dict[tuple[int, int], list[float]]:
+def by_sample(minis: Sequence[RankMiniBatch], name: str) -> dict[tuple[int, int], list[float]]:
     """A per-token tensor of the micro-batches on the response tokens, by sample."""
     found = {}
     for micro in (micro for mini in minis for micro in mini.micro_batches):
@@ -120,7 +120,7 @@ def weights_of(worker: PolicyWorker) -> list[Tensor]:
     return [tensor.clone() for _, tensor in full_tensors(worker._policy.model)]
 
 
-def step_of(worker: PolicyWorker, minis: Sequence[Sequence[Sample]], step: int, *, max_tokens: int = 30) -> TrainReport:
+def step_of(worker: PolicyWorker, minis: Sequence[Sequence[Sample]], step: int, *, max_tokens: int = 30) -> RankReport:
     batch = pack(minis, num_ranks=1, max_tokens=max_tokens, policy_version=0)
     return worker.train(batch.ranks[0], batch.samples, step)
 
@@ -194,12 +194,12 @@ def test_a_critic_of_its_own_needs_the_vocabulary_of_the_policy(model_path: Path
 
 
 def trained(
-    critic: Critic, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int = 1
+    critic: Critic, minis: Sequence[RankMiniBatch], samples: StepSamples, *, step: int = 1
 ) -> dict[str, float | None]:
     """Values, advantages and the critic's optimizer steps, as `TrainingStep` has them in a rollout step."""
     critic.fill_old_values(minis)
-    spread = set_token_advantages(critic._config, minis, samples)
-    return critic.train(minis, spread=spread, step=step)
+    unwhitened = set_token_advantages(critic._config, minis, samples)
+    return critic.train(minis, unwhitened=unwhitened, step=step)
 
 
 def test_gae_by_hand(model_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_floor_is_positive_and_grows_with_rounding() -> None:
     model, micro = make_model(), micro_batch(make_samples())
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        delta = model(micro, temperature=1.0, floor_dtype=dtype).floor_delta
+        delta = model(micro, temperature=1.0, engine_dtype=dtype).floor_delta
         assert delta is not None
         floors[dtype] = k3(delta).mean().item()
     assert 0 < floors[torch.float32] < 1e-10
@@ -135,7 +135,7 @@ def test_floor_is_positive_and_grows_with_rounding() -> None:
 def test_a_float32_head_takes_the_floor_away() -> None:
     micro = micro_batch(make_samples())
     plain, wide = (make_model(fp32_head=wide).bfloat16() for wide in (False, True))
-    rounded = plain(micro, temperature=0.7, floor_dtype=torch.bfloat16)
+    rounded = plain(micro, temperature=0.7, engine_dtype=torch.bfloat16)
     gap = (rounded.logprobs - wide(micro, temperature=0.7).logprobs)[micro.response_mask]
     assert rounded.floor_delta is not None
     assert rounded.floor_delta.abs().max() > 1e-3

@@ -39,7 +39,8 @@ from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.config.components import OptimConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import ScoringModel, TokenScores
-from trainer.policy.step import TrainingStep, TrainReport
+from trainer.policy.step import TrainingStep
+from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
@@ -73,7 +74,7 @@ class Counter:
         if scores.logprobs.requires_grad:
             scores.logprobs.register_hook(lambda gradient: self.backwards.append(num_tokens))
 
-    def train(self, config: TrainConfig, batch: TrainBatch) -> TrainReport:
+    def train(self, config: TrainConfig, batch: TrainBatch) -> RankReport:
         """One rollout step under `config`; the counts begin anew."""
         self.forwards.clear()
         self.backwards.clear()

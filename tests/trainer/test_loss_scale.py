@@ -14,7 +14,7 @@ from rollout.config import DType
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.policy.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 
 
@@ -28,7 +28,7 @@ def config_of(model_path: Path, dtype: DType) -> TrainConfig:
     return replace(config, policy=replace(config.policy, dtype=dtype), optim=replace(config.optim, max_grad_norm=1e9))
 
 
-def step(worker: PolicyWorker, number: int = 1, *, advantage: float = 1.0) -> TrainReport:
+def step(worker: PolicyWorker, number: int = 1, *, advantage: float = 1.0) -> RankReport:
     """One optimizer step over two micro-batches."""
     samples = make_samples()
     for sample in samples:

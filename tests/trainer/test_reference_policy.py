@@ -30,7 +30,8 @@ from trainer.batch.packing import pack
 from trainer.batch.train_batch import TokenScores
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
-from trainer.policy.step import TrainReport, step_loss
+from trainer.policy.step import step_loss
+from trainer.policy.train_report import RankReport
 
 IN_LOSS = [
     ReferenceKLConfig(coef=1.0, estimator=estimator)
@@ -67,7 +68,7 @@ def on_policy(model_path: Path, reward: float) -> list[Sample]:
     return samples
 
 
-def steps(config: TrainConfig, model_path: Path, samples: Sequence[Sample], count: int) -> list[TrainReport]:
+def steps(config: TrainConfig, model_path: Path, samples: Sequence[Sample], count: int) -> list[RankReport]:
     """`count` rollout steps of one policy on the same samples."""
     with lone_worker(config, model_path) as worker:
         return [

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -31,13 +30,13 @@ from algorithms.config import (
 )
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack, step_samples
-from trainer.batch.train_batch import MiniBatch, TokenScores
+from trainer.batch.train_batch import RankMiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
 from trainer.config.recording import DumpConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import RankReport, TrainReport
 from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
@@ -86,7 +85,7 @@ def close_samples() -> list[Sample]:
 
 def trained(
     config: TrainConfig, model_path: Path, run_dir: Path, *, step: int = STEP, say: list[str] | None = None
-) -> TrainReport:
+) -> RankReport:
     """Train one rollout step of a rank, write it down, and log it as a run does."""
     group_size = config.batch.group_size
     samples = close_samples()
@@ -101,7 +100,7 @@ def trained(
         dumper = StepDumper(run_dir, say=([] if say is None else say).append)
         path = dumper.begin(config, step)
         report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-        cost = dumper.commit(path, report, config=config, step=step, policy_version=7)
+        cost = dumper.commit(path, TrainReport([report]), config=config, step=step, policy_version=7)
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **report.metrics, **cost}) + "\n")
     return report
@@ -211,7 +210,7 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         def save(step: int) -> dict[str, float | None]:
             path = dumper.begin(config, step)
             report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-            return dumper.commit(path, report, config=config, step=step, policy_version=step - 1)
+            return dumper.commit(path, TrainReport([report]), config=config, step=step, policy_version=step - 1)
 
         for step in (1, 2, 3):
             metrics = save(step)
@@ -229,7 +228,7 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
         not_due = replace(config, dump=DumpConfig(every=5))
         assert dumper.begin(not_due, 4) is None
-        assert dumper.commit(None, cast(TrainReport, None), config=not_due, step=4, policy_version=0) == {}
+        assert dumper.commit(None, TrainReport([]), config=not_due, step=4, policy_version=0) == {}
 
 
 # ---------------------------------------------------------------- the command
@@ -306,7 +305,7 @@ def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
 def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:
     """It trains on one token that is no sample; it must come back as such."""
     empty = micro_batch([])
-    mini = MiniBatch(micro_batches=[empty], num_response_tokens=4, num_sequences=1)
+    mini = RankMiniBatch(micro_batches=[empty], num_response_tokens=4, num_sequences=1)
     samples = step_samples(close_samples()[:1], policy_version=0)
     recorder = StepRecorder([mini], samples, rank=0)
     zero = torch.zeros(1)

@@ -97,7 +97,7 @@ def wait_for_metrics(saving: Saver) -> dict[str, float | None]:
     """What a save has to say once it is over."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if metrics := saving.collect():
+        if metrics := saving.commit_finished():
             return metrics
         time.sleep(0.01)
     raise TimeoutError
@@ -108,13 +108,13 @@ def test_a_save_in_the_background_counts_once_it_is_written(worker: PolicyWorker
     group = LoneGroup(worker, slow=2)
     with saver(tmp_path, lines, asynchronous=True) as saving:
         saving.save(as_group(group), state(1), last=False)
-        assert saving.collect() == {}
-        assert saving.collect() == {}
+        assert saving.commit_finished() == {}
+        assert saving.commit_finished() == {}
         assert newest_checkpoint(tmp_path / "run") is None
-        metrics = saving.collect()
+        metrics = saving.commit_finished()
         assert set(metrics) == {"perf/checkpoint_exposed_s", "perf/checkpoint_write_s", "perf/checkpoint_mib"}
         assert all(value is not None and value > 0 for value in metrics.values())
-        assert saving.collect() == {}, "metrics of a save are told once"
+        assert saving.commit_finished() == {}, "metrics of a save are told once"
         group.slow = 5
         saving.save(as_group(group), state(2), last=False)
         saving.save(as_group(group), state(3), last=False)  # waits for the one before

@@ -43,7 +43,7 @@ def calls(config: ScheduleConfig, *, num_steps: int = 3) -> list[tuple[str, int,
     schedule = Schedule(config, log, num_steps=num_steps)
     for step in range(1, num_steps + 1):
         schedule.begin_next(step, step - 1)
-        schedule.before_update(step, step - 1)
+        schedule.finish_next(step, step - 1)
     return log.calls
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollout.types import Sample, SampleGroup
 from trainer.batch.planner import DEFAULT_COST, SequenceCost, plan
-from trainer.batch.train_batch import MicroBatch, MiniBatch, PackingStats, StepSamples, TrainBatch
+from trainer.batch.train_batch import MicroBatch, PackingStats, RankMiniBatch, StepSamples, TrainBatch
 
 
 def micro_batch(
@@ -74,7 +74,7 @@ def pack(
     micro-batch, `policy_version` the version of the weights at the start of the step, `cost` the estimate that is
     balanced over ranks.
     """
-    ranks: list[list[MiniBatch]] = [[] for _ in range(num_ranks)]
+    ranks: list[list[RankMiniBatch]] = [[] for _ in range(num_ranks)]
     samples = [sample for mini_batch in mini_batches for sample in mini_batch]
     lengths = [len(sample.token_ids) for sample in samples]
     plans: list[list[list[int]]] = [[] for _ in range(num_ranks)]
@@ -85,7 +85,7 @@ def pack(
         for rank, bins in enumerate(plan(lengths[first:end], cap=max_tokens, num_ranks=num_ranks, cost=cost)):
             numbers = [[first + i for i in indices] for indices in bins]
             ranks[rank].append(
-                MiniBatch(
+                RankMiniBatch(
                     micro_batches=[
                         micro_batch([samples[i] for i in bin_], bin_, policy_version=policy_version) for bin_ in numbers
                     ],

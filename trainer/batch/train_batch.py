@@ -1,4 +1,4 @@
-"""The batch from the driver to a training worker: TrainBatch -> (one list of MiniBatch per rank) -> MicroBatch.
+"""The batch from the driver to the ranks: TrainBatch -> a RankMiniBatch per rank and optimizer step -> MicroBatch.
 
 `trainer/batch/packing.py` builds the batch and `trainer/policy/step.py` consumes it; the policy's forward adds
 TokenScores. T: packed tokens, N: sequences, R: response tokens.
@@ -81,22 +81,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        return replace(
-            self,
-            token_ids=self.token_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            response_index=self.response_index.to(device),
-            response_mask=self.response_mask.to(device),
-            rollout_logprobs=self.rollout_logprobs.to(device),
-            advantages=None if self.advantages is None else self.advantages.to(device),
-            sample_numbers=self.sample_numbers.to(device),
-            token_lags=None if self.token_lags is None else self.token_lags.to(device),
-            old_logprobs=None if self.old_logprobs is None else self.old_logprobs.to(device),
-            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
-            old_values=None if self.old_values is None else self.old_values.to(device),
-            returns=None if self.returns is None else self.returns.to(device),
-        )
+        return replace(self, **_tensors_on(device, self))
+
+
+def _tensors_on(device: torch.device, record: MicroBatch | StepSamples) -> dict[str, Any]:
+    """The tensors of `record` on `device`, by field."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _received(values: Sequence[Any]) -> MicroBatch:
@@ -118,15 +109,16 @@ class TokenScores(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class MiniBatch:
-    """One optimizer step of one rank. The counts are global over ranks: the denominators of the loss."""
+class RankMiniBatch:
+    """A rank's part of a mini-batch, which is one optimizer step. The counts are those of the whole mini-batch: the
+    denominators of the loss."""
 
     micro_batches: list[MicroBatch]
     """Every rank has the same number, so that collectives match."""
     num_response_tokens: int
-    """Response tokens of the optimizer step over all ranks, before any rejection."""
+    """Response tokens over all ranks, before any rejection."""
     num_sequences: int
-    """Responses of the optimizer step over all ranks."""
+    """Responses over all ranks."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,12 +136,7 @@ class StepSamples:
 
     def to(self, device: torch.device) -> StepSamples:
         """The same samples with every tensor on `device`."""
-        return StepSamples(
-            rewards=self.rewards.to(device),
-            group_ids=self.group_ids.to(device),
-            num_tokens=self.num_tokens.to(device),
-            lags=self.lags.to(device),
-        )
+        return replace(self, **_tensors_on(device, self))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -179,8 +166,8 @@ class PackingStats:
 class TrainBatch:
     """A rollout step, packed for all ranks."""
 
-    ranks: list[list[MiniBatch]]
-    """Mini-batches by [num_ranks][optimizer steps]."""
+    ranks: list[list[RankMiniBatch]]
+    """[num_ranks][optimizer steps]."""
     samples: StepSamples
     """Facts of all samples; every rank gets all of them."""
     stats: PackingStats

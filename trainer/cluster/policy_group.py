@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from rollout.group.actor_calls import GRACE_S, gather
 from rollout.group.residency import Turns
 from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import Receiver
-from trainer.batch.token_deltas import merge_ranks
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
 from trainer.policy.dry_run import DryRunReport
 from trainer.policy.shards import ShardReport
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import TrainReport
 from trainer.policy.worker import PolicyInfo
 
 logger = logging.getLogger(__name__)
@@ -64,28 +62,18 @@ class PolicyGroup:
         return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
 
     def train(self, batch: TrainBatch, *, step: int, dump_dir: Path | None = None) -> TrainReport:
-        """One rollout step on all ranks; the report is global. Every rank writes what it trained on to `dump_dir`."""
+        """One rollout step on all ranks. Every rank writes what it trained on to `dump_dir`, if there is one."""
         refs = [
             worker.train.remote(mini_batches, batch.samples, step, dump_dir)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
-        reports: list[TrainReport] = self._gather(refs, phase="train", deadline_s=self._step_timeout_s)
-        sample_k3 = {key: value for report in reports for key, value in report.sample_k3.items()}
-        skipped = reports[0].metrics["optim/skipped_steps"]
+        report = TrainReport(self._gather(refs, phase="train", deadline_s=self._step_timeout_s))
+        skipped = report.metrics["optim/skipped_steps"]
         if skipped:
-            norm, kept = reports[0].metrics["optim/grad_norm"], reports[0].metrics["mismatch/kept_frac"]
+            norm, kept = report.metrics["optim/grad_norm"], report.metrics["mismatch/kept_frac"]
             text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
             logger.warning(text, step, skipped, norm, kept)
-        token_deltas = merge_ranks((report.token_deltas for report in reports), sample_k3)
-        advantages = {key: value for report in reports for key, value in report.sample_advantages.items()}
-        return replace(
-            reports[0],
-            sample_k3=sample_k3,
-            sample_advantages=advantages,
-            token_deltas=token_deltas,
-            private_bytes=tuple(size for report in reports for size in report.private_bytes),
-            dumps=tuple(dump for report in reports for dump in report.dumps),
-        )
+        return report
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""

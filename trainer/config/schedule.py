@@ -98,8 +98,8 @@ class Schedule:
         if ahead > 0:
             self._collector.start(step + 1, policy_version, num_steps=ahead)
 
-    def before_update(self, step: int, policy_version: int) -> None:
-        """Finish sampling with weights of `policy_version` if needed; called after training `step`, before the sync."""
+    def finish_next(self, step: int, policy_version: int) -> None:
+        """Wait for the next step if all its tokens must be of `policy_version`; called before the sync after `step`."""
         if self._config.steps_ahead and not self._config.updates_in_flight and step < self._num_steps:
             self._collector.finish(step + 1, policy_version)
 

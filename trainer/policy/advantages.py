@@ -22,7 +22,7 @@ from algorithms.correction import correct
 from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_penalty
 from algorithms.returns import Moments, gae, moments, token_rewards, whiten
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 
 AllReduce = Callable[[Tensor], object]
@@ -30,7 +30,7 @@ AllReduce = Callable[[Tensor], object]
 
 
 def set_sample_advantages(
-    config: TrainConfig, minis: Sequence[MiniBatch], samples: StepSamples, *, reduce: AllReduce = dist.all_reduce
+    config: TrainConfig, minis: Sequence[RankMiniBatch], samples: StepSamples, *, reduce: AllReduce = dist.all_reduce
 ) -> Tensor:
     """Set `advantages` of every micro-batch from the rewards of the step; returns those of the samples -> [S] float32.
 
@@ -52,7 +52,7 @@ def set_sample_advantages(
 
 
 def set_token_advantages(
-    config: TrainConfig, minis: Sequence[MiniBatch], samples: StepSamples, *, reduce: AllReduce = dist.all_reduce
+    config: TrainConfig, minis: Sequence[RankMiniBatch], samples: StepSamples, *, reduce: AllReduce = dist.all_reduce
 ) -> Moments:
     """Set `returns` and whitened `advantages` of every micro-batch from the rewards and its `old_values`.
 
@@ -63,7 +63,7 @@ def set_token_advantages(
     Raises:
         RuntimeError: `old_values`, or pi_old where the configuration needs it, are missing.
     """
-    spread: Moments | None = None
+    unwhitened: Moments | None = None
     for micro in _micros(minis):
         if micro.old_values is None:
             raise RuntimeError("advantages of tokens need the values before the first update")
@@ -82,15 +82,15 @@ def set_token_advantages(
             gae_lambda=config.advantage.gae_lambda,
         )
         part = moments(micro.advantages, _whitened_tokens(config, micro, micro.advantages))
-        spread = part if spread is None else spread.merge(part)
-    if spread is None:
+        unwhitened = part if unwhitened is None else unwhitened.merge(part)
+    if unwhitened is None:
         raise RuntimeError("no micro-batch has advantages to set")
-    reduce(spread.sums)
+    reduce(unwhitened.sums)
     for micro in _micros(minis):
         micro.advantages = whiten(
-            micro.needed_advantages, micro.response_mask, epsilon=config.advantage.epsilon, over=spread
+            micro.needed_advantages, micro.response_mask, epsilon=config.advantage.epsilon, over=unwhitened
         )
-    return spread
+    return unwhitened
 
 
 def kept_tokens(config: TrainConfig, micro: MicroBatch) -> Tensor:
@@ -114,7 +114,7 @@ def kl_in_reward(config: TrainConfig, micro: MicroBatch) -> Tensor | None:
 
 def _set(
     config: TrainConfig,
-    minis: Sequence[MiniBatch],
+    minis: Sequence[RankMiniBatch],
     samples: StepSamples,
     *,
     rewards: Tensor,
@@ -135,7 +135,7 @@ def _set(
     return advantages
 
 
-def _micros(minis: Sequence[MiniBatch]) -> list[MicroBatch]:
+def _micros(minis: Sequence[RankMiniBatch]) -> list[MicroBatch]:
     return [micro for mini in minis for micro in mini.micro_batches]
 
 

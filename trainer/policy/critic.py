@@ -25,7 +25,7 @@ from algorithms.aggregate import token_coefficients
 from algorithms.returns import Moments
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from rollout.hf.transformers import PreTrainedModel
-from trainer.batch.train_batch import MicroBatch, MiniBatch
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
@@ -88,10 +88,10 @@ class Critic:
             model, config.critic_optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
         )
 
-    def train(self, minis: Sequence[MiniBatch], *, spread: Moments, step: int) -> dict[str, float | None]:
+    def train(self, minis: Sequence[RankMiniBatch], *, unwhitened: Moments, step: int) -> dict[str, float | None]:
         """One optimizer step per mini-batch, towards `returns` -> the metrics of the step, global: `critic/*`.
 
-        `spread` holds the moments of the advantages before they were whitened.
+        `unwhitened`: moments of the advantages before they were whitened.
         """
         rate = learning_rate(self._config.critic_optim, step=step, num_steps=self._config.run.num_steps)
         self._values.set_learning_rate(rate)
@@ -106,8 +106,8 @@ class Critic:
         metrics["critic/grad_norm"] = sum(norms) / len(norms) if norms else None
         metrics["critic/skipped_steps"] = float(sum(not taken for _, _, taken in parts))
         metrics["critic/lr"] = rate
-        metrics["critic/advantage_mean"] = spread.mean.item()
-        metrics["critic/advantage_std"] = spread.variance.sqrt().item()
+        metrics["critic/advantage_mean"] = unwhitened.mean.item()
+        metrics["critic/advantage_std"] = unwhitened.variance.sqrt().item()
         return metrics
 
     def state_dict(self) -> StateDict:
@@ -126,7 +126,7 @@ class Critic:
         """Move everything back; safe to call twice."""
         self._values.wake()
 
-    def fill_old_values(self, minis: Sequence[MiniBatch]) -> None:
+    def fill_old_values(self, minis: Sequence[RankMiniBatch]) -> None:
         """Set the values of every token with the weights at the start of the step, in a forward of their own."""
         with torch.no_grad():
             for mini in minis:
@@ -135,7 +135,7 @@ class Critic:
         if isinstance(self._values.model, FSDPModule):
             self._values.model.reshard()  # no backward has followed: the root still holds its gathered weights
 
-    def _optimizer_step(self, mini: MiniBatch) -> tuple[ValueStats, float | None, bool]:
+    def _optimizer_step(self, mini: RankMiniBatch) -> tuple[ValueStats, float | None, bool]:
         """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, whether taken.
 
         The norm is None where float16 overflowed.
@@ -153,7 +153,7 @@ class Critic:
         return stats, None if overflowed else norm, self._values.update(norm)
 
 
-def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: MiniBatch) -> ValueLossOutput:
+def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: RankMiniBatch) -> ValueLossOutput:
     """The loss of `values` [T] of one micro-batch of `mini`, a sum; its denominators are those of the mini-batch."""
     if micro.old_values is None or micro.returns is None:
         raise RuntimeError("the critic learns from returns, which need the values before the first update")

@@ -78,9 +78,9 @@ class ScoringModel(nn.Module):
         *,
         temperature: float,
         entropy_grad: bool = False,
-        floor_dtype: torch.dtype | None = None,
+        engine_dtype: torch.dtype | None = None,
     ) -> TokenScores:
-        """Score the response tokens of `micro`; with `floor_dtype` also measure the head's rounding."""
+        """Score the response tokens of `micro`; with `engine_dtype` also measure what the engine's head rounds."""
         head = self.causal_lm.get_output_embeddings()
         hidden = states_before(self.causal_lm.get_decoder(), micro)
         targets = micro.token_ids[micro.response_index]
@@ -95,9 +95,9 @@ class ScoringModel(nn.Module):
         # The sum of nothing keeps an empty micro-batch attached to the graph: backward runs on every rank.
         anchor = zeros + hidden.sum().float() * 0
         floor = None
-        if floor_dtype is not None:
+        if engine_dtype is not None:
             with torch.no_grad():
-                floor = head_floor(hidden, targets, head, engine_dtype=floor_dtype, temperature=temperature)
+                floor = head_floor(hidden, targets, head, engine_dtype=engine_dtype, temperature=temperature)
         return TokenScores(
             logprobs=anchor.index_put((micro.response_index,), logprobs),
             entropy=zeros.index_put((micro.response_index,), entropy),

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.rundir.dump import OptimizerStep, RankFile
 from trainer.rundir.sealed import FileRecord, describe_file
 
@@ -60,7 +60,7 @@ class DumpReport:
 class StepRecorder:
     """Collects the micro-batches of a step while they are trained on, on the host."""
 
-    def __init__(self, minis: Sequence[MiniBatch], samples: StepSamples, *, rank: int) -> None:
+    def __init__(self, minis: Sequence[RankMiniBatch], samples: StepSamples, *, rank: int) -> None:
         self._rank = rank
         self._steps = tuple(
             OptimizerStep(

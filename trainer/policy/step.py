@@ -5,14 +5,14 @@
     advantages      from rewards (`trainer/policy/advantages.py`), or from the values of the critic
     for each optimizer step, for each of its micro-batches:
         score       log pi_theta and entropy                        `trainer/policy/forward.py`
-        compare     the log-probs that stand for pi_old             `trainer_logprobs`
+        compare     the log-probs that stand for pi_old             `compared_logprobs`
         correct     anchor, weight, keep                            `algorithms/correction.py`
         loss        surrogate x weight x coefficient (+ KL)         `step_loss`
         backward    the gradient is added up over micro-batches
         measure     sums of what was computed                       `trainer/policy/step_stats.py`
     update          one factor for the whole optimizer step (`step_factor`), clipping, optimizer
 
-`parity replay` calls `trainer_logprobs`, `correct`, `step_loss` and `step_factor` on a step that was written down.
+`parity replay` calls `compared_logprobs`, `correct`, `step_loss` and `step_factor` on a step that was written down.
 T: packed tokens, N: sequences, S: samples of the rollout step, all ranks.
 """
 
@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,20 +33,20 @@ from torch import Tensor
 from algorithms.aggregate import token_coefficients
 from algorithms.config import Aggregation, Anchor, RejectedDenominator, SelfNormalize
 from algorithms.correction import Correction, correct, weight_total
-from algorithms.histograms import HistogramArrays
 from algorithms.loss import LossOutput, policy_loss
 from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.buckets import DTYPES
-from trainer.batch.token_deltas import SampleKey, TokenDeltas
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.batch.token_deltas import SampleKey
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
 from trainer.policy.optim import learning_rate
-from trainer.policy.recorder import DumpReport, StepRecorder
+from trainer.policy.recorder import StepRecorder
 from trainer.policy.step_stats import StepFactor, StepStats
+from trainer.policy.train_report import RankReport
 
 if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
     from trainer.policy.critic import Critic
@@ -57,32 +57,6 @@ logger = logging.getLogger(__name__)
 
 NUM_COUNTS = 4
 """Kept tokens, sequences with a kept token, sum of weights, number of weights."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """The outcome of one rollout step on one rank; metrics are global but for perf/*, which are the rank's own."""
-
-    metrics: dict[str, float | None]
-    num_optimizer_steps: int
-    """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
-    sample_k3: dict[SampleKey, float]
-    """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
-    histograms: HistogramArrays
-    """The mismatch by probability and position of the token; global."""
-    sample_advantages: dict[SampleKey, float] = field(default_factory=dict)
-    """The advantage of the same samples; empty where advantages differ from token to token (gae)."""
-    token_deltas: dict[SampleKey, TokenDeltas] = field(default_factory=dict)
-    """Delta of each token of a few samples, the worst and some others; of this rank, like `sample_k3`."""
-    private_bytes: tuple[int, ...] = ()
-    """Host memory of each rank after the step that no other process shares."""
-    dumps: tuple[DumpReport, ...] = ()
-    """The dump of each rank, if the step was to be written down."""
-
-    @property
-    def dump_s(self) -> float:
-        """Seconds of the slowest rank's dump."""
-        return max((dump.write_s for dump in self.dumps), default=0.0)
 
 
 class TrainingStep:
@@ -105,8 +79,8 @@ class TrainingStep:
         self._freed = FreedMemory()
 
     def run(
-        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
-    ) -> TrainReport:
+        self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
+    ) -> RankReport:
         """Train rollout step `step` (1-based): every mini-batch is one optimizer step. A collective.
 
         Args:
@@ -151,19 +125,19 @@ class TrainingStep:
         metrics["perf/train_peak_gib"] = None if peak is None else peak / 2**30
         self._freed.end_step()
         sample_k3 = stats.sample_k3()
-        return TrainReport(
+        return RankReport(
             metrics=metrics,
             num_optimizer_steps=taken,
             sample_k3=sample_k3,
             sample_advantages={} if advantages is None else _by_sample(minis, advantages),
             histograms=stats.histograms(),
             token_deltas=stats.token_deltas(sample_k3, count=config.tracking.token_samples_per_step),
-            private_bytes=(private_bytes(),),
-            dumps=() if recorder is None or dump_dir is None else (recorder.write(dump_dir),),
+            private_bytes=private_bytes(),
+            dump=None if recorder is None or dump_dir is None else recorder.write(dump_dir),
         )
 
     def _set_advantages(
-        self, minis: Sequence[MiniBatch], samples: StepSamples, *, step: int
+        self, minis: Sequence[RankMiniBatch], samples: StepSamples, *, step: int
     ) -> tuple[Tensor | None, dict[str, float | None]]:
         """Set the advantages of every micro-batch, and train the critic if there is one.
 
@@ -175,18 +149,18 @@ class TrainingStep:
             return set_sample_advantages(self._config, minis, samples), {}
         started = time.perf_counter()
         self._critic.fill_old_values(minis)
-        spread = set_token_advantages(self._config, minis, samples)
-        metrics = self._critic.train(minis, spread=spread, step=step)
+        unwhitened = set_token_advantages(self._config, minis, samples)
+        metrics = self._critic.train(minis, unwhitened=unwhitened, step=step)
         return None, metrics | {"perf/worker_critic_s": time.perf_counter() - started}
 
-    def fill_old_logprobs(self, minis: Sequence[MiniBatch]) -> None:
+    def fill_old_logprobs(self, minis: Sequence[RankMiniBatch]) -> None:
         """Set log pi_old of every token in a forward of its own, with the weights at the start of the step."""
         with torch.no_grad():
             for mini in minis:
                 for micro in mini.micro_batches:
                     micro.old_logprobs = self.score(micro).logprobs
 
-    def fill_ref_logprobs(self, minis: Sequence[MiniBatch], reference: ScoringModel) -> None:
+    def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: ScoringModel) -> None:
         """Set the log-probs of every token under the reference policy."""
         with torch.no_grad():
             for mini in minis:
@@ -194,18 +168,21 @@ class TrainingStep:
                     micro.ref_logprobs = reference(micro, temperature=self._config.sampling.temperature).logprobs
 
     def score(self, micro: MicroBatch, *, measure_floor: bool = False) -> TokenScores:
-        """Log-probs and entropy of the tokens of `micro` under the current weights."""
+        """Log-probs and entropy of the tokens of `micro` under the current weights.
+
+        `measure_floor`: also what the rounding of the engine's head explains of the mismatch (`mismatch/k3_floor`).
+        """
         scores: TokenScores = self._policy.model(
             micro,
             temperature=self._config.sampling.temperature,
             entropy_grad=self._config.loss.entropy_coef > 0,
-            floor_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
+            engine_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
         )
         return scores
 
     def _optimizer_step(
         self,
-        mini: MiniBatch,
+        mini: RankMiniBatch,
         *,
         index: int,
         samples: StepSamples,
@@ -223,7 +200,7 @@ class TrainingStep:
         for position, micro in enumerate(mini.micro_batches):
             with torch.set_grad_enabled(learns):
                 scores = self.score(micro, measure_floor=index == 0 and position == 0)
-            tokens = micro.tokens(trainer_logprobs(micro, scores))
+            tokens = micro.tokens(compared_logprobs(micro, scores))
             correction = correct(spec, tokens)
             loss = step_loss(config, micro, scores, correction, mini=mini)
             if learns:
@@ -242,13 +219,15 @@ class TrainingStep:
             return False
         norm = self._policy.gradient_norm(factor.gradient)
         stats.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
+        # A gradient of zeros would still move the weights, by momentum and weight decay. One that is not finite is no
+        # such gradient: `update` skips and counts it.
         if factor.kept_tokens == 0 and math.isfinite(norm):
             logger.warning("every token was rejected: optimizer step skipped on every rank")
             return False
         return self._policy.update(norm)
 
 
-def trainer_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
+def compared_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
     """The trainer's log-probs that are compared with mu -> [T] float32, nats, no gradient.
 
     log pi_old, where it was scored in a forward of its own. Otherwise the detached log-probs of the training forward:
@@ -267,9 +246,12 @@ def is_measured(micro: MicroBatch, *, index: int) -> bool:
 
 
 def step_loss(
-    config: TrainConfig, micro: MicroBatch, scores: TokenScores, correction: Correction, *, mini: MiniBatch
+    config: TrainConfig, micro: MicroBatch, scores: TokenScores, correction: Correction, *, mini: RankMiniBatch
 ) -> LossOutput:
     """Policy loss, entropy bonus and KL to the reference of one micro-batch: a sum, part of the loss of `mini`.
+
+    With rejected_denominator=drop the sum is over kept tokens, and still divided by the counts of all of them: how many
+    are kept is known after the last micro-batch only, and `step_factor` corrects the gradient by it.
 
     Raises:
         RuntimeError: advantages, or the log-probs of the reference where there is one, are missing.
@@ -319,7 +301,7 @@ def correction_counts(config: TrainConfig, micro: MicroBatch, correction: Correc
     return torch.cat([kept, weight_total(config.correction.spec(), correction, cu_seqlens=micro.cu_seqlens)])
 
 
-def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFactor:
+def step_factor(config: TrainConfig, counts: Tensor, mini: RankMiniBatch) -> StepFactor:
     """The factor of an optimizer step from its global counts [NUM_COUNTS]; reads the device.
 
     The denominators of `step_loss` are known before the first forward, except for two: the number of kept tokens
@@ -345,12 +327,13 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: MiniBatch) -> StepFac
     )
 
 
-def _by_sample(minis: Sequence[MiniBatch], advantages: Tensor) -> dict[SampleKey, float]:
+def _by_sample(minis: Sequence[RankMiniBatch], advantages: Tensor) -> dict[SampleKey, float]:
     """The advantages [S] of the samples in `minis`, those of this rank; reads the device."""
     values = advantages.tolist()
     return {
         key: values[number]
         for mini in minis
         for micro in mini.micro_batches
+        # An empty micro-batch has no key, and one masked token with the number 0.
         for key, number in zip(micro.sample_keys, micro.sample_numbers.tolist(), strict=False)
     }

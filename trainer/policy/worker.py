@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rollout.types import SharedWeights
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings, find_ceilings
@@ -33,7 +33,8 @@ from trainer.policy.model import checkpoint_activations, full_tensors, shard, te
 from trainer.policy.model_load import empty_causal_lm, load_rows
 from trainer.policy.optimizer_state import Trainable
 from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
-from trainer.policy.step import TrainingStep, TrainReport
+from trainer.policy.step import TrainingStep
+from trainer.policy.train_report import RankReport
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +141,9 @@ class PolicyWorker:
         return model, num_parameters
 
     def train(
-        self, mini_batches: list[MiniBatch], samples: StepSamples, step: int, dump_dir: Path | None = None
-    ) -> TrainReport:
-        """One rollout step: every mini-batch is one optimizer step. Returns global metrics.
+        self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, dump_dir: Path | None = None
+    ) -> RankReport:
+        """One rollout step: every mini-batch is one optimizer step.
 
         `samples` are those of the whole step, all ranks. What this rank trained on is written to `dump_dir`.
         """

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer.batch.train_batch import MicroBatch, MiniBatch, StepSamples, TokenScores
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.policy.recorder import OF_BATCH, OF_SCORES, SAMPLES
 from trainer.rundir.dump import Dump, RankFile
 
@@ -23,7 +23,7 @@ from trainer.rundir.dump import Dump, RankFile
 class RecordedMini:
     """One optimizer step of one rank."""
 
-    mini: MiniBatch
+    mini: RankMiniBatch
     scores: list[TokenScores] = field(default_factory=list)
     """Scores of each micro-batch in training; the rounding of the head is not recorded."""
 
@@ -64,7 +64,7 @@ def _read_rank(path: Path, rank: RankFile) -> list[RecordedMini]:
     recorded = []
     for index, step in enumerate(rank.optimizer_steps):
         read = [_read_micro(parts[f"{index}/{position}"]) for position in range(step.num_micro_batches)]
-        mini = MiniBatch(
+        mini = RankMiniBatch(
             micro_batches=[micro for micro, _ in read],
             num_response_tokens=step.num_response_tokens,
             num_sequences=step.num_sequences,

@@ -18,16 +18,16 @@ import torch
 
 from algorithms.config import BaselineScope
 from algorithms.correction import Correction, correct
-from trainer.batch.train_batch import MiniBatch
+from trainer.batch.train_batch import RankMiniBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
 from trainer.policy.step import (
     NUM_COUNTS,
+    compared_logprobs,
     correction_counts,
     is_measured,
     step_factor,
     step_loss,
-    trainer_logprobs,
 )
 from trainer.policy.step_stats import StepStats
 from trainer.replay.modes import RUN, Mode
@@ -58,7 +58,7 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
         for rank, minis in enumerate(ranks):
             mini = minis[index]
             for micro, scores in zip(mini.micro_batches, step.ranks[rank][index].scores, strict=True):
-                tokens = micro.tokens(trainer_logprobs(micro, scores))
+                tokens = micro.tokens(compared_logprobs(micro, scores))
                 correction = correct(config.correction.spec(), tokens)
                 counts += correction_counts(config, micro, correction)
                 stats[rank].add_loss(step_loss(config, micro, scores, correction, mini=mini).stats)
@@ -102,7 +102,7 @@ def fitted(mode: Mode) -> TrainConfig:
     return mode.config
 
 
-def prepared(mode: Mode, step: RecordedStep) -> list[list[MiniBatch]]:
+def prepared(mode: Mode, step: RecordedStep) -> list[list[RankMiniBatch]]:
     """The mini-batches of every rank as `mode` would have them: pi_old only if the mode computes it in a forward, and
     the run's advantages, unless they depend on the tokens that the correction keeps.
     """
@@ -116,6 +116,6 @@ def prepared(mode: Mode, step: RecordedStep) -> list[list[MiniBatch]]:
     return ranks
 
 
-def _copied(mini: MiniBatch, *, keeps_old: bool) -> MiniBatch:
+def _copied(mini: RankMiniBatch, *, keeps_old: bool) -> RankMiniBatch:
     micros = [replace(micro, old_logprobs=micro.old_logprobs if keeps_old else None) for micro in mini.micro_batches]
     return replace(mini, micro_batches=micros)

@@ -35,7 +35,7 @@ from trainer.limits.floors import (
     training_flops,
 )
 from trainer.limits.model_shape import ModelShape, UnknownShapeError, directory_shape
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import TrainReport
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class StepAccounting:
     def memory(self, report: TrainReport, engines: EngineGroup) -> dict[str, float | None]:
         """Private memory in GiB of the driver, of each rank after its training step, of each engine after its sync."""
         held = {"driver": private_bytes()}
-        held |= {f"policy_{rank}": size for rank, size in enumerate(report.private_bytes)}
+        held |= {f"policy_{number}": rank.private_bytes for number, rank in enumerate(report.ranks)}
         held |= {f"engine_{index}": size for index, size in engines.memory().items()}
         return {f"perf/memory_gib/{name}": size / 2**30 for name, size in held.items()}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.config.train import TrainConfig
-from trainer.policy.step import TrainReport
+from trainer.policy.train_report import TrainReport
 from trainer.rundir.dump import DumpDescription, DumpError, begin_dump, commit_dump
 from trainer.rundir.provenance import config_document
 

@@ -2,14 +2,15 @@
 
     Prompt -collect-> SampleGroup (tokens, pi_rollout log-probs, rewards)      rollout/collect/collector.py
            -pack-> TrainBatch ([T] tensors, denominators fixed)                trainer/batch/packing.py
-           -train-> advantages, forward = pi_old, correction, loss, update     trainer/policy/step.py
+           -train-> advantages, log-probs, correction, loss, update            trainer/policy/step.py
            -sync-> every engine holds the new weights, digest by digest        trainer/cluster/weight_sync.py
            -log-> metrics.jsonl, samples.jsonl, W&B, console                   trainer/tracking/tracker.py
            -save-> weights, optimizer, place in the data, what is under way    trainer/run/saving.py
            -dump-> a step's batch, for `parity replay`                         trainer/run/dumper.py
 
 Weights have a version, the completed optimizer steps, and every token that of the weights which sampled it. What runs
-beside what, `schedule=`, is decided in trainer/config/schedule.py; the phases are the same.
+beside what, `schedule=`, is decided in trainer/config/schedule.py; the phases are the same. Inside a block of
+`engines.resident()` or `policy.resident()` that side is on its GPUs: where both share them, the other is on the host.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
     schedule = Schedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer = StepTimer()
     for step in range(done + 1, config.run.num_steps + 1):
-        # The first evaluation sees the untouched policy, the later ones what the step made of it.
-        evaluation = evaluate_policy(run, timer) if step == 1 else {}
+        # The first evaluation sees the untouched policy, the later ones what the step made of it. A row holds one.
+        evaluation = evaluate_policy(run, timer) if step == 1 and not is_evaluated(config, step) else {}
         with timer.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
@@ -172,19 +173,19 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
         dump_dir = run.dumper.begin(config, step)
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step, dump_dir=dump_dir)
-        timer.move(report.dump_s, source="train", target="dump")
+        timer.reassign(report.dump_s, source="train", target="dump")
         with timer.phase("dump"):
             dumped = run.dumper.commit(dump_dir, report, config=config, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
-            schedule.before_update(step, policy_version)
+            schedule.finish_next(step, policy_version)  # one_step_off: before the engines get new weights
         policy_version += report.num_optimizer_steps
         with timer.phase("sync"):
             sync = sync_weights(policy, engines, policy_version=policy_version)
-        timer.move(collector.take_reward_s(), source="rollout", target="reward")
+        timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
         if is_evaluated(config, step):
             evaluation = evaluate_policy(run, timer)
         with timer.phase("checkpoint"):
-            saved = run.saver.collect()
+            saved = run.saver.commit_finished()
         metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
         metrics |= episode_metrics(run.sampler) | evaluation | saved | dumped | timer.lap() | run.cluster.metrics()
         with timer.phase("log"):
@@ -267,6 +268,7 @@ def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
 
 def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: PromptStream) -> Collector:
     """The collector that turns prompts into rewarded groups with `sampler`."""
+    # The fate of groups that are still being sampled when a step has as many as it needs.
     surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
     if config.collect.partial:
         surplus = Surplus.resume

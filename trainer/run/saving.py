@@ -86,7 +86,7 @@ class Saver:
         if not asynchronous:
             self._settle(wait=True, last=last)
 
-    def collect(self) -> dict[str, float | None]:
+    def commit_finished(self) -> dict[str, float | None]:
         """Commit the save that is under way if every rank has finished it; metrics of what was saved since last time.
 
         Raises CheckpointError if too many saves have failed.

@@ -27,8 +27,8 @@ class StepTimer:
         finally:
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - started
 
-    def move(self, seconds: float, *, source: str, target: str) -> None:
-        """Re-attribute `seconds` that were measured inside `source` to `target`."""
+    def reassign(self, seconds: float, *, source: str, target: str) -> None:
+        """Count `seconds` that were measured inside the phase `source` as those of `target`."""
         self._phases[source] -= seconds
         self._phases[target] = self._phases.get(target, 0.0) + seconds
 
