@@ -33,8 +33,8 @@ from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from trainer.config.components import OptimConfig
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import shard
-from trainer.policy.optimizer_state import Trainable
 from trainer.policy.shards import ShardWriter
+from trainer.policy.trainable import Trainable
 
 SIZE = 512
 VOCABULARY = 32_000

@@ -58,7 +58,7 @@ def _rank(
         batch = pack([samples], num_ranks=2, max_tokens=max(20, longest), policy_version=0)
         report = worker.train(batch.ranks[rank], batch.samples, 1)
         assert math.isfinite(report.metrics["critic/loss"] or math.nan)
-        gradients = [full_gradient(worker._critic._values.model), full_gradient(worker._policy.model)]
+        gradients = [full_gradient(worker._critic.trainable.model), full_gradient(worker._policy.model)]
         if rank == 0:
             torch.save(gradients, directory / f"{number}.pt")
         dist.destroy_process_group()
@@ -68,5 +68,5 @@ def set_output(worker: PolicyWorker, *, weight: float, bias: float) -> None:
     """Make the critic say bias + weight x sum of the hidden state; each rank sets its shard."""
     assert worker._critic is not None
     with torch.no_grad():
-        worker._critic._values.model.output.weight.fill_(weight)
-        worker._critic._values.model.output.bias.fill_(bias)
+        worker._critic.trainable.model.output.weight.fill_(weight)
+        worker._critic.trainable.model.output.bias.fill_(bias)

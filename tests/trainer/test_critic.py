@@ -172,7 +172,7 @@ def test_a_critic_starts_from_the_model_of_the_policy_or_from_its_own(model_path
     other.save_pretrained(tmp_path)
     for critic_path, expected in ((None, 1.0), (tmp_path, 3.0)):
         with lone_worker(ppo_config(model_path), model_path, critic_path=critic_path) as worker:
-            for model, value in ((critic_of(worker)._values.model.decoder, expected), (worker._policy.model, 1.0)):
+            for model, value in ((critic_of(worker).trainable.model.decoder, expected), (worker._policy.model, 1.0)):
                 weights = dict(model.named_parameters())
                 norm = weights.get("norm.weight", weights.get("causal_lm.model.norm.weight"))
                 assert isinstance(norm, DTensor) and (norm.full_tensor() == value).all()
@@ -272,7 +272,7 @@ def test_gradients_do_not_depend_on_packing(model_path: Path, aggregation: Aggre
         with lone_worker(config, model_path) as worker:
             critic_of(worker, weight=0.01, bias=0.1)
             step_of(worker, [samples], 1, max_tokens=max_tokens)
-            found.append((full_gradient(critic_of(worker)._values.model), full_gradient(worker._policy.model)))
+            found.append((full_gradient(critic_of(worker).trainable.model), full_gradient(worker._policy.model)))
     for one, other in zip(*found, strict=True):
         assert one.norm() > 1e-3
         assert (one - other).norm() <= 1e-6 * one.norm()
@@ -289,7 +289,7 @@ def test_gradients_do_not_depend_on_the_number_of_ranks(model_path: Path, tmp_pa
             critic_of(worker, weight=0.01, bias=0.1)
             step_of(worker, [samples], 1, max_tokens=1000)
             for one, other in (
-                (full_gradient(critic_of(worker)._values.model), critic),
+                (full_gradient(critic_of(worker).trainable.model), critic),
                 (full_gradient(worker._policy.model), policy),
             ):
                 assert one.norm() > 1e-4
@@ -306,7 +306,7 @@ def test_every_mode_trains_both_and_pays_the_planned_forwards(
     minis = [samples] if mini_batch_prompts is None else [samples[:8], samples[8:]]
     with lone_worker(config, model_path) as worker:
         tokens = count_forwards(worker)
-        critic_of(worker)._values.model.register_forward_pre_hook(lambda _, args: tokens.append(args[0].num_tokens))
+        critic_of(worker).trainable.model.register_forward_pre_hook(lambda _, args: tokens.append(args[0].num_tokens))
         report = step_of(worker, minis, 1)
     # Two backward passes of weight 2 each come on top of the forwards.
     num_tokens = sum(len(sample.token_ids) for sample in samples)

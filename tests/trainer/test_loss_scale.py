@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from rollout.config import DType
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
-from trainer.policy.loss_scale import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL, LossScale
 from trainer.policy.train_report import RankReport
+from trainer.policy.trainable import BACKOFF, GROWTH, GROWTH_INTERVAL, INITIAL_SCALE, LossScale
 from trainer.policy.worker import PolicyWorker
 
 
@@ -87,7 +87,7 @@ def test_an_overflow_is_skipped_and_counted_and_ends_no_run(model_path: Path) ->
             assert report.metrics["optim/loss_scale"] == 2.0**60 * BACKOFF**number
             assert report.metrics["optim/grad_norm"] is None
         assert torch.equal(weights(worker), before)
-        worker._policy._scale.value = INITIAL
+        worker._policy._scale.value = INITIAL_SCALE
         report = step(worker, 6)
         assert (report.num_optimizer_steps, report.metrics["optim/overflow_steps"]) == (1, 0.0)
         assert not torch.equal(weights(worker), before)
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_float32_changes_no_scale(model_path: Path, tmp_path: Pa
         save(worker, tmp_path / "single")
     with lone_worker(config_of(model_path, DType.float16), model_path) as worker:
         worker.load_checkpoint(tmp_path / "single", 1)
-        assert worker._policy.loss_scale == INITIAL
+        assert worker._policy.loss_scale == INITIAL_SCALE
 
 
 def test_the_numbers_are_those_of_torch() -> None:

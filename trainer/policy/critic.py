@@ -31,8 +31,7 @@ from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
 from trainer.policy.model import checkpoint_activations, shard, shard_exactly
 from trainer.policy.model_load import empty_causal_lm, load_rows
-from trainer.policy.optim import learning_rate
-from trainer.policy.optimizer_state import StateDict, Trainable
+from trainer.policy.trainable import Trainable
 
 
 class ValueModel(nn.Module):
@@ -84,7 +83,7 @@ class Critic:
     def __init__(self, model: ValueModel, config: TrainConfig) -> None:
         """`model` is sharded already."""
         self._config = config
-        self._values = Trainable(
+        self.trainable = Trainable(
             model, config.critic_optim, name="critic", dtype=config.policy.dtype, offload=config.policy.offload
         )
 
@@ -93,8 +92,7 @@ class Critic:
 
         `unwhitened`: moments of the advantages before they were whitened.
         """
-        rate = learning_rate(self._config.critic_optim, step=step, num_steps=self._config.run.num_steps)
-        self._values.set_learning_rate(rate)
+        rate = self.trainable.set_learning_rate(step=step, num_steps=self._config.run.num_steps)
         parts = [self._optimizer_step(mini) for mini in minis]
         stats = parts[0][0]
         for other, _, _ in parts[1:]:
@@ -110,47 +108,31 @@ class Critic:
         metrics["critic/advantage_std"] = unwhitened.variance.sqrt().item()
         return metrics
 
-    def state_dict(self) -> StateDict:
-        """Weights and optimizer, sharded: what a checkpoint holds."""
-        return self._values.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Take what `state_dict` returned, filled by torch.distributed.checkpoint."""
-        self._values.load_state_dict(state)
-
-    def sleep(self) -> None:
-        """Move everything to the host; safe to call twice."""
-        self._values.sleep()
-
-    def wake(self) -> None:
-        """Move everything back; safe to call twice."""
-        self._values.wake()
-
     def fill_old_values(self, minis: Sequence[RankMiniBatch]) -> None:
         """Set the values of every token with the weights at the start of the step, in a forward of their own."""
         with torch.no_grad():
             for mini in minis:
                 for micro in mini.micro_batches:
-                    micro.old_values = self._values.model(micro)
-        if isinstance(self._values.model, FSDPModule):
-            self._values.model.reshard()  # no backward has followed: the root still holds its gathered weights
+                    micro.old_values = self.trainable.model(micro)
+        if isinstance(self.trainable.model, FSDPModule):
+            self.trainable.model.reshard()  # no backward has followed: the root still holds its gathered weights
 
     def _optimizer_step(self, mini: RankMiniBatch) -> tuple[ValueStats, float | None, bool]:
         """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, whether taken.
 
         The norm is None where float16 overflowed.
         """
-        self._values.zero_grad()
+        self.trainable.zero_grad()
         stats: ValueStats | None = None
         for position, micro in enumerate(mini.micro_batches):
-            part = micro_value_loss(self._config, micro, self._values.model(micro), mini=mini)
-            self._values.backward(part.loss, last=position == len(mini.micro_batches) - 1)
+            part = micro_value_loss(self._config, micro, self.trainable.model(micro), mini=mini)
+            self.trainable.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             stats = part.stats if stats is None else stats.merge(part.stats)
         if stats is None:
             raise RuntimeError("no micro-batch was trained on")
-        norm = self._values.gradient_norm(1.0)
-        overflowed = self._values.overflowed(norm)
-        return stats, None if overflowed else norm, self._values.update(norm)
+        norm = self.trainable.gradient_norm(1.0)
+        overflowed = self.trainable.overflowed(norm)
+        return stats, None if overflowed else norm, self.trainable.update(norm)
 
 
 def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: RankMiniBatch) -> ValueLossOutput:

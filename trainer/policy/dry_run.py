@@ -18,7 +18,7 @@ from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.limits.memory_plan import memory_plan
 from trainer.policy.forward import ScoringModel
-from trainer.policy.optimizer_state import Trainable
+from trainer.policy.trainable import Trainable
 from trainer.rundir.wording import size
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")

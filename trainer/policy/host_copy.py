@@ -1,6 +1,6 @@
 """Tensors -> their bytes on the host, and back, while every reference to the tensors stays valid.
 
-Used by `trainer/policy/optimizer_state.py`. Only the storage behind a tensor is emptied and filled again: parameters,
+Used by `trainer/policy/trainable.py`. Only the storage behind a tensor is emptied and filled again: parameters,
 their views inside FSDP and the optimizer's states are the same objects before and after. On a GPU the copies go through
 pinned buffers, which are kept: to allocate one takes longer than to fill it. Not yet run on a GPU.
 """

@@ -89,14 +89,6 @@ def _offload(mesh: DeviceMesh, *, on_host: bool) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
 
 
-def gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward reduces gradients over ranks; only the last backward of an optimizer step
-    has to."""
-    if not isinstance(model, FSDPModule):
-        raise TypeError("the model is not sharded yet")
-    model.set_requires_gradient_sync(enabled)
-
-
 def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
     """List name, dtype and shape of every tensor that `full_tensors` yields, in the same order."""
     named = model.causal_lm.named_parameters()

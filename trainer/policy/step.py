@@ -43,7 +43,6 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, To
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
-from trainer.policy.optim import learning_rate
 from trainer.policy.recorder import StepRecorder
 from trainer.policy.step_stats import StepFactor, StepStats
 from trainer.policy.train_report import RankReport
@@ -51,7 +50,7 @@ from trainer.policy.train_report import RankReport
 if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
     from trainer.policy.critic import Critic
     from trainer.policy.forward import ScoringModel
-    from trainer.policy.optimizer_state import Trainable
+    from trainer.policy.trainable import Trainable
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +96,7 @@ class TrainingStep:
             for mini in mini_batches
         ]
         samples = samples.to(self._device)
-        rate = learning_rate(config.optim, step=step, num_steps=config.run.num_steps)
-        self._policy.set_learning_rate(rate)
+        rate = self._policy.set_learning_rate(step=step, num_steps=config.run.num_steps)
 
         if config.needs_old_logprobs_pass:
             self.fill_old_logprobs(minis)

@@ -25,16 +25,16 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings, find_ceilings
-from trainer.policy.critic import Critic, load_value_model
+from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
 from trainer.policy.model import checkpoint_activations, full_tensors, shard, tensor_shapes
 from trainer.policy.model_load import empty_causal_lm, load_rows
-from trainer.policy.optimizer_state import Trainable
 from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
+from trainer.policy.trainable import Trainable
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +218,9 @@ class PolicyWorker:
             step=step,
         )
 
-    def _learnt(self) -> dict[str, Trainable[ScoringModel] | Critic]:
-        """Return the trained models that a checkpoint holds, by name."""
-        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
+    def _learnt(self) -> dict[str, Trainable[ScoringModel] | Trainable[ValueModel]]:
+        """The trained models, by their names in a checkpoint."""
+        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic.trainable})
 
     def ceilings(self) -> tuple[Ceilings, Ceilings | None]:
         """Return the ceilings of a rank and of an engine: measured once per hardware, then cached.
@@ -235,9 +235,8 @@ class PolicyWorker:
 
     def sleep(self) -> None:
         """Move everything to the host; safe to call twice. Not yet run on a GPU."""
-        self._policy.sleep()
-        if self._critic is not None:
-            self._critic.sleep()
+        for part in self._learnt().values():
+            part.sleep()
         if self._reference is not None and not self._reference_on_host.holds:
             self._reference_on_host.take(self._reference.parameters(), device=self._device)
         if self._device.type == "cuda":
@@ -245,7 +244,6 @@ class PolicyWorker:
 
     def wake(self) -> None:
         """Move everything back; safe to call twice."""
-        self._policy.wake()
-        if self._critic is not None:
-            self._critic.wake()
+        for part in self._learnt().values():
+            part.wake()
         self._reference_on_host.give_back(device=self._device)
