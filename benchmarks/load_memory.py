@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rollout.config import DType
 from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from trainer.policy.forward import ScoringModel
-from trainer.policy.model import load_causal_lm, shard
-from trainer.policy.model_load import empty_causal_lm, load_rows
+from trainer.policy.model import empty_causal_lm, load_causal_lm, load_rows, shard
 
 RANKS = 2
 VARIANTS = ("whole model, then sharded", "own rows only")

@@ -29,8 +29,7 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
-from trainer.policy.model import checkpoint_activations, shard, shard_exactly
-from trainer.policy.model_load import empty_causal_lm, load_rows
+from trainer.policy.model import checkpoint_activations, empty_causal_lm, load_rows, shard
 from trainer.policy.trainable import Trainable
 
 
@@ -71,8 +70,7 @@ def load_value_model(path: Path, mesh: DeviceMesh, config: TrainConfig, device: 
     model.output.to(place)
     model.eval()  # no dropout, as in the policy
     checkpoint_activations(model.decoder, every=policy.activation_checkpoint_every)
-    shard_exactly(model.output, mesh, on_host=on_host)
-    shard(model, model.decoder, mesh, policy.dtype, on_host=on_host)
+    shard(model, model.decoder, mesh, policy.dtype, on_host=on_host, exact=[model.output])
     load_rows(model.decoder, path, device=place, prefix=f"{causal_lm.base_model_prefix}.")
     return model
 

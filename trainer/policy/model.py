@@ -1,34 +1,59 @@
-"""ScoringModel -> the same sharded with FSDP2; its gradients and its whole tensors.
+"""A model directory -> a sharded model with each rank's own rows of the weights; its whole tensors.
 
-Called by every rank of `trainer/policy/worker.py`. Weights are float32 masters; forward and backward run in
-`policy.dtype`; gradients are reduced in float32. accelerate makes the empty model (`trainer/policy/model_load.py`). Its
-FSDP2, with offload and clipping, is not used because it is for ranks on GPUs only, and a rank can be on a CPU.
+Every rank of `trainer/policy/worker.py` calls `empty_causal_lm`, then `shard`, then `load_rows`. No rank ever holds
+more of the weights than its shard, on the device or on the host. Weights are float32 masters; forward and backward run
+in `policy.dtype`; gradients are reduced in float32.
+
+accelerate makes the empty model. Its loader is not used because rank 0 holds the whole model there and sends every
+tensor to all ranks; its FSDP2, with offload and clipping, because it is for ranks on GPUs only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rollout.config import DType
-from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
+from rollout.hf.model_limits import altered_logits
+from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from rollout.torch.products import use_fast_products
 from rollout.weights.buckets import DTYPES, TensorShape
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
-from trainer.policy.model_load import load_hf_config
+from trainer.policy.host_copy import with_local_part
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LISTED_NAMES = 5
+"""Tensor names shown in a message; the rest is counted."""
+
+
+def load_hf_config(path: Path) -> PretrainedConfig:
+    """config.json of a model; ValueError for one whose logits are more than head(hidden states)."""
+    hf_config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if altered := altered_logits(hf_config):
+        raise ValueError(f"model.path={path}: {altered} is not supported by the packed scorer")
+    return hf_config
 
 
 def load_causal_lm(path: Path) -> PreTrainedModel:
     """A whole float32 causal language model from safetensors, without remote code.
 
-    A rank does not need it: see `trainer/policy/model_load.py`. Raises ValueError like `load_hf_config`.
+    Used by `parity export`; a rank does not need it. Raises ValueError like `load_hf_config`.
     """
     model = AutoModelForCausalLM.from_pretrained(
         path,
@@ -40,6 +65,23 @@ def load_causal_lm(path: Path) -> PreTrainedModel:
     )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")
+    return model
+
+
+def empty_causal_lm(path: Path) -> PreTrainedModel:
+    """A float32 causal language model whose parameters have a shape and no memory (device meta), without remote code.
+
+    Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
+    """
+    hf_config = load_hf_config(path)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=PACKED_ATTENTION
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model.path={path} is not a torch model")
+    model.tie_weights()  # accelerate makes a new parameter wherever one is registered: tied ones come apart
+    use_fast_products(model)
     return model
 
 
@@ -63,30 +105,96 @@ def checkpoint_activations(decoder: nn.Module, *, every: int) -> None:
             checkpoint(layer, preserve_rng_state=False)  # nothing in eval mode draws random numbers
 
 
-def shard(model: nn.Module, decoder: nn.Module, mesh: DeviceMesh, dtype: DType, *, on_host: bool = False) -> None:
+def shard(
+    model: nn.Module,
+    decoder: nn.Module,
+    mesh: DeviceMesh,
+    dtype: DType,
+    *,
+    on_host: bool = False,
+    exact: Sequence[nn.Module] = (),
+) -> None:
     """Apply FSDP2 in place: one unit per layer of its `decoder`, the rest (embedding, final norm, head) in the root.
 
     Embedding and head stay together in the root because they may be tied: a unit of its own would untie them.
     `on_host`: shards and their gradients lie on the host, and a unit is on the device only while it computes.
+    Each module of `exact` is a unit too, and computes in float32 whatever the `dtype` of the others.
     """
-    precision, offload = _precision(dtype), _offload(mesh, on_host=on_host)
-    for layer in decoder_layers(decoder):
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
-
-
-def shard_exactly(module: nn.Module, mesh: DeviceMesh, *, on_host: bool = False) -> None:
-    """Make `module` an FSDP2 unit that computes in float32 whatever the rest of its model does; before `shard`."""
-    fully_shard(module, mesh=mesh, mp_policy=_precision(DType.float32), offload_policy=_offload(mesh, on_host=on_host))
-
-
-def _precision(dtype: DType) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=DTYPES[dtype.name], reduce_dtype=torch.float32)
-
-
-def _offload(mesh: DeviceMesh, *, on_host: bool) -> OffloadPolicy:
     # Memory can be pinned only where there is a CUDA device to copy to.
-    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
+    for units, used in ((exact, DType.float32), ((*decoder_layers(decoder), model), dtype)):
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[used.name], reduce_dtype=torch.float32)
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str = "") -> None:
+    """Fill the parameters of `model`, which is sharded and without memory, with this rank's rows.
+
+    Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
+    the files becomes float32. Tied parameters stay one object.
+
+    Args:
+        device: where the shards go; the host with policy.offload=parameters.
+        prefix: what stands before the model's names in the files, if it is a part of what they hold.
+
+    Raises:
+        ValueError: a parameter is not in the files, or has another shape there.
+        OSError: the directory holds no safetensors weights.
+    """
+    files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
+    absent = [names[parameter][0] for parameter, name in stored.items() if not name]
+    if absent:
+        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {_listed(absent)}")
+    unused = sorted(files.keys() - {name for aliases in names.values() for name in aliases})
+    if unused:
+        logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, _listed(unused))
+    state: dict[str, nn.Parameter] = {}
+    for parameter, name in stored.items():
+        loaded = nn.Parameter(
+            read_shard(parameter, files[name], prefix + name, device=device), requires_grad=parameter.requires_grad
+        )
+        state |= dict.fromkeys(names[parameter], loaded)
+    buffers = dict(model.named_buffers())
+    present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
+    model.load_state_dict({**state, **present}, strict=True, assign=True)
+
+
+def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:
+    """This rank's rows of tensor `name` in `file`, float32, placed as `parameter` (a DTensor sharded by rows) is."""
+    if not isinstance(parameter.data, DTensor) or parameter.data.placements != (Shard(0),):
+        raise TypeError(f"{name} is not sharded by rows over one mesh dimension")
+    whole, mesh = parameter.data, parameter.data.device_mesh
+    num_rows = whole.shape[0]
+    rows_per_rank = math.ceil(num_rows / mesh.size())
+    start = min(mesh.get_local_rank() * rows_per_rank, num_rows)
+    stop = min(start + rows_per_rank, num_rows)
+    local = torch.empty((stop - start, *whole.shape[1:]), dtype=torch.float32, device=device)
+    with safe_open(file, framework="pt") as tensors:
+        view = tensors.get_slice(name)
+        if tuple(view.get_shape()) != tuple(whole.shape):
+            raise ValueError(f"{file}: {name} has shape {view.get_shape()}, the model wants {list(whole.shape)}")
+        if stop > start:
+            rows: Tensor = view[start:stop]
+            local.copy_(rows)
+    return with_local_part(whole, local)
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file of the directory that holds it. Raises OSError if there is none."""
+    index = path / INDEX_FILE
+    if index.is_file():
+        listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / file for name, file in listed.items()}
+    single = path / WEIGHT_FILE
+    if not single.is_file():
+        raise FileNotFoundError(f"model.path={path} has neither {WEIGHT_FILE} nor {INDEX_FILE}")
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
 
 
 def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
@@ -109,3 +217,8 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
         yield name, tensor.full_tensor()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return ", ".join(names[:LISTED_NAMES]) + more
