@@ -1,7 +1,7 @@
 """Saves and loads one rank's part of a checkpoint: its shards of a state dict, and its random number generators.
 
     <policy>/__<rank>_<n>.distcp, .metadata    torch.distributed.checkpoint
-    <policy>/rng_<rank>.json                   trainer/policy/rng.py
+    <policy>/rng_<rank>.json                   Python, numpy, torch and its GPU, as JSON: theirs would be pickles
 
 Used by `trainer/policy/worker.py`. Every method contains collectives: all ranks call it together.
 """
@@ -9,27 +9,28 @@ Used by `trainer/policy/worker.py`. Every method contains collectives: all ranks
 from __future__ import annotations
 
 import json
-import logging
+import random
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.policy.rng import RngState, capture_rng, reseed_rng, restore_rng
 from trainer.rundir.checkpoint import CheckpointError
 from trainer.rundir.sealed import FileRecord, describe_file, to_disk
 
-logger = logging.getLogger(__name__)
-
 _SHOWN_ERRORS = 3
+
+RngState = dict[str, Any]
+"""States of all generators of a process, as JSON values; `cuda` is None on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ class ShardWriter:
         Returns when everything is written, or, if `asynchronous`, when it is copied.
         """
         started = time.perf_counter()
-        rng = capture_rng(self._device)
+        rng = _capture_rng(self._device)
         if asynchronous:
             writing = dcp.async_save(dict(state), checkpoint_id=path, process_group=self._group)
             assert isinstance(writing, Future)
@@ -100,7 +101,7 @@ class ShardWriter:
         files, problem = {}, None
         try:
             write()
-            _rng_path(path, self._rank).write_text(json.dumps(asdict(rng)) + "\n", encoding="utf-8")
+            _rng_path(path, self._rank).write_text(json.dumps(rng) + "\n", encoding="utf-8")
             for file in self._own_files(path):
                 to_disk(file)
                 files[file.name] = describe_file(file)
@@ -135,10 +136,38 @@ def load_rng(path: Path, *, rank: int, num_ranks: int, device: torch.device, see
     They are if another number of ranks wrote it: then no rank does what any of them did before.
     """
     if len(list(path.glob("rng_*.json"))) != num_ranks:
-        reseed_rng(seed=seed, step=step, rank=rank)
+        for_python, for_numpy, for_torch = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+        random.seed(int(for_python))
+        np.random.seed(int(for_numpy))
+        torch.manual_seed(int(for_torch))
         return False
-    restore_rng(RngState(**json.loads(_rng_path(path, rank).read_text(encoding="utf-8"))), device)
+    state: RngState = json.loads(_rng_path(path, rank).read_text(encoding="utf-8"))
+    version, words, normal = state["python"]
+    random.setstate((version, tuple(words), normal))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_from_text(state["torch"]))
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(_from_text(state["cuda"]), device)
     return True
+
+
+def _capture_rng(device: torch.device) -> RngState:
+    """The state of all generators of this process; `device` is the rank's."""
+    name, words, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, words.tolist(), *rest],
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": _to_text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
+    }
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return bytes(state.cpu().numpy()).hex()
+
+
+def _from_text(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
 def _rng_path(path: Path, rank: int) -> Path:
