@@ -16,7 +16,6 @@ logits of a batch of at most `chunk_tokens` tokens are computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,50 +65,30 @@ def token_logprobs(
     return logprobs, entropy
 
 
-@dataclass(frozen=True, slots=True)
-class _Statistics:
-    """Statistics of the softmax of every row: [N, 1] each, float32."""
-
-    maximum: Tensor
-    total: Tensor
-    """S >= 1, the sum of exp(z - m)."""
-    entropy: Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int, like: Tensor) -> _Statistics:
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        return cls(*(torch.empty(num_rows, 1, dtype=dtype, device=like.device) for _ in range(3)))
-
-    def rows(self, where: slice) -> _Statistics:
-        return _Statistics(self.maximum[where], self.total[where], self.entropy[where])
+def _slices(num_rows: int, size: int) -> list[slice]:
+    """`num_rows` rows, at most `size` at a time."""
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
 class _Head:
     """The head's product in one dtype, chunk by chunk into one buffer."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> None:
-        self.dtype = torch.promote_types(hidden.dtype, torch.float32) if options.float32 else hidden.dtype
-        self.inputs = (hidden, weight)
-        self.temperature = options.temperature
+        self.wide = torch.promote_types(hidden.dtype, torch.float32)
+        self.dtype = self.wide if options.float32 else hidden.dtype
         self.weight = weight.to(self.dtype)
         self._hidden = hidden
         self._bias = None if bias is None else bias.to(self.dtype)
-        self._chunk_tokens = options.chunk_tokens
-        num_rows, vocab = min(options.chunk_tokens, hidden.shape[0]), weight.shape[0]
+        self.chunks = _slices(hidden.shape[0], options.chunk_tokens)
+        """The rows of each chunk."""
+        vocab, num_rows = weight.shape[0], min(options.chunk_tokens, hidden.shape[0])
         self._shape = (num_rows, vocab)
         block = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         self._block_rows = max(1, block // vocab)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self.scratch = hidden.new_empty((2, min(self._block_rows, num_rows), vocab), dtype=wide)
+        self.scratch = hidden.new_empty((2, min(self._block_rows, num_rows), vocab), dtype=self.wide)
         """Two blocks of logits: allocating them anew for every block costs more than what is done with them."""
         self.buffer: Tensor | None = None
         """Holds the logits of the chunk that was computed last."""
-
-    def chunks(self) -> list[slice]:
-        """The rows of each chunk."""
-        num_rows = self._hidden.shape[0]
-        starts = range(0, num_rows, self._chunk_tokens)
-        return [slice(start, min(start + self._chunk_tokens, num_rows)) for start in starts]
 
     def hidden(self, chunk: slice) -> Tensor:
         """[C, H] in the head's dtype."""
@@ -124,103 +103,58 @@ class _Head:
             return torch.mm(self.hidden(chunk), self.weight.T, out=out)
         return torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
 
-    def blocks(self, chunk: slice) -> Iterator[tuple[slice, slice]]:
-        """Rows of each block: in the chunk's logits, and among all tokens."""
-        for start in range(chunk.start, chunk.stop, self._block_rows):
-            stop = min(start + self._block_rows, chunk.stop)
-            yield slice(start - chunk.start, stop - chunk.start), slice(start, stop)
+    def blocks(self, logits: Tensor) -> list[slice]:
+        """The rows of each block of the logits of a chunk."""
+        return _slices(len(logits), self._block_rows)
 
 
-def _score_block(logits: Tensor, targets: Tensor, *, temperature: float, out: _Statistics, scratch: Tensor) -> Tensor:
-    """Fill `out` from logits [R, V] and return the log-probs [R, 1] of targets [R, 1]."""
+def _score_block(logits: Tensor, targets: Tensor, statistics: Tensor, *, temperature: float, scratch: Tensor) -> Tensor:
+    """Fill the `statistics` [3, R, 1] (m, S, H) of logits [R, V]; return the log-probs [R, 1] of targets [R, 1]."""
+    maximum, total, entropy = statistics
     z, exps = scratch[:, : logits.shape[0]].unbind()
     z.copy_(logits)
     if temperature != 1:
         z.div_(temperature)
-    torch.amax(z, dim=-1, keepdim=True, out=out.maximum)
-    z.sub_(out.maximum)
+    torch.amax(z, dim=-1, keepdim=True, out=maximum)
+    z.sub_(maximum)
     torch.exp(z, out=exps)
-    torch.sum(exps, dim=-1, keepdim=True, out=out.total)
-    log_total = out.total.log()
+    torch.sum(exps, dim=-1, keepdim=True, out=total)
+    log_total = total.log()
     logprobs = z.gather(-1, targets) - log_total
-    torch.sum(exps.mul_(z), dim=-1, keepdim=True, out=out.entropy)
-    out.entropy.div_(out.total).neg_().add_(log_total)
+    torch.sum(exps.mul_(z), dim=-1, keepdim=True, out=entropy)
+    entropy.div_(total).neg_().add_(log_total)
     return logprobs
 
 
 def _differentiate_block(
     logits: Tensor,
     targets: Tensor,
-    statistics: _Statistics,
-    grad_logprobs: Tensor | None,
+    statistics: Tensor,
+    grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     *,
     temperature: float,
     scratch: Tensor,
 ) -> None:
-    """Replace logits [R, V] with the gradient of the loss by them; gradients of the outputs are [R, 1] or None."""
+    """Replace logits [R, V] with the gradient of the loss by them; those of the outputs are [R, 1]."""
+    maximum, total, entropy = statistics
     # exp(z - m) / S is p; the division, the temperature and the sign are folded into factors of a row.
-    scale = (statistics.total * temperature).reciprocal_()
+    scale = (total * temperature).reciprocal_()
     first, second = scratch[:, : logits.shape[0]].unbind()
     z = logits if logits.dtype == scratch.dtype else first.copy_(logits)
     if temperature != 1:
         z.div_(temperature)
-    z.sub_(statistics.maximum)
-    factor = torch.zeros_like(scale) if grad_logprobs is None else -grad_logprobs * scale
+    z.sub_(maximum)
+    factor = -grad_logprobs * scale
     if grad_entropy is not None:
         slope = grad_entropy * scale
         # -p (log p + H) = -p (z - m + H - log S)
-        offset = factor - slope * (statistics.entropy - statistics.total.log())
+        offset = factor - slope * (entropy - total.log())
         factor = torch.addcmul(offset, z, slope, value=-1, out=second)
     z.exp_().mul_(factor)
-    if grad_logprobs is not None:
-        z.scatter_add_(-1, targets, grad_logprobs / temperature)
+    z.scatter_add_(-1, targets, grad_logprobs / temperature)
     if z is not logits:
         logits.copy_(z)
-
-
-class _Gradients:
-    """Gradients of the head's inputs, summed over chunks; those that nobody needs are never allocated."""
-
-    def __init__(self, head: _Head, statistics: _Statistics, targets: Tensor, needed: tuple[bool, ...]) -> None:
-        self._head = head
-        self._statistics = statistics
-        self._targets = targets
-        wide = torch.promote_types(head.dtype, torch.float32)
-        hidden, weight = head.inputs
-        self._hidden = torch.empty_like(hidden, dtype=head.dtype) if needed[0] else None
-        self._weight = torch.zeros_like(weight, dtype=wide) if needed[2] else None
-        self._bias = weight.new_zeros(weight.shape[0], dtype=wide) if needed[3] else None
-
-    def add(self, chunk: slice, logits: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> None:
-        """Replace the logits [C, V] of `chunk` with their gradient and add what comes of it; the others are [C, 1]."""
-        for rows, tokens in self._head.blocks(chunk):
-            _differentiate_block(
-                logits[rows],
-                self._targets[tokens, None],
-                self._statistics.rows(tokens),
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropy is None else grad_entropy[rows],
-                temperature=self._head.temperature,
-                scratch=self._head.scratch,
-            )
-        if self._hidden is not None:
-            torch.mm(logits, self._head.weight, out=self._hidden[chunk])
-        if self._weight is not None:
-            hidden = self._head.hidden(chunk)
-            if self._weight.dtype == hidden.dtype:
-                self._weight.addmm_(logits.T, hidden)
-            else:
-                self._weight.add_(logits.T @ hidden)
-        if self._bias is not None:
-            self._bias.add_(logits.sum(0, dtype=self._bias.dtype))
-
-    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """By hidden states, weight and bias, in their dtypes."""
-        hidden, weight = self._head.inputs
-        found = ((self._hidden, hidden), (self._weight, weight), (self._bias, weight))
-        by_hidden, by_weight, by_bias = (None if sums is None else sums.to(like.dtype) for sums, like in found)
-        return by_hidden, by_weight, by_bias
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -236,23 +170,22 @@ class _TokenLogprobs(torch.autograd.Function):
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, options)
-        statistics = _Statistics.empty(hidden.shape[0], hidden)
-        logprobs = torch.empty_like(statistics.total)
-        for chunk in head.chunks():
+        statistics = hidden.new_empty((3, hidden.shape[0], 1), dtype=head.wide)  # m, S, H
+        logprobs = torch.empty_like(statistics[0])
+        for chunk in head.chunks:
             logits = head.logits(chunk)
-            for rows, tokens in head.blocks(chunk):
-                logprobs[tokens] = _score_block(
+            for rows in head.blocks(logits):
+                logprobs[chunk][rows] = _score_block(
                     logits[rows],
-                    targets[tokens, None],
+                    targets[chunk][rows, None],
+                    statistics[:, chunk][:, rows],
                     temperature=options.temperature,
-                    out=statistics.rows(tokens),
                     scratch=head.scratch,
                 )
-        entropy = statistics.entropy.squeeze(-1).clone()
+        entropy = statistics[2].squeeze(-1).clone()
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         if any(ctx.needs_input_grad):
-            ctx.set_materialize_grads(False)
             ctx.save_for_backward(hidden, targets, weight, bias)
             ctx.statistics, ctx.options, ctx.last_logits = statistics, options, head.buffer
         return logprobs.squeeze(-1), entropy
@@ -260,23 +193,37 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
         hidden, targets, weight, bias = ctx.saved_tensors
-        grad_logprobs = None if grad_logprobs is None else grad_logprobs[:, None]
-        grad_entropy = None if grad_entropy is None or not ctx.options.entropy_grad else grad_entropy[:, None]
         head = _Head(hidden, weight, bias, ctx.options)
         head.buffer, ctx.last_logits = ctx.last_logits, None  # overwritten here: a second backward starts anew
         is_computed = head.buffer is not None
-        gradients = _Gradients(head, ctx.statistics, targets, ctx.needs_input_grad)
-        for chunk in reversed(head.chunks()):
+        # Summed over chunks; what nobody needs is never allocated.
+        of_hidden, _, of_weight, of_bias, _ = ctx.needs_input_grad
+        by_hidden = torch.empty_like(hidden, dtype=head.dtype) if of_hidden else None
+        by_weight = torch.zeros_like(weight, dtype=head.wide) if of_weight else None
+        by_bias = weight.new_zeros(weight.shape[0], dtype=head.wide) if of_bias else None
+        for chunk in reversed(head.chunks):
             logits = head.buffer[: chunk.stop - chunk.start] if is_computed else head.logits(chunk)
             is_computed = False
-            gradients.add(
-                chunk,
-                logits,
-                None if grad_logprobs is None else grad_logprobs[chunk],
-                None if grad_entropy is None else grad_entropy[chunk],
-            )
-        by_hidden, by_weight, by_bias = gradients.result()
-        return by_hidden, None, by_weight, by_bias, None
+            for rows in head.blocks(logits):
+                _differentiate_block(
+                    logits[rows],
+                    targets[chunk][rows, None],
+                    ctx.statistics[:, chunk][:, rows],
+                    grad_logprobs[chunk][rows, None],
+                    grad_entropy[chunk][rows, None] if ctx.options.entropy_grad else None,
+                    temperature=ctx.options.temperature,
+                    scratch=head.scratch,
+                )
+            if by_hidden is not None:
+                torch.mm(logits, head.weight, out=by_hidden[chunk])
+            if by_weight is not None and by_weight.dtype == head.dtype:
+                by_weight.addmm_(logits.T, head.hidden(chunk))
+            elif by_weight is not None:
+                by_weight.add_(logits.T @ head.hidden(chunk))
+            if by_bias is not None:
+                by_bias.add_(logits.sum(0, dtype=by_bias.dtype))
+        by_weight, by_bias = (None if sums is None else sums.to(weight.dtype) for sums in (by_weight, by_bias))
+        return None if by_hidden is None else by_hidden.to(hidden.dtype), None, by_weight, by_bias, None
