@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -92,11 +91,6 @@ def engines_only(config: TrainConfig) -> TrainConfig:
     return alone
 
 
-def policy_threads(config: TrainConfig) -> int:
-    """Compute threads of one FSDP rank on a CPU."""
-    return config.policy.threads_per_worker or max(1, (os.cpu_count() or 1) // config.policy.num_workers)
-
-
 def engine_threads(config: TrainConfig) -> int:
     """Compute threads of one engine on a CPU."""
     return max(1, (os.cpu_count() or 1) // config.rollout.num_engines)
@@ -166,52 +160,31 @@ def _sessions_of_their_own() -> Iterator[None]:
         services.ConsolePopen = popen  # type: ignore[misc]
 
 
-def spawn_worker(setup: EngineSetup, **options: object) -> ActorHandle[Any]:
-    """Begin to start one rollout worker; `options` are those of a Ray actor."""
-    # The type stubs know neither the argument nor the threads of its verbs.
-    actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]
-    worker: ActorHandle[Any] = actor.options(**options).remote(setup)
-    return worker
-
-
 class Cluster:
     """The Ray cluster of one run, as a context manager: leaving it ends every worker and what they started."""
 
     def __init__(self, config: TrainConfig, *, log_dir: Path) -> None:
         self._config = config
         self._log_dir = log_dir
-        self._owns_ray = False
+        self._ends = ExitStack()
+        """What ends the run, last in, first out; each part is tried whatever happened to the others."""
         self._placement: PlacementGroup | None = None
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None
-        self._meeting_file: Path | None = None
         self._turns = Turns()
 
     def __enter__(self) -> Cluster:
-        if not ray.is_initialized():
-            start_ray(self._config.cluster.address)
-            self._owns_ray = True
-        try:
+        with ExitStack() as ends:
+            if not ray.is_initialized():
+                start_ray(self._config.cluster.address)
+                ends.callback(ray.shutdown)
             self._placement = self._reserve()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            ends.callback(remove_placement_group, self._placement)
+            self._ends = ends.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Last in, first out; each is tried whatever happened to the others.
-        with ExitStack() as cleanup:
-            if self._owns_ray:
-                cleanup.callback(ray.shutdown)
-            if self._meeting_file is not None:
-                cleanup.callback(self._meeting_file.unlink, missing_ok=True)
-            if self._placement is not None:
-                cleanup.callback(remove_placement_group, self._placement)
-            for group in (self._policy, self._engines):
-                if group is not None:
-                    cleanup.callback(group.stop)
+    def __exit__(self, *error: object) -> None:
+        self._ends.close()
 
     def metrics(self) -> dict[str, float | None]:
         """Return the metrics of the step: seconds in which sides moved on and off shared GPUs, which are part of the
@@ -227,7 +200,7 @@ class Cluster:
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
-        threads = policy_threads(self._config)
+        threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
@@ -250,6 +223,7 @@ class Cluster:
             step_timeout_s=config.step_timeout_s,
             turns=self._turns,
         )
+        self._ends.callback(self._policy.stop)
         return self._policy
 
     def spawn_engines(self, model_path: Path) -> EngineGroup:
@@ -272,11 +246,15 @@ class Cluster:
                 model_path=model_path.resolve(),
                 sleeps=takes_turns,
             )
+            # The type stubs know neither the argument nor the threads of its verbs.
+            actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]
             options = self._options(self._config.policy.num_workers + index, threads)
-            return spawn_worker(setup, **options)
+            worker: ActorHandle[Any] = actor.options(**options).remote(setup)
+            return worker
 
         nodes = self._nodes()[self._config.policy.num_workers :]
         self._engines = EngineGroup(spawn, nodes=nodes, config=config, turns=self._turns)
+        self._ends.callback(self._engines.stop)
         if takes_turns:
             self._turns.take(awake=self._engines)
         return self._engines
@@ -300,8 +278,9 @@ class Cluster:
         if self._config.cluster.address is not None:
             return f"tcp://{self._host()}:{secrets.choice(RENDEZVOUS_PORTS)}"
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._meeting_file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
-        return f"file://{self._meeting_file}"
+        file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
+        self._ends.callback(file.unlink, missing_ok=True)
+        return f"file://{file}"
 
     def _host(self) -> str:
         """Return the address at which other machines of the cluster reach the machine of rank 0."""

@@ -70,10 +70,7 @@ class PolicySetup:
 class PolicyInfo:
     """Facts that a rank reports about itself once the rank is ready."""
 
-    rank: int
     pid: int
-    num_parameters: int
-    """Parameters of the whole model."""
     device_bytes: int | None
     """Memory of the rank's GPU; None on a CPU."""
 
@@ -101,14 +98,17 @@ class PolicyWorker:
             timeout=timedelta(seconds=config.policy.step_timeout_s),
         )
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
-        model, num_parameters = self._load_model(mesh, trained=True)
+        model = self._load_model(mesh, trained=True)
         self._policy = Trainable(
             model, config.optim, name="policy", dtype=config.policy.dtype, offload=config.policy.offload
         )
         # The policy as the run starts with it.
         self._reference_on_host = HostCopy()
-        self._reference = self._load_model(mesh, trained=False)[0] if config.has_reference else None
-        self._critic = self._load_critic(mesh)
+        self._reference = self._load_model(mesh, trained=False) if config.has_reference else None
+        self._critic: Critic | None = None
+        if config.has_critic:
+            path = setup.critic_path or setup.model_path
+            self._critic = Critic(load_value_model(path, mesh, config, self._device), config)
         self._training = TrainingStep(
             config, self._policy, reference=self._reference, critic=self._critic, device=self._device
         )
@@ -119,23 +119,14 @@ class PolicyWorker:
         self._receivers: tuple[Receiver, ...] = ()
         self._sender: WeightSender | None = None
         return PolicyInfo(
-            rank=setup.rank,
             pid=os.getpid(),
-            num_parameters=num_parameters,
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
         )
 
-    def _load_critic(self, mesh: DeviceMesh) -> Critic | None:
-        if not self._config.has_critic:
-            return None
-        path = self._setup.critic_path or self._setup.model_path
-        return Critic(load_value_model(path, mesh, self._config, self._device), self._config)
-
-    def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> tuple[ScoringModel, int]:
-        """The model of the run, sharded, and its number of parameters; frozen if it is not `trained`."""
+    def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> ScoringModel:
+        """The model of the run, sharded; frozen if it is not `trained`."""
         policy = self._config.policy
         causal_lm = empty_causal_lm(self._setup.model_path)
-        num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
         model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
         model.requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
@@ -144,7 +135,7 @@ class PolicyWorker:
         on_host = policy.offload is Offload.parameters
         shard(model, causal_lm.get_decoder(), mesh, policy.dtype, on_host=on_host)
         load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
-        return model, num_parameters
+        return model
 
     def train(
         self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, dump_dir: Path | None = None
