@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import reduce
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,24 @@ class Stats:
     def merge(self, other: Self) -> Self:
         """The statistics of both, on the device."""
         return replace(self, sums=self.sums + other.sums, maxes=torch.maximum(self.maxes, other.maxes))
+
+
+class Mergeable(Protocol):
+    """Statistics that add up."""
+
+    def merge(self, other: Self) -> Self:
+        """The statistics of both."""
+        ...
+
+
+MergeableT = TypeVar("MergeableT", bound=Mergeable)
+
+
+def merged(parts: Sequence[MergeableT]) -> MergeableT:
+    """The statistics of all `parts`, merged in their order. Raises ValueError without a part."""
+    if not parts:
+        raise ValueError("statistics need at least one micro-batch, got none")
+    return reduce(lambda one, other: one.merge(other), parts)
 
 
 def mean_or_none(total: float, count: float) -> float | None:

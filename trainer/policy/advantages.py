@@ -22,6 +22,7 @@ from algorithms.correction import correct
 from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_penalty
 from algorithms.returns import Moments, gae, moments, token_rewards, whiten
+from algorithms.stats import merged
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 
@@ -63,7 +64,7 @@ def set_token_advantages(
     Raises:
         RuntimeError: `old_values`, or pi_old where the configuration needs it, are missing.
     """
-    unwhitened: Moments | None = None
+    parts: list[Moments] = []
     for micro in _micros(minis):
         if micro.old_values is None:
             raise RuntimeError("advantages of tokens need the values before the first update")
@@ -81,10 +82,8 @@ def set_token_advantages(
             gamma=config.advantage.gamma,
             gae_lambda=config.advantage.gae_lambda,
         )
-        part = moments(micro.advantages, _whitened_tokens(config, micro, micro.advantages))
-        unwhitened = part if unwhitened is None else unwhitened.merge(part)
-    if unwhitened is None:
-        raise RuntimeError("no micro-batch has advantages to set")
+        parts.append(moments(micro.advantages, _whitened_tokens(config, micro, micro.advantages)))
+    unwhitened = merged(parts)
     reduce(unwhitened.sums)
     for micro in _micros(minis):
         micro.advantages = whiten(

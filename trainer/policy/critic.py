@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from algorithms.aggregate import token_coefficients
 from algorithms.returns import Moments
+from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from rollout.hf.transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch
@@ -92,14 +93,12 @@ class Critic:
         """
         rate = self.trainable.set_learning_rate(step=step, num_steps=self._config.run.num_steps)
         parts = [self._optimizer_step(mini) for mini in minis]
-        stats = parts[0][0]
-        for other, _, _ in parts[1:]:
-            stats = stats.merge(other)
+        stats = merged([stats for stats, _, _ in parts])
         dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
         dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
         metrics = stats.metrics(optimizer_steps=len(parts))
         norms = [norm for _, norm, _ in parts if norm is not None]
-        metrics["critic/grad_norm"] = sum(norms) / len(norms) if norms else None
+        metrics["critic/grad_norm"] = mean_or_none(sum(norms), len(norms))
         metrics["critic/skipped_steps"] = float(sum(not taken for _, _, taken in parts))
         metrics["critic/lr"] = rate
         metrics["critic/advantage_mean"] = unwhitened.mean.item()
@@ -121,16 +120,14 @@ class Critic:
         The norm is None where float16 overflowed.
         """
         self.trainable.zero_grad()
-        stats: ValueStats | None = None
+        stats: list[ValueStats] = []
         for position, micro in enumerate(mini.micro_batches):
             part = micro_value_loss(self._config, micro, self.trainable.model(micro), mini=mini)
             self.trainable.backward(part.loss, last=position == len(mini.micro_batches) - 1)
-            stats = part.stats if stats is None else stats.merge(part.stats)
-        if stats is None:
-            raise RuntimeError("no micro-batch was trained on")
+            stats.append(part.stats)
         norm = self.trainable.gradient_norm(1.0)
         overflowed = self.trainable.overflowed(norm)
-        return stats, None if overflowed else norm, self.trainable.update(norm)
+        return merged(stats), None if overflowed else norm, self.trainable.update(norm)
 
 
 def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: RankMiniBatch) -> ValueLossOutput:

@@ -7,7 +7,6 @@ Statistics are given what `trainer/policy/step.py` computed, and compute nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from algorithms.kl import k3
 from algorithms.loss import LossStats
 from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
-from algorithms.stats import mean_or_none
+from algorithms.stats import mean_or_none, merged
 from algorithms.tokens import Tokens
 from trainer.batch.token_deltas import SampleKey, ScoredTokens, TokenDeltas
 from trainer.batch.train_batch import MicroBatch, StepSamples
@@ -45,33 +44,32 @@ class StepStats:
     """Statistics of a rollout step, summed over micro-batches here and over ranks in `metrics`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._loss: LossStats | None = None
-        self._step_loss: LossStats | None = None
-        self._mismatch: MismatchStats | None = None
+        self._losses: list[LossStats] = []
+        """Of each optimizer step."""
+        self._running: list[LossStats] = []
+        """Of each micro-batch of the running optimizer step."""
         self._factors: list[StepFactor] = []
         self._grad_norms: list[float] = []
         self.overflow_steps = 0
         """Optimizer steps whose gradient left the range of float16; their norm says nothing and is left out."""
-        self._histograms: MismatchHistograms | None = None
-        self._reference: ReferenceKLStats | None = None
+        self._mismatch: list[MismatchStats] = []
+        self._histograms: list[MismatchHistograms] = []
+        self._reference: list[ReferenceKLStats] = []
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
         self._tokens = ScoredTokens()
 
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
-        self._step_loss = stats if self._step_loss is None else self._step_loss.merge(stats)
+        self._running.append(stats)
 
     def end_step(self, factor: StepFactor, *, grad_norm: float | None, overflowed: bool = False) -> None:
         """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient.
 
         `grad_norm` is None where the policy does not learn.
         """
-        if self._step_loss is None:
-            raise RuntimeError("no micro-batch was trained on")
-        scaled = self._step_loss.scaled(policy=self._floor.new_tensor(factor.gradient))
-        self._loss = scaled if self._loss is None else self._loss.merge(scaled)
-        self._step_loss = None
+        self._losses.append(merged(self._running).scaled(policy=self._floor.new_tensor(factor.gradient)))
+        self._running = []
         self._factors.append(factor)
         if overflowed:
             self.overflow_steps += 1
@@ -88,18 +86,17 @@ class StepStats:
             lags=samples.lags[micro.sample_numbers],
             token_lags=micro.token_lags,
         )
-        mismatch = mismatch_stats(tokens, correction, context)
-        self._mismatch = mismatch if self._mismatch is None else self._mismatch.merge(mismatch)
-        histograms = mismatch_histograms(tokens)
-        self._histograms = histograms if self._histograms is None else self._histograms.merge(histograms)
+        self._mismatch.append(mismatch_stats(tokens, correction, context))
+        self._histograms.append(mismatch_histograms(tokens))
         means = tokens.mean(k3(tokens.delta))
         self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
         self._tokens.add(micro, tokens)
         if micro.ref_logprobs is not None and tokens.trainer_logprobs is not None:
-            reference = reference_kl_stats(
-                tokens.trainer_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
+            self._reference.append(
+                reference_kl_stats(
+                    tokens.trainer_logprobs, ref_logprobs=micro.ref_logprobs, response_mask=micro.response_mask
+                )
             )
-            self._reference = reference if self._reference is None else self._reference.merge(reference)
 
     def sample_k3(self) -> dict[SampleKey, float]:
         """K3 of every sample of this rank; reads the device."""
@@ -111,10 +108,9 @@ class StepStats:
 
     def histograms(self) -> HistogramArrays:
         """Reduce the histograms over ranks (a collective) and read them."""
-        if self._histograms is None:
-            raise RuntimeError("no micro-batch was trained on")
-        dist.all_reduce(self._histograms.sums, op=dist.ReduceOp.SUM)
-        return self._histograms.arrays()
+        histograms = merged(self._histograms)
+        dist.all_reduce(histograms.sums, op=dist.ReduceOp.SUM)
+        return histograms.arrays()
 
     def add_floor(self, delta: Tensor | None) -> None:
         """Add the head's rounding errors [F] of one micro-batch; None where they were not measured."""
@@ -123,60 +119,44 @@ class StepStats:
 
     def metrics(self) -> dict[str, float | None]:
         """Reduce over ranks (a collective) and turn sums into metrics."""
-        for sums in self._sums():
+        loss, mismatch = merged(self._losses), merged(self._mismatch)
+        reference = [merged(self._reference)] if self._reference else []
+        for sums in (loss.sums, mismatch.sums, self._floor, *(each.sums for each in reference)):
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
-        for maxes in self._maxes():
+        for maxes in (loss.maxes, mismatch.maxes):
             dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
-        _, mismatch = self._counted()
-        self._mismatch = replace(
+        mismatch = replace(
             mismatch,
             token_deltas=_of_all_ranks(mismatch.token_deltas),
             sequence_deltas=_of_all_ranks(mismatch.sequence_deltas),
         )
+        self._losses, self._mismatch, self._reference = [loss], [mismatch], reference
         return self.metrics_here()
 
     def take(self, other: StepStats) -> None:
         """Add what another rank counted in the same step: what `metrics` does where every rank is a process."""
-        (loss, mismatch), (other_loss, other_mismatch) = self._counted(), other._counted()
-        self._loss, self._mismatch = loss.merge(other_loss), mismatch.merge(other_mismatch)
+        self._losses = [merged(self._losses), merged(other._losses)]
+        self._mismatch = [merged(self._mismatch), merged(other._mismatch)]
+        self._reference = [merged(each) for each in (self._reference, other._reference) if each]
         self._floor += other._floor
-        if self._reference is not None and other._reference is not None:
-            self._reference = self._reference.merge(other._reference)
 
     def metrics_here(self) -> dict[str, float | None]:
         """Return the counts of this process as metrics, without asking other ranks. Reads the device."""
-        loss, mismatch = self._counted()
         floor_sum, floor_count = self._floor.tolist()
         num_steps = len(self._factors)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         num_tokens = sum(factor.num_tokens for factor in self._factors)
         return {
-            **mismatch.metrics(),
+            **merged(self._mismatch).metrics(),
             # Over all optimizer steps: in bypass the statistics above see the first one only.
             "mismatch/kept_frac": sum(factor.kept_tokens for factor in self._factors) / num_tokens,
-            **({} if self._reference is None else self._reference.metrics()),
+            **(merged(self._reference).metrics() if self._reference else {}),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
-            **loss.metrics(optimizer_steps=num_steps),
+            **merged(self._losses).metrics(optimizer_steps=num_steps),
             "optim/grad_norm": mean_or_none(sum(self._grad_norms), len(self._grad_norms)),
         }
-
-    def _counted(self) -> tuple[LossStats, MismatchStats]:
-        if self._loss is None or self._mismatch is None:
-            raise RuntimeError("no micro-batch was trained on")
-        return self._loss, self._mismatch
-
-    def _sums(self) -> Iterator[Tensor]:
-        """Yield the tensors that add up over ranks, in the same order on every rank."""
-        loss, mismatch = self._counted()
-        yield from (loss.sums, mismatch.sums, self._floor)
-        if self._reference is not None:
-            yield self._reference.sums
-
-    def _maxes(self) -> Iterator[Tensor]:
-        loss, mismatch = self._counted()
-        yield from (loss.maxes, mismatch.maxes)
 
 
 def _of_all_ranks(deltas: Tensor) -> Tensor:
