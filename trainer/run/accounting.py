@@ -86,6 +86,16 @@ class StepAccounting:
         self._config = config
         self._hardware = hardware
         self._impossible: set[str] = set()
+        rank, engine, ranks = hardware.policy, hardware.engine, config.policy.num_workers
+        self._policy_rates: Rates | None = None
+        """Of all ranks together."""
+        if rank is not None:
+            flops, copied = rank.flops(config.policy.dtype), rank.copy_bytes_per_s
+            self._policy_rates = Rates(flops=flops * ranks, bytes_per_s=copied * ranks)
+        self._engine_rates: Rates | None = None
+        """Of one engine."""
+        if engine is not None:
+            self._engine_rates = Rates(flops=engine.flops(config.rollout.dtype), bytes_per_s=engine.copy_bytes_per_s)
 
     @property
     def sequence_cost(self) -> SequenceCost:
@@ -125,38 +135,34 @@ class StepAccounting:
         report: TrainReport,
     ) -> dict[str, float | None]:
         """perf/* of the step whose phases took `times` (`time/<phase>_s`)."""
-        train_s, step_s = times.get("time/train_s") or 0.0, times.get("time/step_s") or 0.0
-        eval_s = times.get("time/eval_s") or 0.0
+
+        def seconds(phase: str) -> float:
+            return times.get(f"time/{phase}_s") or 0.0
+
+        train_s, step_s = seconds("train"), seconds("step")
         found: dict[str, float | None] = {
             "perf/train_tokens_per_s": batch.stats.num_tokens / train_s if train_s else None,
-            "perf/exposed_sync_frac": (times.get("time/sync_s") or 0.0) / step_s if step_s else None,
+            "perf/exposed_sync_frac": seconds("sync") / step_s if step_s else None,
         }
         trained = [
             Lengths(len(sample.token_ids) - sample.num_response_tokens, sample.num_response_tokens)
             for group in collected.groups
             for sample in group.samples
         ]
-        floors = {
-            **self._rollout_floor(collected.stats, found),
-            **self._train_floor(trained, report.num_optimizer_steps),
-        }
+        floors = self._rollout_floors(collected.stats, found) | self._train_floor(trained, report.num_optimizer_steps)
         for phase, floor_s in floors.items():
-            measured_s = times.get(f"time/{phase}_s") or 0.0
-            if phase == "rollout":
-                measured_s += collected.stats.hidden_s
-            found[f"perf/{phase}_floor_frac"] = self.fraction(phase, floor_s, measured_s)
+            hidden_s = collected.stats.hidden_s if phase == "rollout" else 0.0
+            found[f"perf/{phase}_floor_frac"] = self.fraction(phase, floor_s, seconds(phase) + hidden_s)
         if floors:
             least_s = sum(floors.values())
             if self._config.schedule.steps_ahead:
                 # Sampling may be hidden behind the rest, or the rest behind it.
                 rollout_s = floors.get("rollout", 0.0)
                 least_s = max(rollout_s, least_s - rollout_s)
-            found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - eval_s)
-        rank = self._policy_rates()
-        if self._hardware.shape is not None and rank is not None:
-            found["perf/mfu"] = self.fraction(
-                "MFU", training_flops(self._hardware.shape, trained) / rank.flops, train_s
-            )
+            found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - seconds("eval"))
+        if self._hardware.shape is not None and self._policy_rates is not None:
+            mfu_s = training_flops(self._hardware.shape, trained) / self._policy_rates.flops
+            found["perf/mfu"] = self.fraction("MFU", mfu_s, train_s)
         return found
 
     def memory(self, report: TrainReport, engines: EngineGroup) -> dict[str, float | None]:
@@ -187,23 +193,9 @@ class StepAccounting:
 
     # ---------------------------------------------------------------- floors of the phases
 
-    def _policy_rates(self) -> Rates | None:
-        """Return the rates of all ranks together."""
-        policy, ranks = self._hardware.policy, self._config.policy.num_workers
-        if policy is None:
-            return None
-        flops = policy.flops(self._config.policy.dtype)
-        return Rates(flops=flops * ranks, bytes_per_s=policy.copy_bytes_per_s * ranks)
-
-    def _engine_rates(self) -> Rates | None:
-        engine = self._hardware.engine
-        if engine is None:
-            return None
-        return Rates(flops=engine.flops(self._config.rollout.dtype), bytes_per_s=engine.copy_bytes_per_s)
-
     def _train_floor(self, trained: Sequence[Lengths], num_optimizer_steps: int) -> dict[str, float]:
         """Forward, backward, what else is scored, and the optimizer."""
-        shape, rates = self._hardware.shape, self._policy_rates()
+        shape, rates = self._hardware.shape, self._policy_rates
         if shape is None or rates is None:
             return {}
         has_critic = self._config.has_critic
@@ -219,13 +211,13 @@ class StepAccounting:
         update_s = optimizer_floor(shape.num_parameters, rates, cast_bytes=cast_bytes)
         return {"train": flops / rates.flops + num_optimizer_steps * update_s}
 
-    def _rollout_floor(self, stats: CollectStats, found: dict[str, float | None]) -> dict[str, float]:
+    def _rollout_floors(self, stats: CollectStats, found: dict[str, float | None]) -> dict[str, float]:
         """Rollout and weight sync; `found` gets what the replay says about the slots.
 
         Every round is replayed with the lengths that came back, on each engine those that it was given; engines run
         side by side, rounds one after the other. A prompt is read once per round and engine.
         """
-        shape, rates = self._hardware.shape, self._engine_rates()
+        shape, rates = self._hardware.shape, self._engine_rates
         if shape is None or rates is None:
             return {}
         config = self._config.rollout
