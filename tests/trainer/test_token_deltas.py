@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
+from algorithms.tokens import Tokens
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch
-from trainer.batch.token_deltas import MAX_TOKENS, ScoredTokens, choose, merge_ranks
+from trainer.batch.token_deltas import MAX_TOKENS, choose, merge_ranks, worst_and_others
+from trainer.batch.train_batch import MicroBatch
 from trainer.tracking.sample_tokens import TokenLog
 from trainer.tracking.tracker import sample_rows, select_rows
 
@@ -32,41 +34,39 @@ class Words:
         return f"<{token_ids[0]}>"
 
 
-def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> ScoredTokens:
+def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> list[tuple[MicroBatch, Tokens]]:
     """`samples` in one micro-batch, with log pi_old that is off by `deltas` at (sample, token)."""
     micro = micro_batch(samples, None, policy_version=None)
     old = micro.rollout_logprobs.clone()
     for (number, token), delta in deltas.items():
         old[int(micro.cu_seqlens[number]) + token] += delta
-    made = ScoredTokens()
-    made.add(micro, micro.tokens(old))
-    return made
+    return [(micro, micro.tokens(old))]
 
 
 def test_deltas_are_those_of_the_sample_and_its_sampled_tokens() -> None:
     samples = [make_sample(1, 0), make_sample(2, 0, tool=1)]
     tokens = scored(samples, {(0, 3): 0.25, (1, 4): -0.125})
-    found = tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=2)
+    found = worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=2)
     assert found[1, 0].deltas == pytest.approx([0.0, 0.25, 0.0])
     assert (found[1, 0].first, found[1, 0].token_ids) == (2, [102, 103, 104])
     assert found[2, 0].deltas == [0.0, 0.0, -0.125, None] and found[2, 0].rollout_logprobs[3] is None
-    assert list(tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=1)) == [(1, 0)], "the worst one"
-    assert tokens.worst_and_others({(1, 0): 1e-3, (2, 0): 1e-6}, count=0) == {}
+    assert list(worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=1)) == [(1, 0)], "the worst one"
+    assert worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=0) == {}
 
 
 def test_a_long_response_is_kept_around_its_worst_token() -> None:
     size = 4 * MAX_TOKENS
     tokens = scored([make_sample(1, 0, num_response=size)], {(0, 700): -2.0, (0, 10): 0.5})
-    found = tokens.worst_and_others({(1, 0): 1.0}, count=1)[1, 0]
+    found = worst_and_others(tokens, {(1, 0): 1.0}, count=1)[1, 0]
     assert len(found.deltas) == MAX_TOKENS and found.deltas[700 - found.first] == -2.0
     at_the_end = scored([make_sample(1, 0, num_response=size)], {(0, size + 1): -2.0})
-    found = at_the_end.worst_and_others({(1, 0): 1.0}, count=1)[1, 0]
+    found = worst_and_others(at_the_end, {(1, 0): 1.0}, count=1)[1, 0]
     assert (len(found.deltas), found.deltas[-1]) == (MAX_TOKENS, -2.0)
 
 
 def test_what_cannot_be_scored_is_none() -> None:
     tokens = scored([make_sample(1, 0)], {(0, 2): math.nan})
-    assert tokens.worst_and_others({(1, 0): 0.0}, count=1)[1, 0].deltas == [None, 0.0, 0.0]
+    assert worst_and_others(tokens, {(1, 0): 0.0}, count=1)[1, 0].deltas == [None, 0.0, 0.0]
 
 
 def test_half_are_the_worst_and_ranks_agree_on_them() -> None:
@@ -76,7 +76,7 @@ def test_half_are_the_worst_and_ranks_agree_on_them() -> None:
     assert chosen == choose(dict(reversed(k3.items())), count=5), "the same in every repetition"
     samples = {key: make_sample(*key) for key in k3}
     ranks = [
-        scored([samples[key] for key in half], {}).worst_and_others({key: k3[key] for key in half}, count=4)
+        worst_and_others(scored([samples[key] for key in half], {}), {key: k3[key] for key in half}, count=4)
         for half in (list(k3)[:10], list(k3)[10:])
     ]
     merged = merge_ranks(ranks, k3)
@@ -90,7 +90,7 @@ def test_rows_with_tokens_are_among_those_that_are_written() -> None:
         for p in range(4)
     ]
     k3 = {(sample.prompt_id, sample.sample_index): 1e-6 * number for number, sample in enumerate(samples)}
-    deltas = scored(samples, {(0, 3): 0.123456789}).worst_and_others(k3 | {(0, 0): 1.0, (1, 2): 0.5}, count=2)
+    deltas = worst_and_others(scored(samples, {(0, 3): 0.123456789}), k3 | {(0, 0): 1.0, (1, 2): 0.5}, count=2)
     log = TokenLog(deltas=deltas, tokenizer=Words())  # type: ignore[arg-type]
     rows = select_rows(sample_rows(groups, k3=k3, tokens=log), 4)
     with_tokens = {(row.prompt_id, row.sample_index): row.tokens for row in rows if row.tokens is not None}

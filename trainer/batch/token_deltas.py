@@ -38,25 +38,20 @@ class TokenDeltas:
     """[M] log pi_old - log mu, nats; None as in `rollout_logprobs`."""
 
 
-class ScoredTokens:
-    """The micro-batches of a rollout step with the log-probs from which their mismatch was measured."""
+def worst_and_others(
+    scored: Iterable[tuple[MicroBatch, Tokens]], sample_k3: Mapping[SampleKey, float], *, count: int
+) -> dict[SampleKey, TokenDeltas]:
+    """The tokens of at most `count` of the `scored` samples, picked by `choose`; reads the device.
 
-    def __init__(self) -> None:
-        self._scored: list[tuple[MicroBatch, Tokens]] = []
-
-    def add(self, micro: MicroBatch, tokens: Tokens) -> None:
-        """Keep a micro-batch and its `tokens`, whose trainer_logprobs are log pi_old; no tensor is copied."""
-        self._scored.append((micro, tokens))
-
-    def worst_and_others(self, sample_k3: Mapping[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
-        """The tokens of at most `count` samples of this rank, picked by `choose`; reads the device."""
-        wanted = set(choose(sample_k3, count=count))
-        return {
-            key: _tokens_of(micro, tokens, number)
-            for micro, tokens in self._scored
-            for number, key in enumerate(micro.sample_keys)
-            if key in wanted
-        }
+    The trainer_logprobs of the Tokens are log pi_old.
+    """
+    wanted = set(choose(sample_k3, count=count))
+    return {
+        key: _tokens_of(micro, tokens, number)
+        for micro, tokens in scored
+        for number, key in enumerate(micro.sample_keys)
+        if key in wanted
+    }
 
 
 def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKey]:

@@ -39,8 +39,8 @@ class HostCopy:
         return bool(self._moved)
 
     @torch.no_grad()
-    def take(self, tensors: Iterable[Tensor], *, device: torch.device) -> int:
-        """Move those of `tensors` that lie on `device` to the host; bytes moved. Raises RuntimeError if it holds some.
+    def take(self, tensors: Iterable[Tensor], *, device: torch.device) -> None:
+        """Move those of `tensors` that lie on `device` to the host. Raises RuntimeError if it holds some already.
 
         Their memory is free afterwards; whoever reads them before `give_back` reads an empty storage.
         """
@@ -60,17 +60,15 @@ class HostCopy:
         for source in found.values():
             source.untyped_storage().resize_(0)
         self._moved = found
-        return sum(self._buffers[key].numel() for key in found)
 
     @torch.no_grad()
-    def give_back(self, *, device: torch.device) -> int:
-        """Fill the storages again; bytes moved, 0 if nothing was on the host."""
+    def give_back(self, *, device: torch.device) -> None:
+        """Fill the storages again; does nothing if nothing is on the host."""
         for key, target in self._moved.items():
             target.untyped_storage().resize_(self._buffers[key].numel())
             target.copy_(self._buffers[key], non_blocking=True)
         _wait(device)
-        moved, self._moved = self._moved, {}
-        return sum(self._buffers[key].numel() for key in moved)
+        self._moved = {}
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """`tensor` itself, or, while its bytes are here, the same tensor on the host: for a checkpoint."""

@@ -23,7 +23,7 @@ from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none, merged
 from algorithms.tokens import Tokens
-from trainer.batch.token_deltas import SampleKey, ScoredTokens, TokenDeltas
+from trainer.batch.token_deltas import SampleKey, TokenDeltas, worst_and_others
 from trainer.batch.train_batch import MicroBatch, StepSamples
 
 
@@ -56,8 +56,8 @@ class StepStats:
         self._histograms: list[MismatchHistograms] = []
         self._reference: list[ReferenceKLStats] = []
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
-        self._samples: list[tuple[list[tuple[int, int]], Tensor]] = []
-        self._tokens = ScoredTokens()
+        self._scored: list[tuple[MicroBatch, Tokens]] = []
+        """The measured micro-batches with the log-probs that they were measured from."""
 
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
@@ -77,10 +77,7 @@ class StepStats:
             self._grad_norms.append(grad_norm)
 
     def add_mismatch(self, micro: MicroBatch, tokens: Tokens, correction: Correction, samples: StepSamples) -> None:
-        """Add the mismatch of a micro-batch, the mean K3 of each of its sequences, and the distance from the reference.
-
-        Nothing is read from the device.
-        """
+        """Add the mismatch of a micro-batch, and the distance from the reference. Nothing is read from the device."""
         context = StepContext(
             rewards=samples.rewards[micro.sample_numbers],
             lags=samples.lags[micro.sample_numbers],
@@ -88,9 +85,7 @@ class StepStats:
         )
         self._mismatch.append(mismatch_stats(tokens, correction, context))
         self._histograms.append(mismatch_histograms(tokens))
-        means = tokens.mean(k3(tokens.delta))
-        self._samples.append((micro.sample_keys, means[: len(micro.sample_keys)]))
-        self._tokens.add(micro, tokens)
+        self._scored.append((micro, tokens))
         if micro.ref_logprobs is not None and tokens.trainer_logprobs is not None:
             self._reference.append(
                 reference_kl_stats(
@@ -99,12 +94,17 @@ class StepStats:
             )
 
     def sample_k3(self) -> dict[SampleKey, float]:
-        """K3 of every sample of this rank; reads the device."""
-        return {key: value for keys, means in self._samples for key, value in zip(keys, means.tolist(), strict=True)}
+        """K3 of every sample of this rank, its mean over the response; reads the device."""
+        # An empty micro-batch has no key, and one masked token with a mean.
+        return {
+            key: mean
+            for micro, tokens in self._scored
+            for key, mean in zip(micro.sample_keys, tokens.mean(k3(tokens.delta)).tolist(), strict=False)
+        }
 
     def token_deltas(self, sample_k3: dict[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
         """The tokens of at most `count` samples of this rank, the worst and some others; reads the device."""
-        return self._tokens.worst_and_others(sample_k3, count=count)
+        return worst_and_others(self._scored, sample_k3, count=count)
 
     def histograms(self) -> HistogramArrays:
         """Reduce the histograms over ranks (a collective) and read them."""
