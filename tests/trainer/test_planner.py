@@ -152,7 +152,7 @@ def test_a_heavy_tail_is_balanced_better_than_by_tokens(num_ranks: int) -> None:
     tokens_only = SequenceCost(per_token=1.0, per_cell=1e-12)
     by_tokens = imbalance(plan(lengths, cap=cap, num_ranks=num_ranks, cost=tokens_only), lengths, DEFAULT_COST)
     by_cost = imbalance(plan(lengths, cap=cap, num_ranks=num_ranks), lengths, DEFAULT_COST)
-    assert by_tokens > 0.01
+    assert by_tokens > 0.005
     assert by_cost < 0.1 * by_tokens
 
 

@@ -156,7 +156,7 @@ def _capture_rng(device: torch.device) -> RngState:
     name, words, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": [name, words.tolist(), *rest],
+        "numpy": [name, np.asarray(words).tolist(), *rest],
         "torch": _to_text(torch.get_rng_state()),
         "cuda": _to_text(torch.cuda.get_rng_state(device)) if device.type == "cuda" else None,
     }
