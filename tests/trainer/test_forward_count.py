@@ -54,6 +54,8 @@ COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
     "denominator of what is kept": (MISConfig(rejected_denominator=RejectedDenominator.drop), 3, 4),
 }
 """Correction, forward equivalents per token with one optimizer step per rollout, and with more."""
+HARDLY = OptimConfig(lr=1e-12)
+"""The policy hardly moves: all tests share it."""
 
 
 class Counter:
@@ -89,7 +91,7 @@ class Counter:
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counter]:
     model_path = save_policy(tmp_path_factory.mktemp("model"))
-    config = replace(make_config(model_path, num_workers=1), reference=ReferenceKLConfig(coef=0.1))
+    config = replace(make_config(model_path, num_workers=1), reference=ReferenceKLConfig(coef=0.1), optim=HARDLY)
     with lone_worker(config, model_path) as worker:
         yield Counter(worker)
 
@@ -111,11 +113,7 @@ def counted(config: TrainConfig, counter: Counter) -> tuple[float, float]:
 
 
 def config_of(correction: CorrectionConfig, num_steps: int) -> TrainConfig:
-    """The policy hardly moves: all tests share it."""
-    config = make_config(
-        Path("loaded already"), num_workers=1, correction=correction, mini_batch_prompts=4 // num_steps
-    )
-    return replace(config, optim=OptimConfig(lr=1e-12))
+    return make_config(Path("loaded already"), num_workers=1, correction=correction, mini_batch_prompts=4 // num_steps)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4])
