@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 
 WORDS = (
     *QUICK, "batch.prompts_per_step=4", "batch.group_size=4", "policy.num_workers=1", "rollout=torch",
-    "eval.max_prompts=4", "checkpoint.every=100", "guard=mismatch", "guard.k3.steps=2",
+    "eval.max_prompts=4", "checkpoint.every=100", "guard=mismatch", "guard.steps=2",
 )  # fmt: skip
-ANY_MISMATCH_IS_BAD = "guard.k3.trip=1e-12"
-NO_MISMATCH_IS_BAD = "guard.k3.trip=10"
+ANY_MISMATCH_IS_BAD = "guard.max_k3=1e-12"
+NO_MISMATCH_IS_BAD = "guard.max_k3=10"
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:

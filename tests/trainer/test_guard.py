@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from algorithms.config import ConfigError
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig
-from trainer.config.guard import (
-    Action,
-    ESSThresholdConfig,
-    K3ThresholdConfig,
-    KHatThresholdConfig,
-    MismatchGuardConfig,
-)
+from trainer.config.guard import Action, MismatchGuardConfig
 from trainer.config.recording import CheckpointConfig
 from trainer.config.train import TrainConfig
 from trainer.run.guard import MismatchGuard, Row, build_guard
@@ -34,9 +28,7 @@ EXAMPLES = settings(max_examples=60)
 guards = st.builds(
     MismatchGuardConfig,
     highest=st.sampled_from(Action),
-    k3=st.builds(K3ThresholdConfig, steps=st.integers(1, 4)),
-    ess=st.builds(ESSThresholdConfig, steps=st.integers(1, 4)),
-    khat=st.builds(KHatThresholdConfig, steps=st.integers(1, 4)),
+    steps=st.integers(1, 4),
 )
 rows = st.lists(
     st.fixed_dictionaries(
@@ -74,10 +66,10 @@ def test_the_guard_acts_once_when_a_number_has_been_bad_in_as_many_steps_in_a_ro
     in_a_row = 0
     for (level, bad, severities), row in zip(judged(MismatchGuard(config), only_k3), only_k3, strict=True):
         k3 = row["mismatch/k3"]
-        was_bad = in_a_row >= config.k3.steps
+        was_bad = in_a_row >= config.steps
         if k3 is not None:
             in_a_row = in_a_row + 1 if k3 > 1e-2 else 0
-        is_bad = in_a_row >= config.k3.steps
+        is_bad = in_a_row >= config.steps
         acts = is_bad and not was_bad
         assert (level, bad) == (strongest if acts else float(is_bad), float(is_bad))
         assert severities == (
@@ -117,23 +109,21 @@ def test_a_row_of_bad_steps_that_is_broken_begins_anew() -> None:
     assert levels(config, [BAD, UNKNOWN, BAD, UNKNOWN, BAD, BAD, GOOD]) == [0, 0, 0, 0, 1, 1, 0]
 
 
-def test_each_number_has_its_direction_and_its_steps() -> None:
-    config = MismatchGuardConfig(
-        k3=K3ThresholdConfig(steps=2), ess=ESSThresholdConfig(steps=1), khat=KHatThresholdConfig(steps=3)
-    )
+def test_each_number_has_its_direction_and_its_own_row() -> None:
+    config = MismatchGuardConfig(steps=2)
     low_ess = GOOD | {"mismatch/ess/raw_token": 0.2}
     heavy = GOOD | {"mismatch/ess/raw_token": 0.6, "mismatch/khat/token": 0.8}
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [low_ess, heavy, heavy, heavy])] == [1, 0, 0, 1]
+    assert [bad for _, bad, _ in judged(MismatchGuard(config), [low_ess, low_ess, heavy, heavy])] == [0, 1, 0, 1]
     both = low_ess | BAD | {"mismatch/ess/raw_token": 0.2}
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [both, both])] == [1, 2]
+    assert [bad for _, bad, _ in judged(MismatchGuard(config), [low_ess, both, both])] == [0, 1, 2]
     # Where the weights have no tail that matters k-hat is not measured: that ends the row.
-    assert [bad for _, bad, _ in judged(MismatchGuard(config), [heavy, heavy, GOOD, heavy])] == [0, 0, 0, 0]
+    assert [bad for _, bad, _ in judged(MismatchGuard(config), [heavy, GOOD, heavy])] == [0, 0, 0]
 
 
 def test_a_number_that_is_no_longer_watched_is_forgotten() -> None:
     before = MismatchGuard(MismatchGuardConfig())
     judged(before, [BAD] * 5)
-    after = MismatchGuard(MismatchGuardConfig(k3=K3ThresholdConfig(trip=None)))
+    after = MismatchGuard(MismatchGuardConfig(max_k3=None))
     after.load_state_dict(before.state_dict() or {})
     assert judged(after, [BAD]) == [(0, 0, "")]
 
@@ -143,13 +133,13 @@ def make_config(**changes: Any) -> TrainConfig:
 
 
 def test_what_is_told() -> None:
-    config = MismatchGuardConfig(highest=Action.stop, k3=K3ThresholdConfig(steps=2))
+    config = MismatchGuardConfig(highest=Action.stop, steps=2)
     guard = build_guard(make_config(guard=config, checkpoint=CheckpointConfig(every=10)))
     assert guard.observe(1, BAD)[1] == []
     [event] = guard.observe(2, BAD)[1]
     assert (event.step, event.kind, event.severity) == (2, "guard", Severity.error)
     assert event.text == "guard: k3 is 0.5 (bad above 0.01 for 2 steps in a row): the run is saved and ended"
-    mild = MismatchGuard(MismatchGuardConfig(ess=ESSThresholdConfig(steps=1)))
+    mild = MismatchGuard(MismatchGuardConfig(steps=1))
     [event] = mild.observe(1, GOOD | {"mismatch/ess/raw_token": 0.1})[1]
     assert (event.severity, event.text) == (Severity.warn, "guard: ess is 0.1 (bad below 0.3 for 1 step in a row)")
     [event] = mild.observe(2, GOOD)[1]
@@ -175,13 +165,11 @@ def test_what_the_config_forbids() -> None:
             make_config(guard=MismatchGuardConfig(highest=highest))
         make_config(guard=MismatchGuardConfig(highest=highest), checkpoint=CheckpointConfig(every=10))
     make_config(guard=MismatchGuardConfig())
-    with pytest.raises(ConfigError, match="trip must be > 0"):
-        K3ThresholdConfig(trip=0.0)
-    with pytest.raises(ConfigError, match=r"trip must lie in \(0, 1\) or be null: it is a fraction"):
-        ESSThresholdConfig(trip=1.5)
+    with pytest.raises(ConfigError, match="max_k3 must be > 0"):
+        MismatchGuardConfig(max_k3=0.0)
+    with pytest.raises(ConfigError, match=r"min_ess must lie in \(0, 1\) or be null: it is a fraction"):
+        MismatchGuardConfig(min_ess=1.5)
     with pytest.raises(ConfigError, match="steps must be >= 1"):
-        KHatThresholdConfig(steps=0)
+        MismatchGuardConfig(steps=0)
     with pytest.raises(ConfigError, match="nothing is watched"):
-        MismatchGuardConfig(
-            k3=K3ThresholdConfig(trip=None), ess=ESSThresholdConfig(trip=None), khat=KHatThresholdConfig(trip=None)
-        )
+        MismatchGuardConfig(max_k3=None, min_ess=None, max_khat=None)

@@ -1,4 +1,4 @@
-"""Configuration of the guard: the watched metrics, their thresholds, and the strongest allowed action.
+"""Configuration of the guard: the bounds of the watched metrics, and the strongest allowed action.
 
 `guard=none` is the default; `guard=mismatch` chooses the guard of docs/guard.md. Imports no torch, no Ray.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,50 +26,6 @@ class Action(Enum):
     """Save a checkpoint."""
     stop = "stop"
     """End the run with exit code 3."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ThresholdConfig(Checked):
-    """Threshold of one watched metric: the bound, and the number of steps beyond it."""
-
-    worse: ClassVar[int] = 1
-    """1 if larger values are worse, -1 if smaller values are worse."""
-    trip: float | None = ruled(None, above(0))
-    """Bound on the metric; a step with a worse value is bad; null: the metric is not watched."""
-    steps: int = ruled(3, at_least(1))
-    """Number of consecutive bad steps after which the guard acts."""
-
-    def is_bad(self, value: float) -> bool:
-        """Return True if `value` lies beyond `trip`."""
-        return self.trip is not None and self.worse * (value - self.trip) > 0
-
-
-@dataclass(kw_only=True, slots=True)
-class K3ThresholdConfig(ThresholdConfig):
-    """Threshold of mismatch/k3, nats per token. Healthy: 1e-5 to 1e-3 (dense models), 1e-3 to 1e-1 (mixtures)."""
-
-    trip: float | None = ruled(1e-2, above(0))
-    """Upper bound of K3, nats per token; a step above the bound is bad; null: K3 is not watched. Mixtures of experts:
-    1e-1 or more."""
-
-
-@dataclass(kw_only=True, slots=True)
-class ESSThresholdConfig(ThresholdConfig):
-    """Threshold of mismatch/ess/raw_token, the effective share of the tokens before any bound."""
-
-    worse: ClassVar[int] = -1
-    trip: float | None = ruled(0.3, within(0, 1, "()", because="it is a fraction of the tokens"))
-    """Lower bound of the ESS, a fraction of the tokens; a step below the bound is bad; null: the ESS is not watched.
-    verl's documents warn at 0.3."""
-
-
-@dataclass(kw_only=True, slots=True)
-class KHatThresholdConfig(ThresholdConfig):
-    """Threshold of mismatch/khat/token, the shape of the tail of the weights (arXiv:1507.02646)."""
-
-    trip: float | None = ruled(0.7, above(0))
-    """Upper bound of k-hat, no unit; a step above the bound is bad, because averages with such weights are not
-    reliable; null: k-hat is not watched."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,14 +49,22 @@ class MismatchGuardConfig(GuardConfig):
     kind: ClassVar[str] = "mismatch"
     highest: Action = Action.warn
     """Strongest action of the guard; save and stop need checkpoint.every."""
-    k3: K3ThresholdConfig = field(default_factory=K3ThresholdConfig)
-    ess: ESSThresholdConfig = field(default_factory=ESSThresholdConfig)
-    khat: KHatThresholdConfig = field(default_factory=KHatThresholdConfig)
+    steps: int = ruled(3, at_least(1))
+    """Number of consecutive bad steps after which the guard acts; a step is bad if it lies beyond a bound below."""
+    max_k3: float | None = ruled(1e-2, above(0))
+    """Upper bound of mismatch/k3, nats per token; null: K3 is not watched. Healthy: 1e-5 to 1e-3 (dense models), 1e-3
+    to 1e-1 (mixtures of experts, which need a bound of 1e-1 or more)."""
+    min_ess: float | None = ruled(0.3, within(0, 1, "()", because="it is a fraction of the tokens"))
+    """Lower bound of mismatch/ess/raw_token, the effective fraction of the tokens before any bound; null: the ESS is
+    not watched. verl's documents warn at 0.3."""
+    max_khat: float | None = ruled(0.7, above(0))
+    """Upper bound of mismatch/khat/token, the shape of the tail of the weights (arXiv:1507.02646), no unit; averages
+    with a heavier tail are not reliable; null: k-hat is not watched."""
 
     def conflicts(self) -> Iterator[Problem]:
-        if all(threshold.trip is None for threshold in (self.k3, self.ess, self.khat)):
+        if self.max_k3 is None and self.min_ess is None and self.max_khat is None:
             remedy = "Set it, or use guard=none."
-            yield Problem(key="k3.trip", rule="must be set: nothing is watched", value=None, remedy=remedy)
+            yield Problem(key="max_k3", rule="must be set: nothing is watched", value=None, remedy=remedy)
 
 
 def guard_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -1,10 +1,10 @@
 """The guard of a run: watches numbers of every step, warns, saves and stops. Used by `trainer/run/loop.py`.
 
-A number is bad after `steps` steps in a row beyond its `trip`, and good again after one step that is not. An unknown
-number (null) neither counts nor interrupts a row. When a number becomes bad the guard acts once:
+A number is bad after guard.steps steps in a row beyond its bound, and good again after one step within the bound. An
+unknown number (null) neither counts nor interrupts a row. When a number becomes bad the guard acts once:
 
-    guard/level   what was done after this step: 0 nothing, 1 warn, 2 save, 3 stop
-    guard/bad     how many watched numbers are bad after this step
+    guard/level   action after this step: 0 nothing, 1 warn, 2 save, 3 stop
+    guard/bad     number of watched numbers that are bad after this step
 
 The training itself is never changed. No clock, no randomness: two runs with the same metrics are judged alike.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from algorithms.config.spec import HARMLESS_ESS
-from trainer.config.guard import Action, MismatchGuardConfig, ThresholdConfig
+from trainer.config.guard import Action, MismatchGuardConfig
 from trainer.config.train import TrainConfig
 from trainer.rundir.events import Event, Severity
 from trainer.rundir.wording import counted
@@ -50,15 +50,15 @@ class Reading(NamedTuple):
     """One watched number of a step."""
 
     name: str
-    threshold: ThresholdConfig
     value: float | None
     """None: not known in this step."""
+    bound: float
+    is_upper: bool
+    """True if the number is bad above the bound, False if the number is bad below the bound."""
 
-    def __str__(self) -> str:
-        value = "unknown" if self.value is None else format(self.value, ".2g")
-        side = "above" if self.threshold.worse > 0 else "below"
-        rule = f"{side} {self.threshold.trip:g} for {counted(self.threshold.steps, 'step')} in a row"
-        return f"{self.name} is {value} (bad {rule})"
+    @property
+    def is_beyond(self) -> bool:
+        return self.value is not None and (self.value > self.bound if self.is_upper else self.value < self.bound)
 
 
 class MismatchGuard(Guard):
@@ -72,9 +72,9 @@ class MismatchGuard(Guard):
     def observe(self, step: int, row: Row) -> tuple[dict[str, float | None], list[Event]]:
         found = readings(self._config, row)
         before = {reading.name for reading in found if self._is_bad(reading)}
-        for name, threshold, value in found:
-            if value is not None:
-                self._bad_steps[name] = self._bad_steps.get(name, 0) + 1 if threshold.is_bad(value) else 0
+        for reading in found:
+            if reading.value is not None:
+                self._bad_steps[reading.name] = self._bad_steps.get(reading.name, 0) + 1 if reading.is_beyond else 0
         bad = [reading for reading in found if self._is_bad(reading)]
         new = [reading for reading in bad if reading.name not in before]
         over = before - {reading.name for reading in bad}
@@ -87,13 +87,19 @@ class MismatchGuard(Guard):
             for name in sorted(over)
         ]
         if new:
-            text = f"guard: {' and '.join(map(str, new))}{SAID[self._config.highest]}"
+            text = f"guard: {' and '.join(map(self._told, new))}{SAID[self._config.highest]}"
             severity = Severity.error if self.stops else Severity.warn
             events.append(Event(step=step, kind="guard", severity=severity, text=text))
         return {"guard/level": float(level), "guard/bad": float(len(bad))}, events
 
     def _is_bad(self, reading: Reading) -> bool:
-        return self._bad_steps.get(reading.name, 0) >= reading.threshold.steps
+        return self._bad_steps.get(reading.name, 0) >= self._config.steps
+
+    def _told(self, reading: Reading) -> str:
+        """One number with its rule, for a message."""
+        value = "unknown" if reading.value is None else format(reading.value, ".2g")
+        rule = f"{'above' if reading.is_upper else 'below'} {reading.bound:g} for {counted(self._config.steps, 'step')}"
+        return f"{reading.name} is {value} (bad {rule} in a row)"
 
     def state_dict(self) -> dict[str, Any] | None:
         return {"bad_steps": dict(self._bad_steps)}
@@ -110,12 +116,12 @@ def readings(config: MismatchGuardConfig, row: Row) -> list[Reading]:
     ess, khat = row.get("mismatch/ess/raw_token"), row.get("mismatch/khat/token")
     if khat is None and ess is not None and ess > HARMLESS_ESS:
         khat = 0.0  # not measured because the weights have no tail that matters: known to be good
-    found = (
-        Reading("k3", config.k3, row.get("mismatch/k3")),
-        Reading("ess", config.ess, ess),
-        Reading("khat", config.khat, khat),
+    numbers = (
+        ("k3", row.get("mismatch/k3"), config.max_k3, True),
+        ("ess", ess, config.min_ess, False),
+        ("khat", khat, config.max_khat, True),
     )
-    return [reading for reading in found if reading.threshold.trip is not None]
+    return [Reading(name, value, bound, is_upper) for name, value, bound, is_upper in numbers if bound is not None]
 
 
 def build_guard(config: TrainConfig) -> Guard:
