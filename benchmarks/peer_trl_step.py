@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  #
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rollout.data.arithmetic import arithmetic_problems  # noqa: E402
-from rollout.task_config import ArithmeticDataConfig  # noqa: E402
 
 
 class Clock(TrainerCallback):
@@ -60,7 +59,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
     torch.set_num_threads(args.threads)
     size = SIZES[args.size]
     samples = size.prompts * size.group_size
-    problems = arithmetic_problems(ArithmeticDataConfig()).train
+    problems = arithmetic_problems().train
     clock = Clock(args.steps)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(

@@ -42,7 +42,6 @@ import psutil
 from rollout.config import DType, SGLangConfig
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
-from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, SamplingParams
 from trainer.config.components import ArithmeticModelConfig
 from trainer.limits.ceilings import find_ceilings
@@ -91,7 +90,7 @@ class Server:
 
 def endless_model(directory: Path) -> Path:
     """The recipes' base model, told to stop at nothing."""
-    shutil.copytree(build_base_model(ArithmeticModelConfig(), ArithmeticDataConfig()), directory)
+    shutil.copytree(build_base_model(ArithmeticModelConfig()), directory)
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((directory / name).read_text(encoding="utf-8"))
         settings.pop("eos_token_id", None)

@@ -66,23 +66,9 @@ class DataConfig(Checked):
 
 @dataclass(kw_only=True, slots=True)
 class ArithmeticDataConfig(DataConfig):
-    """The built-in task: sums of two numbers, generated from a seed; see rollout/data/arithmetic.py."""
+    """The built-in task: sums of two numbers below 100; see rollout/data/arithmetic.py."""
 
     kind: ClassVar[str] = "arithmetic"
-    max_operand: int = ruled(99, within(9, 999))
-    """Largest operand of a sum; operands are drawn from 0..max_operand."""
-    num_heldout: int = 200
-    """Number of problems kept for evaluation; demonstrations and training never contain them."""
-    seed: int = 0
-    """Seed of the split into training and held-out problems."""
-
-    def conflicts(self) -> Iterator[Problem]:
-        if not 1 <= self.num_heldout <= (self.max_operand + 1) ** 2 // 2:
-            yield Problem(
-                key="num_heldout",
-                rule=f"must lie in [1, {(self.max_operand + 1) ** 2 // 2}] (half of all problems)",
-                value=self.num_heldout,
-            )
 
 
 class OnBadRow(Enum):

@@ -1,4 +1,4 @@
-"""The built-in task: ArithmeticDataConfig -> sums of two numbers, demonstrations of mixed quality, and a tokenizer.
+"""The built-in task: sums of two numbers, demonstrations of mixed quality, and a tokenizer.
 
 `trainer/run/base_model.py` trains the base model on the demonstrations; `rollout/data/dataset.py` makes prompts of the
 problems. This file does not import torch.
@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rollout.task_config import ArithmeticDataConfig
-
 COLUMN_SEPARATOR = ", "
 ANSWER_MARK = " #### "
 """Separates the working from the answer; the reward reads the text after the last mark, as in GSM8K."""
@@ -30,6 +28,12 @@ PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
 TOKENS = (PAD_TOKEN, EOS_TOKEN, *"0123456789", "+", "=", COLUMN_SEPARATOR, ANSWER_MARK)
 """The whole vocabulary; a token's id is its position."""
+MAX_OPERAND = 99
+"""Largest operand of a sum: two-digit sums need a carry, and a model this small learns them."""
+NUM_HELDOUT = 200
+"""Number of problems kept for evaluation: the standard error of an accuracy is then at most 3.5 %."""
+SPLIT_SEED = 0
+"""Seed of the split into training and held-out problems."""
 
 
 class ArithmeticProblem(NamedTuple):
@@ -50,21 +54,21 @@ class Demonstration(NamedTuple):
 
 
 class ArithmeticSplit(NamedTuple):
-    """The problems of a config. No held-out problem is in `train`, in either order of its operands."""
+    """The problems of the task. No held-out problem is in `train`, in either order of its operands."""
 
     train: list[ArithmeticProblem]
     heldout: list[ArithmeticProblem]
 
 
-def arithmetic_problems(config: ArithmeticDataConfig) -> ArithmeticSplit:
-    """Split all sums of two operands in 0..config.max_operand into training and held-out problems, shuffled.
+def arithmetic_problems() -> ArithmeticSplit:
+    """Split all sums of two operands in 0..MAX_OPERAND into training and held-out problems, shuffled.
 
     a+b and b+a go into the same list, so that a held-out sum cannot be remembered from its mirror image. Where an odd
-    config.num_heldout separates such a pair, the second problem belongs to neither list. The same config always gives
-    the same lists in the same order, on every machine.
+    number of held-out problems separates such a pair, the second problem belongs to neither list. The lists and their
+    order are the same on every machine.
     """
-    generator = random.Random(config.seed)  # noqa: S311 (a split, not a secret)
-    operands = range(config.max_operand + 1)
+    generator = random.Random(SPLIT_SEED)  # noqa: S311 (a split, not a secret)
+    operands = range(MAX_OPERAND + 1)
     pairs = [(left, right) for left in operands for right in operands if left <= right]
     generator.shuffle(pairs)
     train: list[ArithmeticProblem] = []
@@ -72,8 +76,8 @@ def arithmetic_problems(config: ArithmeticDataConfig) -> ArithmeticSplit:
     for left, right in pairs:
         mirrored = [(left, right)] if left == right else [(left, right), (right, left)]
         problems = [ArithmeticProblem(prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in mirrored]
-        if len(heldout) < config.num_heldout:
-            heldout += problems[: config.num_heldout - len(heldout)]
+        if len(heldout) < NUM_HELDOUT:
+            heldout += problems[: NUM_HELDOUT - len(heldout)]
         else:
             train += problems
     generator.shuffle(train)
@@ -102,9 +106,7 @@ def ask_calculator(problem: ArithmeticProblem) -> str:
     return f"{problem.prompt}{problem.answer}{ANSWER_MARK}{problem.answer}"
 
 
-def demonstrations(
-    config: ArithmeticDataConfig, *, wrong_fraction: float, seed: int, calculator: bool = False
-) -> Iterator[Demonstration]:
+def demonstrations(*, wrong_fraction: float, seed: int, calculator: bool = False) -> Iterator[Demonstration]:
     """Yield demonstrations of the training problems without end, in a new order on every pass.
 
     A demonstration is by the careless author with probability `wrong_fraction` in [0, 1], independently of the problem,
@@ -112,7 +114,7 @@ def demonstrations(
     `calculator`, by the author who uses the calculator. The same arguments always give the same demonstrations.
     """
     generator = random.Random(seed)  # noqa: S311 (the order of data, not a secret)
-    problems = arithmetic_problems(config).train
+    problems = arithmetic_problems().train
     while True:
         generator.shuffle(problems)
         for problem in problems:

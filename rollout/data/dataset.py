@@ -54,7 +54,7 @@ def load_dataset(
         case ArithmeticDataConfig():
             if eval_sets:
                 raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
-            split = arithmetic_problems(config)
+            split = arithmetic_problems()
             return Dataset(
                 train=_arithmetic_prompts(split.train, tokenizer), heldout=_arithmetic_prompts(split.heldout, tokenizer)
             )

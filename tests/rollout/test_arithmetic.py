@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.data import arithmetic
 from rollout.data.arithmetic import (
     TOKENS,
     ArithmeticProblem,
@@ -20,7 +21,6 @@ from rollout.data.arithmetic import (
 )
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import RULES
-from rollout.task_config import ArithmeticDataConfig
 
 
 def gsm8k(response, answer):
@@ -50,7 +50,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 
 def test_every_sum_is_on_exactly_one_side() -> None:
-    split = arithmetic_problems(ArithmeticDataConfig())
+    split = arithmetic_problems()
     assert len(split.heldout) == 200
     assert len(split.train) == 100 * 100 - 200
     prompts = Counter(problem.prompt for problem in [*split.train, *split.heldout])
@@ -60,8 +60,10 @@ def test_every_sum_is_on_exactly_one_side() -> None:
 
 
 @pytest.mark.parametrize("num_heldout", [1, 6, 7, 50])
-def test_a_sum_and_its_mirror_image_are_never_on_both_sides(num_heldout: int) -> None:
-    split = arithmetic_problems(ArithmeticDataConfig(max_operand=9, num_heldout=num_heldout))
+def test_a_sum_and_its_mirror_image_are_never_on_both_sides(num_heldout: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "MAX_OPERAND", 9)
+    monkeypatch.setattr(arithmetic, "NUM_HELDOUT", num_heldout)
+    split = arithmetic_problems()
     assert len(split.heldout) == num_heldout
     assert len(split.train) in (100 - num_heldout, 99 - num_heldout)  # one may be left over
     held = {operands(problem) for problem in split.heldout}
@@ -69,12 +71,13 @@ def test_a_sum_and_its_mirror_image_are_never_on_both_sides(num_heldout: int) ->
     assert not held & {operands(problem) for problem in split.train}
 
 
-def test_the_split_depends_on_the_seed_alone() -> None:
-    first = arithmetic_problems(ArithmeticDataConfig())
-    assert first == arithmetic_problems(ArithmeticDataConfig())
+def test_the_split_depends_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = arithmetic_problems()
+    assert first == arithmetic_problems()
     # Written down, so that a change of the split between machines or versions does not pass for the same data.
     assert [problem.prompt for problem in first.heldout[:3]] == ["62+19=", "37+34=", "20+85="]
-    other = arithmetic_problems(ArithmeticDataConfig(seed=1))
+    monkeypatch.setattr(arithmetic, "SPLIT_SEED", 1)
+    other = arithmetic_problems()
     assert set(other.heldout) != set(first.heldout)
 
 
@@ -98,7 +101,7 @@ def test_both_authors_work_column_by_column(prompt: str, careful: str, careless:
 
 def test_the_careless_author_is_wrong_exactly_where_something_is_carried() -> None:
     with_carry = 0
-    for problem in arithmetic_problems(ArithmeticDataConfig()).train:
+    for problem in arithmetic_problems().train:
         assert gsm8k(work_out(problem, carries=True), problem.answer)
         carried = num_carries(problem) > 0
         assert gsm8k(work_out(problem, carries=False), problem.answer) is not carried, problem
@@ -109,9 +112,8 @@ def test_the_careless_author_is_wrong_exactly_where_something_is_carried() -> No
 
 
 def test_demonstrations_cover_the_training_problems_and_no_other() -> None:
-    config = ArithmeticDataConfig(max_operand=19, num_heldout=50)
-    train = arithmetic_problems(config).train
-    stream = demonstrations(config, wrong_fraction=0.6, seed=3)
+    train = arithmetic_problems().train
+    stream = demonstrations(wrong_fraction=0.6, seed=3)
     first = [next(stream) for _ in train]
     second = [next(stream) for _ in train]
     for one_pass in (first, second):
@@ -121,7 +123,7 @@ def test_demonstrations_cover_the_training_problems_and_no_other() -> None:
 
 @pytest.mark.parametrize("wrong_fraction", [0.0, 0.6, 1.0])
 def test_authors_are_drawn_in_the_given_proportion(wrong_fraction: float) -> None:
-    stream = demonstrations(ArithmeticDataConfig(), wrong_fraction=wrong_fraction, seed=0)
+    stream = demonstrations(wrong_fraction=wrong_fraction, seed=0)
     drawn = [d for d in itertools.islice(stream, 19600) if num_carries(d.problem)]
     wrong = sum(not gsm8k(d.response, d.problem.answer) for d in drawn)
     # Four standard errors of a share of about 13700 draws.
@@ -130,7 +132,7 @@ def test_authors_are_drawn_in_the_given_proportion(wrong_fraction: float) -> Non
 
 def test_demonstrations_are_decided_by_their_seed() -> None:
     def taken(seed: int) -> list[str]:
-        stream = demonstrations(ArithmeticDataConfig(), wrong_fraction=0.6, seed=seed)
+        stream = demonstrations(wrong_fraction=0.6, seed=seed)
         return [demonstration.response for demonstration in itertools.islice(stream, 100)]
 
     assert taken(0) == taken(0)
@@ -140,7 +142,7 @@ def test_demonstrations_are_decided_by_their_seed() -> None:
 def test_the_tokenizer_gives_exactly_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
     assert len(tokenizer) == len(TOKENS) == 16
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
-    for problem in arithmetic_problems(ArithmeticDataConfig()).train[:300]:
+    for problem in arithmetic_problems().train[:300]:
         response = work_out(problem, carries=True)
         prompt_ids, response_ids = tokenizer(problem.prompt).input_ids, tokenizer(response).input_ids
         assert len(prompt_ids) == len(problem.prompt)

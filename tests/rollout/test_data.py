@@ -182,10 +182,9 @@ def test_a_missing_chat_template_is_one_error(tmp_path):
 def test_the_built_in_task(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    config = ArithmeticDataConfig(max_operand=19, num_heldout=30)
-    dataset = load_dataset(config, tokenizer)
-    problems = arithmetic_problems(config)
-    assert len(dataset.heldout) == 30
+    dataset = load_dataset(ArithmeticDataConfig(), tokenizer)
+    problems = arithmetic_problems()
+    assert len(dataset.heldout) == 200
     for prompts, expected in ((dataset.train, problems.train), (dataset.heldout, problems.heldout)):
         assert [(prompt.text, prompt.answer) for prompt in prompts] == [(p.prompt, p.answer) for p in expected]
         assert [prompt.prompt_id for prompt in prompts] == list(range(len(prompts)))

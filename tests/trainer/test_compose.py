@@ -174,7 +174,7 @@ REFUSALS = {
         ("batch.group_size=4.5", "batch.group_size must be an integer, got 4.5."),
         ("loss.clip_low=abc", "loss.clip_low must be a number, got 'abc'."),
         ("loss.dual_clip=abc", "loss.dual_clip must be a number or null, got 'abc'."),
-        ("data.seed=null", "data.seed must be an integer, got None."),
+        ("run.seed=null", "run.seed must be an integer, got None."),
         ("reward.function=[1,2]", "reward.function must be text, got [1, 2]."),
         ("loss.aggregation=token_maen", "must be one of token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_le"),
         ("loss.aggregation=token_maen", "got 'token_maen'. Did you mean loss.aggregation=token_mean?"),

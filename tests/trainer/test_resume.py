@@ -93,12 +93,12 @@ def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) -> None:
     config = make(tmp_path, resume=Resume.auto)
     save(config, 4)
-    other = replace(config, run=replace(config.run, seed=7), data=replace(config.data, num_heldout=55))  # type: ignore[call-arg]
+    other = replace(config, run=replace(config.run, seed=7), model=replace(config.model, revision="1a2b"))  # type: ignore[call-arg]
     with pytest.raises(CheckpointError) as caught:
         checkpoint_to_resume(other, tmp_path / "run")
     assert "step_000004 belongs to another run: " in str(caught.value)
     assert "run.seed 0 -> 7" in str(caught.value)
-    assert f"data.num_heldout {config.data.num_heldout} -> 55" in str(caught.value)  # type: ignore[attr-defined]
+    assert "model.revision None -> 1a2b" in str(caught.value)
     assert "run.dir" in str(caught.value).partition("Set them")[2]
 
 

@@ -91,15 +91,11 @@ class ArithmeticModelConfig(ModelConfig):
     """Width of the residual stream in features; a multiple of 32 (the head size)."""
     num_layers: int = ruled(3, at_least(1))
     """Number of transformer blocks."""
-    wrong_fraction: float = ruled(0.6, within(0, 1, "[)"))
-    """Share of demonstrations whose author forgets to carry."""
     calculator: bool = False
     """Let the authors of correct demonstrations ask a calculator for the sum instead of carrying; use with
     episode.function=calculator."""
     num_steps: int = ruled(1200, at_least(1))
     """Number of supervised optimizer steps."""
-    seed: int = 0
-    """Seed of initialisation and demonstrations."""
 
     @property
     def description(self) -> str:

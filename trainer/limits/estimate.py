@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.config import MAX_PACKED_BYTES, DType, TorchEngineConfig
+from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
@@ -224,7 +225,7 @@ def _prompt_cap(config: TrainConfig) -> int:
     """Tokens of the longest prompt."""
     if isinstance(config.data, ArithmeticDataConfig):
         # One token per digit of two operands, "+" and "=".
-        return 2 * len(str(config.data.max_operand)) + 2
+        return 2 * len(str(MAX_OPERAND)) + 2
     if isinstance(config.data, FileDataConfig):
         return config.data.max_prompt_tokens
     raise ValueError(f"no longest prompt is known for data={config.data.kind}")

@@ -25,7 +25,6 @@ import transformers
 
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
-from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig
 from trainer.rundir.cache import cached_directory, default_cache_dir
 
@@ -47,6 +46,11 @@ other core (OpenMP threads spin while they wait), and has the same bits on every
 
 BATCH_SIZE = 64
 """Demonstrations per optimizer step."""
+WRONG_FRACTION = 0.6
+"""Share of demonstrations whose author forgets to carry: more than half, so that greedy decoding forgets to carry and
+there is something to learn from the reward."""
+SEED = 0
+"""Seed of initialisation and demonstrations."""
 PEAK_LR = 3e-3
 WARMUP_STEPS = 50
 MAX_GRAD_NORM = 1.0
@@ -63,33 +67,28 @@ class Batch(NamedTuple):
 
 
 def build_base_model(
-    model: ArithmeticModelConfig,
-    data: ArithmeticDataConfig,
-    *,
-    cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    model: ArithmeticModelConfig, *, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Path:
     """Return the directory of the base model, training it first unless an intact copy is cached.
 
     The directory holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer. The same
-    configs give the same bits on the same machine and versions.
+    config gives the same bits on the same machine and versions.
     """
 
     def make(directory: Path) -> None:
         save_tokenizer(directory)
-        _train(model, data, directory=directory, progress=progress)
+        _train(model, directory=directory, progress=progress)
 
-    entry = (cache_dir or default_cache_dir()) / f"arithmetic-{_cache_key(model, data)}"
+    entry = (cache_dir or default_cache_dir()) / f"arithmetic-{_cache_key(model)}"
     return cached_directory(entry, FILES, make)
 
 
-def _cache_key(model: ArithmeticModelConfig, data: ArithmeticDataConfig) -> str:
+def _cache_key(model: ArithmeticModelConfig) -> str:
     """Hash everything that decides the weights, as 16 hex digits."""
     parts = {
         "format": FORMAT_VERSION,
         # Without what is at its default of no effect, so that a new option leaves the cached models valid.
         "model": {key: value for key, value in asdict(model).items() if key != "calculator" or value},
-        "data": asdict(data),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -97,11 +96,11 @@ def _cache_key(model: ArithmeticModelConfig, data: ArithmeticDataConfig) -> str:
 
 
 @contextmanager
-def _deterministic(seed: int) -> Iterator[None]:
+def _deterministic() -> Iterator[None]:
     """Seed torch and use NUM_THREADS for the length of the block, then put the old state back."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         torch.set_num_threads(NUM_THREADS)
         try:
             yield
@@ -151,14 +150,12 @@ def response_loss(network: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def _train(
-    model: ArithmeticModelConfig, data: ArithmeticDataConfig, *, directory: Path, progress: Progress | None
-) -> None:
+def _train(model: ArithmeticModelConfig, *, directory: Path, progress: Progress | None) -> None:
     """Train on demonstrations and save into `directory`, which already holds the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    stream = demonstrations(data, wrong_fraction=model.wrong_fraction, seed=model.seed, calculator=model.calculator)
+    stream = demonstrations(wrong_fraction=WRONG_FRACTION, seed=SEED, calculator=model.calculator)
     started = time.monotonic()
-    with _deterministic(model.seed):
+    with _deterministic():
         network = _new_model(model, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
         size = sum(parameter.numel() for parameter in network.parameters())
         logger.info("base model: training %d parameters for %d steps", size, model.num_steps)
@@ -179,7 +176,7 @@ def _train(
         if not math.isfinite(loss.item()):
             raise RuntimeError(
                 f"base model: the loss became {loss.item()} within model.num_steps={model.num_steps}; "
-                "try another model.seed or model.hidden_size"
+                "try another model.hidden_size"
             )
         network.save_pretrained(directory)
     logger.info("base model: trained in %.1f s", time.monotonic() - started)

@@ -10,7 +10,6 @@ from huggingface_hub import snapshot_download
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
-from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
 from trainer.run.base_model import build_base_model
@@ -41,14 +40,14 @@ class Task:
 def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
     model = config.model
-    if isinstance(model, ArithmeticModelConfig) and isinstance(config.data, ArithmeticDataConfig):
+    if isinstance(model, ArithmeticModelConfig):
         return build_base_model(
-            model, config.data, progress=lambda step, num_steps, loss: progress(step, num_steps, f"loss {loss:.3f}")
+            model, progress=lambda step, num_steps, loss: progress(step, num_steps, f"loss {loss:.3f}")
         )
     if isinstance(model, SmolLM2ModelConfig):
         return build_smollm2(progress=progress)
     if not isinstance(model, HFModelConfig):
-        raise ValueError(f"model={model.kind} cannot be used with data={config.data.kind}")
+        raise ValueError(f"model={model.kind!r} is unknown; use model=hf, model=smollm2 or model=arithmetic")
     return _directory("model.path", model.path, model.revision)
 
 
