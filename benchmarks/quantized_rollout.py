@@ -46,7 +46,7 @@ from trainer.compose.compose import resolve
 from trainer.config.recording import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.policy.model import full_tensors, tensor_shapes
-from trainer.policy.worker import PolicySetup, PolicyWorker
+from trainer.policy.worker import BUCKET_BYTES, PolicySetup, PolicyWorker
 from trainer.run.evaluation import evaluate_sets
 from trainer.run.loop import build_batch
 from trainer.run.task import Task, load_task
@@ -188,7 +188,7 @@ class Run:
         self.sampler = LoadedEngine(config.rollout, task.model_path)
         self.judge = self.sampler if config.rollout == plain else LoadedEngine(plain, task.model_path)
         self._plain_publisher = weight_publisher(
-            tensor_shapes(self.worker._policy.model), plain, bucket_bytes=config.policy.sync_bucket_mib * 2**20
+            tensor_shapes(self.worker._policy.model), plain, bucket_bytes=BUCKET_BYTES
         )
         self.sync()
 

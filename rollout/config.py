@@ -33,8 +33,6 @@ class EngineConfig(Checked):
     quantization: Quantization = Quantization.none
     """Format to which the weights of all engines are quantised at every sync (none, fp8, int8, int4). Combine
     quantisation with correction=tis or correction=mis."""
-    cpus_per_engine: float = ruled(0.5, at_least(0))
-    """Ray CPUs (logical cores) reserved per rollout worker."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved per rollout worker; 0 on a CPU-only machine."""
     start_timeout_s: float = ruled(300.0, above(0, "seconds"))

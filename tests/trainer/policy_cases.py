@@ -92,14 +92,14 @@ def make_config(
     return TrainConfig(
         model=HFModelConfig(path=str(model_path)),
         data=ArithmeticDataConfig(),
-        rollout=TorchEngineConfig(dtype=DType.float32, num_engines=num_engines, cpus_per_engine=0.25),
+        rollout=TorchEngineConfig(dtype=DType.float32, num_engines=num_engines),
         batch=BatchConfig(prompts_per_step=4, group_size=4, mini_batch_prompts=mini_batch_prompts),
         # The reward of a sample is its advantage.
         advantage=advantage or AdvantageConfig(estimator=Estimator.reinforce),
         correction=correction or TISConfig(),
         loss=loss or PPOClipConfig(),
         optim=OptimConfig(lr=1e-2),
-        policy=PolicyConfig(num_workers=num_workers, cpus_per_worker=0.25),
+        policy=PolicyConfig(num_workers=num_workers),
     )
 
 

@@ -47,7 +47,6 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGrou
     config.rollout = TorchEngineConfig(
         dtype=DType.float32,
         num_engines=4,
-        cpus_per_engine=0.25,
         quantization=Quantization.int4,
         sync_timeout_s=60.0,
     )

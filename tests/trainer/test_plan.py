@@ -124,10 +124,11 @@ def _rows(directory: Path) -> FileDataConfig:
 
 
 def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.limits.estimate, "LOGPROB_CHUNK_TOKENS", 10)
     config = replace(
         arithmetic_config(),
         model=ArithmeticModelConfig(hidden_size=128, num_layers=3),
-        policy=PolicyConfig(num_workers=4, dtype=DType.bfloat16, logprob_chunk_tokens=10),
+        policy=PolicyConfig(num_workers=4, dtype=DType.bfloat16),
         rollout=SGLangConfig(num_engines=2),
         batch=BatchConfig(prompts_per_step=3, group_size=3),
     )
@@ -234,10 +235,10 @@ def test_a_critic_is_counted_and_described(tmp_path: Path) -> None:
 def test_placement_is_compared_with_the_machine() -> None:
     config = replace(
         arithmetic_config(),
-        policy=PolicyConfig(num_workers=2, cpus_per_worker=1.0, gpus_per_worker=1.0),
-        rollout=SGLangConfig(num_engines=1, cpus_per_engine=0.5, gpus_per_engine=1.0),
+        policy=PolicyConfig(num_workers=2, gpus_per_worker=1.0),
+        rollout=SGLangConfig(num_engines=1, gpus_per_engine=1.0),
     )
-    assert "needs 2.5 CPU and 3 GPU; this machine has 2 CPU, 0 GPU, 16 GiB: IT DOES NOT FIT" in plan(config)
+    assert "needs 0.75 CPU and 3 GPU; this machine has 2 CPU, 0 GPU, 16 GiB: IT DOES NOT FIT" in plan(config)
     large = Machine(cpus=8, gpus=3, memory=2**38)
     assert "this machine has 8 CPU, 3 GPU, 256 GiB: it fits" in plan(config, machine=large)
     few_gpus = Machine(cpus=8, gpus=2, memory=2**38)

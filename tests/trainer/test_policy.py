@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -39,11 +38,13 @@ from rollout.weights.buckets import tensor_digest, unpack
 from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
+from trainer.cluster import placement
 from trainer.cluster.placement import Cluster, PlacementError, start_ray
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.components import ClusterConfig, OptimConfig, Residency
 from trainer.config.train import TrainConfig
+from trainer.limits.machine import CPUS_PER_WORKER
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -172,7 +173,6 @@ def test_quantised_engines_hold_the_weights_of_their_grid_and_no_others(model_pa
     config.rollout = TorchEngineConfig(
         dtype=DType.float32,
         num_engines=2,
-        cpus_per_engine=0.25,
         quantization=Quantization.int4,
     )
     config.sampling = SamplingConfig(max_new_tokens=12)
@@ -213,7 +213,7 @@ def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement
     model_path: Path, engine: EngineConfig
 ) -> None:
     config = make_config(model_path)
-    config.rollout = replace(engine, cpus_per_engine=0.25)
+    config.rollout = engine
     config.sampling = SamplingConfig(temperature=0.7, max_new_tokens=12)
     config.optim = OptimConfig(lr=1e-2)
     with Cluster(config, log_dir=model_path) as cluster:
@@ -293,21 +293,21 @@ def test_policy_and_engines_that_take_turns_train_to_the_same_bits(model_path: P
 @pytest.mark.slow
 def test_placement_that_cannot_be_met_says_what_is_required(model_path: Path) -> None:
     config = make_config(model_path)
-    config.policy.cpus_per_worker = 1000.0
+    config.rollout.num_engines = 10_000
     with (
-        pytest.raises(PlacementError, match=r"requires CPU 2000\.25; the cluster has CPU"),
+        pytest.raises(PlacementError, match=r"requires CPU 2500\.5; the cluster has CPU"),
         Cluster(config, log_dir=model_path),
     ):
         pass
 
 
 @pytest.mark.slow
-def test_placement_held_by_another_run_ends_at_the_deadline(model_path: Path) -> None:
+def test_placement_held_by_another_run_ends_at_the_deadline(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(model_path)
     cores = ray.cluster_resources()["CPU"]
-    config.policy.cpus_per_worker = (cores - 0.25) / 2
+    config.rollout.num_engines = int(cores / CPUS_PER_WORKER) - config.policy.num_workers
     second = make_config(model_path)
-    second.cluster = ClusterConfig(placement_timeout_s=3.0)
+    monkeypatch.setattr(placement, "PLACEMENT_TIMEOUT_S", 3.0)
     with (
         Cluster(config, log_dir=model_path),
         pytest.raises(PlacementError, match=r"no placement within 3 s: the run requires CPU 0\.75; free are CPU 0"),

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from rollout.config import SGLANG_REMEDY
+from trainer.limits.machine import num_cores
 from trainer.rundir.wording import size
 
 SGLANG_FLOOR = (0, 5, 23)
@@ -168,12 +169,8 @@ def _sglang(*, gpus: list[str]) -> Finding:
     return Finding(name="sglang", status=Status.ok, found=f"{installed}, CPU platform {PLATFORM_NAME} registered")
 
 
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _cores() -> Finding:
-    cores = _num_cores()
+    cores = num_cores()
     few = cores < 2
     return Finding(
         name="cores",
@@ -200,7 +197,7 @@ def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
     from trainer.limits.ceilings import find_ceilings
 
     try:
-        ceilings = find_ceilings("cuda" if gpus else "cpu", num_threads=_num_cores())
+        ceilings = find_ceilings("cuda" if gpus else "cpu", num_threads=num_cores())
     except RuntimeError as error:
         return Finding(name="limits", status=Status.note, found=f"could not be measured ({error})")
     return Finding(name="limits", status=Status.ok, found=str(ceilings))

@@ -16,7 +16,7 @@ from trainer.config.guard import MismatchGuardConfig
 from trainer.config.recording import DUMP_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import batch_shape, model_shape
-from trainer.limits.machine import Machine, this_machine
+from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.run_dir import needs_no_step, newest_saved_step
@@ -171,12 +171,11 @@ def _memory(config: TrainConfig) -> Iterator[str]:
 
 def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
     policy, rollout = config.policy, config.rollout
-    cpus = policy.num_workers * policy.cpus_per_worker + rollout.num_engines * rollout.cpus_per_engine
+    cpus = CPUS_PER_WORKER * (policy.num_workers + rollout.num_engines)
     gpus = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
     yield (
-        f"{counted(policy.num_workers, 'FSDP rank')} ({policy.cpus_per_worker:g} CPU, {policy.gpus_per_worker:g} GPU "
-        f"each), {counted(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.cpus_per_engine:g} CPU, "
-        f"{rollout.gpus_per_engine:g} GPU each)"
+        f"{counted(policy.num_workers, 'FSDP rank')} ({policy.gpus_per_worker:g} GPU each), "
+        f"{counted(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.gpus_per_engine:g} GPU each)"
     )
     needs = f"needs {cpus:g} CPU and {gpus:g} GPU"
     if config.cluster.address is not None:

@@ -25,6 +25,7 @@ from rollout.group.residency import Turns
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
+from trainer.limits.machine import CPUS_PER_WORKER, num_cores
 from trainer.limits.memory_plan import may_take_turns, memory_plan
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.rundir.termination import end_at_sigterm
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 RENDEZVOUS_PORTS = range(20000, 30000)
 """Below the range from which Linux takes the ports of outgoing connections."""
+
+PLACEMENT_TIMEOUT_S = 60.0
+"""Deadline in seconds for Ray to grant all resources: resources that another run holds seldom become free sooner."""
 
 ONEDNN_KERNELS = 32
 """Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
@@ -56,8 +60,8 @@ class PlacementError(RuntimeError):
 
 def worker_resources(config: TrainConfig) -> list[dict[str, float]]:
     """Ray resources of every worker: the FSDP ranks first, then the engines."""
-    policy = {"CPU": config.policy.cpus_per_worker, "GPU": config.policy.gpus_per_worker}
-    engine = {"CPU": config.rollout.cpus_per_engine, "GPU": config.rollout.gpus_per_engine}
+    policy = {"CPU": CPUS_PER_WORKER, "GPU": config.policy.gpus_per_worker}
+    engine = {"CPU": CPUS_PER_WORKER, "GPU": config.rollout.gpus_per_engine}
     workers = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
     return [{name: amount for name, amount in worker.items() if amount > 0} for worker in workers]
 
@@ -93,7 +97,7 @@ def engines_only(config: TrainConfig) -> TrainConfig:
 
 def engine_threads(config: TrainConfig) -> int:
     """Compute threads of one engine on a CPU."""
-    return max(1, (os.cpu_count() or 1) // config.rollout.num_engines)
+    return max(1, num_cores() // config.rollout.num_engines)
 
 
 def total(bundles: list[dict[str, float]]) -> dict[str, float]:
@@ -328,9 +332,8 @@ class Cluster:
         names = sorted(required)
         present = ray.cluster_resources()
         remedy = (
-            "Lower policy.num_workers, rollout.num_engines, policy.cpus_per_worker or rollout.cpus_per_engine "
-            "(on GPUs policy.gpus_per_worker, rollout.gpus_per_engine; both 0 for a run on the CPU), "
-            "or end other runs on this cluster."
+            "Lower policy.num_workers or rollout.num_engines (on GPUs policy.gpus_per_worker, "
+            "rollout.gpus_per_engine; both 0 for a run on the CPU), or end other runs on this cluster."
         )
         if any(present.get(name, 0.0) < amount for name, amount in required.items()):
             raise PlacementError(
@@ -338,13 +341,12 @@ class Cluster:
                 f"the cluster has {describe(present, names)}. {remedy}"
             )
         group: PlacementGroup = placement_group(bundles, strategy="PACK")
-        timeout_s = self._config.cluster.placement_timeout_s
-        ready, _ = ray.wait([group.ready()], timeout=timeout_s)
+        ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not ready:
             free = ray.available_resources()
             remove_placement_group(group)
             raise PlacementError(
-                f"phase placement: no placement within {timeout_s:.0f} s: the run requires "
+                f"phase placement: no placement within {PLACEMENT_TIMEOUT_S:.0f} s: the run requires "
                 f"{describe(required, names)}; free are {describe(free, names)} "
                 f"of {describe(present, names)}. {remedy}"
             )

@@ -216,8 +216,6 @@ class PolicyConfig(Checked):
     dtype: DType = DType.float32
     """Floating-point type of forward and backward; master weights, gradients and optimizer states are float32. With
     float16 the loss is scaled."""
-    logprob_chunk_tokens: int = ruled(512, at_least(1))
-    """Number of tokens whose full-vocabulary logits are in memory at the same time."""
     fp32_head: bool = False
     """Compute the product with the output head in float32 for every policy.dtype, as an engine with a float32 head
     does."""
@@ -227,19 +225,12 @@ class PolicyConfig(Checked):
     offload: Offload = Offload.none
     """State kept on the host to save device memory: none, optimizer or parameters. Offload is slower and gives the same
     results."""
-    cpus_per_worker: float = ruled(0.5, at_least(0))
-    """Ray CPUs (logical cores) reserved per rank."""
     gpus_per_worker: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved per rank; 0 on a CPU-only machine."""
-    threads_per_worker: int | None = ruled(None, at_least(1))
-    """Number of torch threads per rank on a CPU; null divides the cores among the ranks."""
     start_timeout_s: float = ruled(300.0, above(0, "seconds"))
     """Deadline in seconds for loading the model and joining the process group."""
     step_timeout_s: float = ruled(1800.0, above(0, "seconds"))
     """Deadline in seconds of one training call, including its collectives."""
-    sync_bucket_mib: int = ruled(256, at_least(1))
-    """Largest size of a weight bucket in MiB; one update request or Ray object carries one bucket. A larger tensor gets
-    its own bucket."""
 
 
 class Residency(Enum):
@@ -257,8 +248,6 @@ class ClusterConfig(Checked):
 
     address: str | None = None
     """Address of a running Ray cluster; null starts one on this machine, closed to the network."""
-    placement_timeout_s: float = ruled(60.0, above(0, "seconds"))
-    """Deadline in seconds for Ray to grant the resources of all workers together."""
     residency: Residency = Residency.auto
     """Let policy and engines take turns on GPUs that they share: auto, always or never. Sleep and wake take time in
     every step."""

@@ -22,6 +22,9 @@ MASTER_BYTES = 4
 """Bytes per number of master weights and gradients, which are float32."""
 ADAMW_BYTES = 8
 """Bytes per parameter of AdamW: two float32 moments."""
+LOGPROB_CHUNK_TOKENS = 512
+"""Tokens whose full-vocabulary logits are in memory at the same time: 155 MB in bfloat16 with 150,000 words, and enough
+rows for an efficient product."""
 SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
 """Maximum size of the two float32 blocks of logits in which the softmax runs, bytes
 (trainer/policy/logprob_head.py)."""
@@ -128,7 +131,7 @@ def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | Non
         # The critic trains while the root of the policy is still gathered from the forward for pi_old.
         whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
     head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
-    logits_bytes = config.policy.logprob_chunk_tokens * shape.vocab_size * head_bytes
+    logits_bytes = LOGPROB_CHUNK_TOKENS * shape.vocab_size * head_bytes
     return RankMemory(
         weights=(shard * (1 + config.has_reference) + critic_shard) * MASTER_BYTES,
         gradients=(shard + critic_shard) * MASTER_BYTES,

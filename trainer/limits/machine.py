@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import psutil
 
+CPUS_PER_WORKER = 0.25
+"""Ray CPUs reserved for each rank and each engine: less than a core, because ranks and engines work in turns and share
+the cores, so that four engines and their ranks find a place on two cores."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -21,11 +25,15 @@ class Machine:
     """Bytes of memory in total."""
 
 
+def num_cores() -> int:
+    """Logical cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def this_machine() -> Machine:
     """Examine the machine without torch."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = len(glob.glob("/dev/nvidia[0-9]*"))
     if visible is not None:
         devices = min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
-    return Machine(cpus=len(cores), gpus=devices, memory=psutil.virtual_memory().total)
+    return Machine(cpus=num_cores(), gpus=devices, memory=psutil.virtual_memory().total)

@@ -65,8 +65,8 @@ def dry_run(
             raise
         raise RuntimeError(
             f"phase dry run: a micro-batch of {sum(lengths):,} tokens does not fit "
-            f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key or "
-            "policy.logprob_chunk_tokens, set policy.activation_checkpoint_every=1, or policy.offload=parameters."
+            f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key, or "
+            "set policy.activation_checkpoint_every=1 or policy.offload=parameters."
         ) from error
     finally:
         policy.zero_grad()

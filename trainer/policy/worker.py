@@ -25,6 +25,7 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings, find_ceilings
+from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
@@ -43,6 +44,9 @@ from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import Trainable
 
 logger = logging.getLogger(__name__)
+BUCKET_BYTES = 256 * 2**20
+"""Largest size of a weight bucket: one update request or Ray object carries one bucket, and an engine that loads copies
+has this much memory to spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,9 +117,7 @@ class PolicyWorker:
             config, self._policy, reference=self._reference, critic=self._critic, device=self._device
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
-        self._publisher = weight_publisher(
-            tensor_shapes(model), config.rollout, bucket_bytes=config.policy.sync_bucket_mib * 2**20
-        )
+        self._publisher = weight_publisher(tensor_shapes(model), config.rollout, bucket_bytes=BUCKET_BYTES)
         self._receivers: tuple[Receiver, ...] = ()
         self._sender: WeightSender | None = None
         return PolicyInfo(
@@ -127,7 +129,7 @@ class PolicyWorker:
         """The model of the run, sharded; frozen if it is not `trained`."""
         policy = self._config.policy
         causal_lm = empty_causal_lm(self._setup.model_path)
-        model = ScoringModel(causal_lm, chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+        model = ScoringModel(causal_lm, chunk_tokens=LOGPROB_CHUNK_TOKENS, fp32_head=policy.fp32_head)
         model.requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:

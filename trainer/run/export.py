@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from rollout.hf.transformers import AutoConfig, AutoTokenizer
 from rollout.weights.buckets import DTYPES
 from trainer.config.train import TrainConfig
+from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import load_causal_lm
 from trainer.run.task import resolve_model
@@ -60,8 +61,8 @@ def write_model(
 
 def load_policy(config: TrainConfig, start: Path, checkpoint: Checkpoint | None) -> ScoringModel:
     """The policy of `checkpoint`, or the model in the directory `start` without one: whole, on the host, in float32."""
-    policy = config.policy
-    model = ScoringModel(load_causal_lm(start), chunk_tokens=policy.logprob_chunk_tokens, fp32_head=policy.fp32_head)
+    causal_lm = load_causal_lm(start)
+    model = ScoringModel(causal_lm, chunk_tokens=LOGPROB_CHUNK_TOKENS, fp32_head=config.policy.fp32_head)
     if checkpoint is not None:
         state = get_model_state_dict(model)
         dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
