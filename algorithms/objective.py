@@ -3,7 +3,7 @@
 The line states the sum that `algorithms.loss` computes: mask and rejection, weight, surrogate, denominator. m: response
 mask, mu: pi_rollout, sg: stop-gradient, 1[..]: 1 if true else 0, |y|: response tokens, Z: mean weight of the kept
 tokens or responses. prod_y, geomean_y, sum_y, mean_y, max_y, min_y: over the response; prod_<=t: up to and with the
-token; prod_turn: over its turn. K2 = log(rho)^2 / 2 and K3 = rho - 1 - log(rho) of the rho in the same line: pi_old/mu,
+token; prod_turn: over its turn. K3 = rho - 1 - log(rho) of the rho in the same line: pi_old/mu,
 or pi_theta/mu.
 """
 
@@ -27,7 +27,17 @@ from algorithms.config import (
     WeightSpec,
 )
 from algorithms.config.combine import resolved_loss
-from algorithms.config.loss import CISPOConfig, DPPOKLConfig, DPPOTVConfig, GSPOConfig, PPOClipConfig, SAPOConfig
+from algorithms.config.loss import (
+    RATIO_CAP,
+    TAU_NEGATIVE,
+    TAU_POSITIVE,
+    CISPOConfig,
+    DPPOKLConfig,
+    DPPOTVConfig,
+    GSPOConfig,
+    PPOClipConfig,
+    SAPOConfig,
+)
 from algorithms.config.spec import CorrectionSpec
 
 
@@ -122,9 +132,9 @@ def _surrogate(loss: LossConfig, *, anchor: str) -> str:
         case CISPOConfig():
             return f"sg(clip({ratio}, {loss.low:g}, {loss.high:g})) * log pi_theta"
         case DPPOTVConfig() | DPPOKLConfig():
-            return f"{loss.surrogate}({ratio}, {loss.threshold:g}, cap {loss.ratio_cap:g})"
+            return f"{loss.surrogate}({ratio}, {loss.threshold:g}, cap {RATIO_CAP:g})"
         case SAPOConfig():
-            return f"SAPO({ratio}, {loss.temperature_positive:g}, {loss.temperature_negative:g})"
+            return f"SAPO({ratio}, {TAU_POSITIVE:g}, {TAU_NEGATIVE:g})"
         case _ if loss.surrogate == "reinforce":
             return "log pi_theta"
     raise TypeError(f"no surrogate for a {type(loss).__name__}")

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from algorithms.config import RejectConfig
-from algorithms.kl import bernoulli_kl, bounded_exp, k2, k3
+from algorithms.kl import bernoulli_kl, bounded_exp, k3
 from algorithms.masked import segment_max, segment_min
 from algorithms.tokens import Tokens
 
@@ -37,11 +37,6 @@ def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
 def _token_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
     """low <= rho <= high."""
     return _within(tokens.delta, bounds)
-
-
-def _token_k2(tokens: Tokens, bound: float) -> Tensor:
-    """Delta^2 / 2 <= bound."""
-    return k2(tokens.delta) <= bound
 
 
 def _token_k3(tokens: Tokens, bound: float) -> Tensor:
@@ -93,29 +88,9 @@ def _geometric_ratio(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
     return _of_response(tokens, _within(tokens.delta_mean, bounds))
 
 
-def _sum_k2(tokens: Tokens, bound: float) -> Tensor:
-    """sum_t k2 <= bound."""
-    return _of_response(tokens, tokens.total(k2(tokens.delta.double())) <= bound)
-
-
-def _sum_k3(tokens: Tokens, bound: float) -> Tensor:
-    """sum_t k3 <= bound."""
-    return _of_response(tokens, tokens.total(k3(tokens.delta.double())) <= bound)
-
-
-def _mean_k2(tokens: Tokens, bound: float) -> Tensor:
-    """mean_t k2 <= bound."""
-    return _of_response(tokens, tokens.mean(k2(tokens.delta.double())) <= bound)
-
-
 def _mean_k3(tokens: Tokens, bound: float) -> Tensor:
     """mean_t k3 <= bound. Source of mean and maximum: trust region masking, https://arxiv.org/abs/2512.23075."""
     return _of_response(tokens, tokens.mean(k3(tokens.delta.double())) <= bound)
-
-
-def _max_k2(tokens: Tokens, bound: float) -> Tensor:
-    """max_t k2 <= bound."""
-    return _of_response(tokens, segment_max(k2(tokens.delta), tokens.cu_seqlens) <= bound)
 
 
 def _max_k3(tokens: Tokens, bound: float) -> Tensor:
@@ -163,13 +138,8 @@ CRITERIA: Final[dict[str, Callable[[Tokens, Any], Tensor]]] = {
     "token_ratio": _token_ratio,
     "sequence_ratio": _sequence_ratio,
     "geometric_ratio": _geometric_ratio,
-    "token_k2": _token_k2,
     "token_k3": _token_k3,
-    "sum_k2": _sum_k2,
-    "sum_k3": _sum_k3,
-    "mean_k2": _mean_k2,
     "mean_k3": _mean_k3,
-    "max_k2": _max_k2,
     "max_k3": _max_k3,
     "veto": _veto,
     "prob_diff": _prob_diff,

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from algorithms.config.loss import (
+    RATIO_CAP,
+    TAU_NEGATIVE,
+    TAU_POSITIVE,
     CISPOConfig,
     DPPOKLConfig,
     DPPOTVConfig,
@@ -129,16 +132,16 @@ def reinforce(tokens: SurrogateTokens, config: ReinforceConfig) -> Surrogate:
 
 
 def dppo_tv(tokens: SurrogateTokens, config: DPPOTVConfig) -> Surrogate:
-    """-r A with r <= ratio_cap, 0 where the token's probability is too far off and A would push it further.
+    """-r A with r <= RATIO_CAP, 0 where the token's probability is too far off and A would push it further.
 
     A > 0: dropped if p_theta - p_anchor > threshold. A < 0: dropped if p_anchor - p_theta > threshold. The drop is
-    decided on detached values. A capped ratio keeps its gradient, ratio_cap A grad log pi_theta.
+    decided on detached values. A capped ratio keeps its gradient, RATIO_CAP A grad log pi_theta.
 
     Source: https://arxiv.org/abs/2602.04879, eq. 11 to 13; cap: section 5.4.
     """
     moved = tokens.logprobs.detach().exp() - tokens.anchor_logprobs.exp()
     below, above = moved < -config.threshold, moved > config.threshold
-    return _trust_region(tokens, cap=config.ratio_cap, below=below, above=above)
+    return _trust_region(tokens, below=below, above=above)
 
 
 def dppo_kl(tokens: SurrogateTokens, config: DPPOKLConfig) -> Surrogate:
@@ -150,11 +153,11 @@ def dppo_kl(tokens: SurrogateTokens, config: DPPOKLConfig) -> Surrogate:
     """
     logprobs, anchor = tokens.logprobs.detach(), tokens.anchor_logprobs
     far = bernoulli_kl(anchor, logprobs) > config.threshold
-    return _trust_region(tokens, cap=config.ratio_cap, below=far & (logprobs < anchor), above=far & (logprobs > anchor))
+    return _trust_region(tokens, below=far & (logprobs < anchor), above=far & (logprobs > anchor))
 
 
 def sapo(tokens: SurrogateTokens, config: SAPOConfig) -> Surrogate:
-    """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)); tau is temperature_positive where A > 0, else the negative one.
+    """-f(r) A, f(r) = (4 / tau) sigmoid(tau (r - 1)); tau is TAU_POSITIVE where A > 0, else TAU_NEGATIVE.
 
     f'(1) = 4 sigmoid'(0) = 1, so the gradient on-policy is that of -r A. The values differ: f(1) = 2 / tau. No ratio is
     clipped; the gate closes smoothly.
@@ -162,8 +165,7 @@ def sapo(tokens: SurrogateTokens, config: SAPOConfig) -> Surrogate:
     Source: https://arxiv.org/abs/2511.20347.
     """
     ratio, advantages = tokens.ratio(), tokens.advantages
-    positive = torch.full_like(advantages, config.temperature_positive)
-    temperature = torch.where(advantages > 0, positive, config.temperature_negative)
+    temperature = torch.full_like(advantages, TAU_NEGATIVE).masked_fill(advantages > 0, TAU_POSITIVE)
     gate = 4 / temperature * torch.sigmoid(temperature * (ratio - 1))
     never = torch.zeros_like(advantages, dtype=torch.bool)
     return Surrogate(loss=-gate * advantages, ratio=ratio.detach(), clipped_low=never, clipped_high=never)
@@ -192,14 +194,14 @@ def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surr
     )
 
 
-def _trust_region(tokens: SurrogateTokens, *, cap: float, below: Tensor, above: Tensor) -> Surrogate:
-    """-min(r, cap) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region.
+def _trust_region(tokens: SurrogateTokens, *, below: Tensor, above: Tensor) -> Surrogate:
+    """-min(r, RATIO_CAP) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region.
 
-    The gradient of min(r, cap) is min(r, cap) grad log pi_theta. A plain minimum has no gradient above the cap. There
+    The gradient of min(r, RATIO_CAP) is min(r, RATIO_CAP) grad log pi_theta. A plain minimum has no gradient above the cap. There
     A < 0 is the usual case: the token that must come down most.
     """
     ratio, advantages = tokens.fixed_ratio(), tokens.advantages
-    capped = ratio.clamp(max=cap) * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    capped = ratio.clamp(max=RATIO_CAP) * (tokens.logprobs - tokens.logprobs.detach()).exp()
     clipped_low = (advantages < 0) & below
     clipped_high = (advantages > 0) & above
     loss = torch.where(clipped_low | clipped_high, 0.0, -capped * advantages)

@@ -101,10 +101,10 @@ def _normalised_mask_row(batch: Batch) -> Row:
 
 
 _CRITERIA = (
-    ("token level", (("token_k1", "0.8_1.25"), ("token_k2", "0.02"), ("token_k3", "0.02"))),
-    ("sum over the response", (("seq_sum_k1", "0.8_1.25"), ("seq_sum_k2", "0.5"), ("seq_sum_k3", "0.5"))),
-    ("mean over the response", (("seq_mean_k1", "0.96_1.0416667"), ("seq_mean_k2", "0.05"), ("seq_mean_k3", "0.05"))),
-    ("maximum over the response", (("seq_max_k2", "0.5"), ("seq_max_k3", "0.5"))),
+    ("token level", (("token_k1", "0.8_1.25"), ("token_k3", "0.02"))),
+    ("sum over the response", (("seq_sum_k1", "0.8_1.25"),)),
+    ("mean over the response", (("seq_mean_k1", "0.96_1.0416667"), ("seq_mean_k3", "0.05"))),
+    ("maximum over the response", (("seq_max_k3", "0.5"),)),
 )
 _RATIO_NAMES = {"token_k1": "token_ratio", "seq_sum_k1": "sequence_ratio", "seq_mean_k1": "geometric_ratio"}
 

@@ -138,8 +138,8 @@ def _dppo_rows(batch: Batch) -> list[Row]:
     """The value differs by construction (-r A log pi there, -r A here); the gradient is what moves the policy."""
     wide = _wide(batch)
     configs: tuple[tuple[str, DPPOTVConfig | DPPOKLConfig], ...] = (
-        ("dppo_tv", DPPOTVConfig(threshold=0.2, ratio_cap=CAP)),
-        ("dppo_kl", DPPOKLConfig(threshold=0.05, ratio_cap=CAP)),
+        ("dppo_tv", DPPOTVConfig(threshold=0.2)),
+        ("dppo_kl", DPPOKLConfig(threshold=0.05)),
     )
     found = []
     for mode, config in configs:

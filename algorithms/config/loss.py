@@ -25,6 +25,11 @@ from algorithms.config.rules import above, at_least, ruled, within
 _GSPO_CLIP = within(0, 0.05, "()", because="the mean log-ratio of a response never gets that far")
 """Rule of a GSPO clip, which refuses values >= 0.05: see `GSPOConfig`."""
 _TOKEN_CLIP = "A clip of the token's ratio is loss=ppo_clip."
+RATIO_CAP = 20.0
+"""Upper bound of DPPO's detached ratio, the value of the paper and of verl; a capped token keeps its gradient."""
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
+"""tau of SAPO where A > 0 and where A <= 0, no unit, the values of the paper: the gate closes sooner where the
+probability of a token is lowered, because this raises the probabilities of all others."""
 MAX_KL_THRESHOLD = 13
 """Largest useful threshold of DPPO's KL, nats: a larger threshold never drops a token, because 1 - p is bounded below
 by 1e-6, and log 1e6 = 13.8."""
@@ -141,9 +146,6 @@ class DPPOConfig(LossConfig):
     correction=ppo_is or bypass.
     """
 
-    ratio_cap: float = ruled(20.0, above(1), remedy="Vetted: 20.0.")
-    """Upper bound of the detached ratio; a capped token keeps its gradient. Vetted: 20.0."""
-
 
 @dataclass(kw_only=True, slots=True)
 class DPPOTVConfig(DPPOConfig):
@@ -172,10 +174,5 @@ class SAPOConfig(LossConfig):
     """A smooth gate in place of the clip, which closes as the ratio leaves 1 (https://arxiv.org/abs/2511.20347)."""
 
     surrogate: ClassVar[str] = "sapo"
-    temperature_positive: float = ruled(1.0, above(0), remedy="Vetted: 1.0.")
-    """tau where A > 0, no unit; a larger tau closes the gate sooner. Vetted: 1.0."""
-    temperature_negative: float = ruled(1.05, above(0), remedy="Vetted: 1.05.")
-    """tau where A <= 0, no unit. The paper chooses a value above temperature_positive, because lowering the probability
-    of one token raises all others. Vetted: 1.05."""
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
     """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""

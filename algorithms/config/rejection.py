@@ -46,20 +46,10 @@ class RejectConfig(Checked):
         None, _RATIO, remedy=_RATIO_REMEDY, indicator="1[{low:g} <= geomean_y({rho}) <= {high:g}]"
     )
     """[low, high] of the geometric mean of rho, a ratio; rejects short responses first. Vetted: [0.999, 1.001]."""
-    token_k2: float | None = ruled(None, above(0), indicator="1[K2 <= {bound:g}]")
-    """Upper bound of Delta^2 / 2 of a token, nats^2. Vetted: 2.0."""
     token_k3: float | None = ruled(None, above(0), indicator="1[K3 <= {bound:g}]")
     """Upper bound of K3 of a token, nats. Vetted: 0.01."""
-    sum_k2: float | None = ruled(None, above(0), indicator="1[sum_y(K2) <= {bound:g}]")
-    """Upper bound of the sum of Delta^2 / 2 over the response, nats^2. Vetted: 3.0."""
-    sum_k3: float | None = ruled(None, above(0), indicator="1[sum_y(K3) <= {bound:g}]")
-    """Upper bound of the sum of K3 over the response, nats."""
-    mean_k2: float | None = ruled(None, above(0), indicator="1[mean_y(K2) <= {bound:g}]")
-    """Upper bound of the mean of Delta^2 / 2 over the response, nats^2. Vetted: 2.0."""
     mean_k3: float | None = ruled(None, above(0), indicator="1[mean_y(K3) <= {bound:g}]")
     """Upper bound of the mean of K3 over the response, nats. Vetted: 0.01."""
-    max_k2: float | None = ruled(None, above(0), indicator="1[max_y(K2) <= {bound:g}]")
-    """Upper bound of the largest Delta^2 / 2 of the response, nats^2."""
     max_k3: float | None = ruled(None, above(0), indicator="1[max_y(K3) <= {bound:g}]")
     """Upper bound of the largest K3 of the response, nats."""
     veto: float | None = ruled(

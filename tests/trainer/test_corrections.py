@@ -225,7 +225,7 @@ def test_self_normalisation_divides_loss_and_gradient_by_the_mean_weight(model_p
 @pytest.mark.parametrize("estimator", [Estimator.rloo, Estimator.reinforce_pp_baseline])
 def test_the_baseline_of_what_is_kept_forgets_rejected_responses(model_path: Path, estimator: Estimator) -> None:
     # The first response is vetoed; under `kept` its reward must not matter to the others.
-    correction = MISConfig(low=0.3, high=4.0, reject=RejectConfig(max_k2=1.0))
+    correction = MISConfig(low=0.3, high=4.0, reject=RejectConfig(max_k3=1.0))
     gradients = {}
     for scope in BaselineScope:
         for reward in (0.0, 50.0):

@@ -320,7 +320,7 @@ def test_every_mode_trains_both_and_pays_the_planned_forwards(
 
 def test_a_baseline_of_what_is_kept_forgets_rejected_responses(model_path: Path) -> None:
     # The first response is vetoed: under `kept` its reward must not matter to the others.
-    correction = MISConfig(low=0.01, high=100.0, reject=RejectConfig(max_k2=2.0))
+    correction = MISConfig(low=0.01, high=100.0, reject=RejectConfig(max_k3=2.0))
     found = {}
     for scope in BaselineScope:
         for reward in (0.0, 50.0):
