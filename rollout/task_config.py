@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
-from algorithms.config.rules import Rule, above, at_least, given, ruled, within
+from algorithms.config.rules import Rule, above, at_least, given, ruled
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,8 +24,6 @@ class RewardConfig(Checked):
     """Reward of a correct answer."""
     incorrect: float = 0.0
     """Reward of a wrong answer. DAPO uses -1."""
-    format_score: float | None = None
-    """Reward of a wrong answer in the required format; null means reward.incorrect."""
     overlong_buffer_tokens: int = ruled(0, at_least(0, "tokens"))
     """Soft overlong penalty (DAPO): number of tokens before sampling.max_new_tokens over which the penalty grows; 0
     turns the penalty off."""
@@ -36,25 +34,10 @@ class RewardConfig(Checked):
     timeout_s: float = ruled(10.0, above(0))
     """Deadline in seconds of one call; a response whose scoring takes longer is wrong and is counted in
     reward/timeouts."""
-    memory_gib: float = ruled(16.0, above(0))
-    """Address space of a scoring process in GiB; a process that needs more dies, and its response is counted in
-    reward/crashes."""
-    max_error_fraction: float = ruled(0.05, within(0, 1))
-    """Share of a step's responses for which the function may raise or return no score before the run stops."""
-
-    @property
-    def memory_bytes(self) -> int:
-        return int(self.memory_gib * 2**30)
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
             yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)
-        if self.format_score is not None and not self.incorrect <= self.format_score < self.correct:
-            yield Problem(
-                key="format_score",
-                rule=f"must lie in [reward.incorrect ({self.incorrect}), reward.correct ({self.correct})), or be null",
-                value=self.format_score,
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,8 +109,6 @@ class FileDataConfig(DataConfig):
     on_bad_row: OnBadRow = OnBadRow.fail
     """Treatment of rows that cannot become a prompt: fail reports all bad rows and ends the run; skip leaves the rows
     out and writes them to bad_rows.jsonl."""
-    keep_eval_duplicates: bool = False
-    """Keep rows of a held-out set that repeat prompt and answer. To sample a prompt several times, set eval.samples."""
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from algorithms.config.checked import Checked, Problem
-from algorithms.config.rules import above, ruled, within
+from algorithms.config.rules import ruled, within
 
 
 class Estimator(Enum):
     """Estimator of advantages from the rewards of a step: one per sample, gae: one per token. r: reward of a sample."""
 
     grpo = "grpo"
-    """(r - mean) / (std + epsilon), mean and std over the group, std with divisor n - 1."""
+    """(r - mean) / (std + 1e-6), mean and std over the group, std with divisor n - 1."""
     dr_grpo = "dr_grpo"
     """r - mean of the group: no division by the spread."""
     rloo = "rloo"
@@ -22,7 +22,7 @@ class Estimator(Enum):
     reinforce = "reinforce"
     """r: no baseline; needs no groups."""
     reinforce_pp = "reinforce_pp"
-    """(r - mean) / (std + epsilon) over the response tokens of the step (REINFORCE++); needs no groups."""
+    """(r - mean) / (std + 1e-6) over the response tokens of the step (REINFORCE++); needs no groups."""
     reinforce_pp_baseline = "reinforce_pp_baseline"
     """r - mean of the group, then whitened over the response tokens of the step (REINFORCE++-baseline)."""
     gae = "gae"
@@ -44,9 +44,6 @@ class AdvantageConfig(Checked):
 
     estimator: Estimator = Estimator.grpo
     """Formula of the advantages. Vetted: grpo."""
-    epsilon: float = ruled(1e-6, above(0), remedy="Vetted: 1e-6.")
-    """Number added to the standard deviation, in units of reward (grpo, reinforce_pp, reinforce_pp_baseline, gae).
-    Vetted: 1e-6."""
     baseline_scope: BaselineScope = BaselineScope.all
     """Samples that form the baseline when the correction rejects whole responses. Vetted: all."""
     gamma: float = ruled(1.0, within(0, 1), remedy="Vetted: 1.")

@@ -70,7 +70,7 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
     reports = [report]
     held: dict[str, list[Prompt]] = {}
     for name, source in {"": config.eval_path, **eval_sets}.items():
-        held[name], report = file_prompts(source, config, tokenizer, keep_duplicates=config.keep_eval_duplicates)
+        held[name], report = file_prompts(source, config, tokenizer)
         reports.append(report)
     bad = [row for report in reports for row in report.bad]
     if config.on_bad_row is OnBadRow.fail:

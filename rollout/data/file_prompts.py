@@ -78,7 +78,7 @@ class _Row:
 
 
 def file_prompts(
-    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, *, keep_duplicates: bool = False
+    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Prompt], SourceReport]:
     """The prompts of one source, in its order. Raises ValueError if it is not readable or has unknown columns."""
     rows = read_rows(source)
@@ -91,7 +91,7 @@ def file_prompts(
     report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), report)
-    chosen = remove_duplicates(usable, report, keep=keep_duplicates)
+    chosen = remove_duplicates(usable, report)
     prompts = _tokenized(_templated(chosen, config, tokenizer, report), config, tokenizer, report)
     report.bad.sort(key=lambda bad: bad.number)
     report.num_prompts = len(prompts)
@@ -127,8 +127,8 @@ class _Same:
     contradict: bool = False
 
 
-def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool) -> list[_Row]:
-    """The first row of each prompt (all rows if `keep`); no row of a prompt whose rows have different answers.
+def remove_duplicates(rows: Iterable[_Row], report: SourceReport) -> list[_Row]:
+    """The first row of each prompt; no row of a prompt whose rows have different answers.
 
     Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
     answers would be rewarded for one of them and punished for the other.
@@ -140,7 +140,7 @@ def remove_duplicates(rows: Iterable[_Row], report: SourceReport, *, keep: bool)
         answer = same_answer_key(row.answer)
         same = found.setdefault(key, _Same(answer=answer))
         same.contradict |= same.answer != answer
-        if keep or not same.numbers:
+        if not same.numbers:
             first.append((same, row))
         same.numbers.append(row.number)
     report.contradictions = sorted(n for same in found.values() if same.contradict for n in same.numbers)

@@ -49,8 +49,6 @@ class Outcome:
     correct: bool | None = None
     score: float | None = None
     """The reward of a custom function."""
-    extracted: str | None = None
-    """The answer that a built-in rule found."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -266,14 +264,13 @@ def _outcome(reply: object) -> Outcome:
         raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
     if "error" in reply:
         return Outcome(failure=Failure.error, message=str(reply["error"]))
-    correct, score, extracted = reply.get("correct"), reply.get("score"), reply.get("extracted")
+    correct, score = reply.get("correct"), reply.get("score")
     metrics = reply.get("metrics") or {}
     if not (
         isinstance(correct, bool | None)
         and isinstance(score, int | float | None)
-        and isinstance(extracted, str | None)
         and isinstance(metrics, dict)
         and all(isinstance(value, int | float) for value in metrics.values())
     ):
         raise _WorkerFailed(Failure.crash, f"the worker answered {reply!r:.100}")
-    return Outcome(correct=correct, score=score, extracted=extracted, metrics=metrics)
+    return Outcome(correct=correct, score=score, metrics=metrics)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rollout.data.answers import (
     ANSWER_MARK,
@@ -25,14 +24,6 @@ MANY = 64
 """Responses per call of a rule whose work is bounded."""
 
 
-class Verdict(NamedTuple):
-    """Judgement of a rule on one response."""
-
-    correct: bool
-    extracted: str | None
-    """Answer found in the response, in a form in which equal answers are equal text; None if none was found."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """A way to judge a response: extract its answer, compare it with the reference."""
@@ -44,12 +35,12 @@ class Rule:
     at_once: int = MANY
     """Responses per call of a worker: 1 for a rule that may spend the whole deadline on one response."""
 
-    def judge(self, response: str, answer: str) -> Verdict:
-        """Judge one response. Raises ValueError for a reference that the rule cannot use."""
+    def judge(self, response: str, answer: str) -> bool:
+        """True if the answer of one response is correct. Raises ValueError for a reference that the rule cannot use."""
         extracted = self.extract(response)
         # The reference is parsed in any case: responses without an answer must not hide an unusable reference.
         correct = self.equal("" if extracted is None else extracted, answer)
-        return Verdict(correct and extracted is not None, extracted)
+        return correct and extracted is not None
 
 
 def same_text(extracted: str, answer: str) -> bool:

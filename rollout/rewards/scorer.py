@@ -23,6 +23,10 @@ from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
 
 LISTED_ERRORS = 5
+MEMORY_BYTES = 16 * 2**30
+"""Address space of a scoring process: room for a reward model on the CPU; a process that needs more dies alone."""
+MAX_ERROR_FRACTION = 0.05
+"""Share of a step's responses without a score that the run bears: single odd responses, not a broken function."""
 POLL_S = 5.0
 
 
@@ -75,7 +79,7 @@ class Scorer:
             config.function,
             num_workers=config.num_workers,
             timeout_s=config.timeout_s,
-            memory_bytes=config.memory_bytes,
+            memory_bytes=MEMORY_BYTES,
         )
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
@@ -144,8 +148,8 @@ class Scorer:
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Fill in text, correct and reward of every sample of `groups`, and return when all samples are scored.
 
-        Samples submitted by `submit` still come back by `poll`. Raises RewardError when more than
-        reward.max_error_fraction of the responses could not be scored.
+        Samples submitted by `submit` still come back by `poll`. Raises RewardError when more than MAX_ERROR_FRACTION of
+        the responses could not be scored.
         """
         left: dict[int, Sample] = {}
         for group in groups:
@@ -162,13 +166,12 @@ class Scorer:
         """Raise RewardError if too many responses since the last `take_stats` could not be scored."""
         stats, config = self._stats, self._config
         errors = stats.failures[Failure.error]
-        if errors > config.max_error_fraction * max(1, stats.scored):
+        if errors > MAX_ERROR_FRACTION * max(1, stats.scored):
             listed = "; ".join(stats.errors)
             self._stats = ScoreStats()
             raise RewardError(
                 f"reward.function={config.function} could not score {errors} of {stats.scored} responses, more than "
-                f"reward.max_error_fraction={config.max_error_fraction}: {listed}. Mend the function or the data; a "
-                "higher fraction leaves such responses out of training."
+                f"{MAX_ERROR_FRACTION:.0%}: {listed}. Mend the function or the data."
             )
 
     def take_stats(self) -> ScoreStats:
@@ -207,11 +210,7 @@ class Scorer:
         if outcome.score is not None:
             correct = outcome.score >= config.correct if outcome.correct is None else outcome.correct
             return correct, outcome.score
-        if outcome.correct:
-            return True, config.correct
-        # An answer in the required form may earn a reward even if it is wrong.
-        has_format = outcome.extracted is not None and config.format_score is not None
-        return False, config.format_score if has_format and config.format_score is not None else config.incorrect
+        return (True, config.correct) if outcome.correct else (False, config.incorrect)
 
 
 def function_problem(function: str) -> str | None:

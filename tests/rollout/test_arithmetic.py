@@ -24,7 +24,7 @@ from rollout.rewards import RULES
 
 
 def gsm8k(response, answer):
-    return RULES["gsm8k"].judge(response, answer).correct
+    return RULES["gsm8k"].judge(response, answer)
 
 
 def operands(problem: ArithmeticProblem) -> tuple[int, int]:

@@ -108,22 +108,22 @@ def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
 PAIRS = st.lists(st.tuples(st.sampled_from("pqrs"), st.sampled_from(["1", "1.0", "2", "x"])), max_size=12)
 
 
-@given(PAIRS, st.booleans())
-def test_duplicates_and_contradictions(pairs, keep):
+@given(PAIRS)
+def test_duplicates_and_contradictions(pairs):
     rows = [_Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
     report = SourceReport(source="f", columns=None)
-    kept = remove_duplicates(rows, report, keep=keep)
+    kept = remove_duplicates(rows, report)
     answers = defaultdict(set)
     for prompt, answer in pairs:
         answers[prompt].add(answer.removesuffix(".0"))
     agreed = [row for row in rows if len(answers[row.prompt]) == 1]
-    expected = agreed if keep else list({row.prompt: row for row in reversed(agreed)}.values())
+    expected = list({row.prompt: row for row in reversed(agreed)}.values())
     assert sorted(row.number for row in kept) == sorted(row.number for row in expected)
     assert [row.number for row in kept] == sorted(row.number for row in kept)
     assert report.contradictions == [row.number for row in rows if len(answers[row.prompt]) > 1]
     assert len(kept) + report.num_duplicates + len(report.contradictions) == len(rows)
     again = SourceReport(source="f", columns=None)
-    assert remove_duplicates(kept, again, keep=keep) == kept
+    assert remove_duplicates(kept, again) == kept
     assert (again.num_duplicates, again.contradictions) == (0, [])
 
 
@@ -142,7 +142,7 @@ def test_answers_are_compared_by_what_they_state(one, other, same):
     assert (same_answer_key(one) == same_answer_key(other)) is same
 
 
-def test_held_out_sets_keep_duplicates_only_on_request(tmp_path, tokenizer):
+def test_held_out_sets_lose_duplicates_too(tmp_path, tokenizer):
     rows = [{"question": q, "answer": a} for q, a in (("a", "1"), ("b", "2"), ("a", "1"), ("b", "3"), ("c", "4"))]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     config = replace(CONFIG, train_path=path, eval_path=path)
@@ -150,8 +150,6 @@ def test_held_out_sets_keep_duplicates_only_on_request(tmp_path, tokenizer):
     assert [prompt.prompt_id for prompt in data.train] == [prompt.prompt_id for prompt in data.heldout] == [0, 4]
     assert f"{path}: 2 rows with contradicting answers dropped (line 2, 4)" in data.notes
     assert data.notes[-1] == f"{path}: 2 of its prompts are training prompts too"
-    kept = load_dataset(replace(config, keep_eval_duplicates=True), tokenizer)
-    assert ([p.prompt_id for p in kept.train], [p.prompt_id for p in kept.heldout]) == ([0, 4], [0, 2, 4])
 
 
 def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_path, tokenizer):

@@ -17,11 +17,11 @@ from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 
 
 def exact_match(response, answer):
-    return RULES["exact_match"].judge(response, answer).correct
+    return RULES["exact_match"].judge(response, answer)
 
 
 def gsm8k(response, answer):
-    return RULES["gsm8k"].judge(response, answer).correct
+    return RULES["gsm8k"].judge(response, answer)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +262,6 @@ def test_responses_with_one_answer_have_one_verdict(responses):
     for name in ("exact_match", "gsm8k", "gsm8k_flexible", "math_dapo"):
         verdicts = {}
         for response in responses:
-            correct, answer = RULES[name].judge(response, "18")
-            verdicts.setdefault(answer, set()).add(correct)
+            rule = RULES[name]
+            verdicts.setdefault(rule.extract(response), set()).add(rule.judge(response, "18"))
         assert all(len(found) == 1 for answer, found in verdicts.items() if answer is not None)

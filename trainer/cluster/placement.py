@@ -204,7 +204,7 @@ class Cluster:
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
-        threads = config.threads_per_worker or max(1, (os.cpu_count() or 1) // config.num_workers)
+        threads = max(1, num_cores() // config.num_workers)
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(

@@ -26,6 +26,9 @@ from algorithms.stats import merged
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 
+EPSILON = 1e-6
+"""Number added to a standard deviation, in units of reward, as in verl: far below any spread of rewards, so that equal
+rewards give advantages of 0 and not of 0 / 0."""
 AllReduce = Callable[[Tensor], object]
 """Adds a tensor up over ranks, in place."""
 
@@ -87,7 +90,7 @@ def set_token_advantages(
     reduce(unwhitened.sums)
     for micro in _micros(minis):
         micro.advantages = whiten(
-            micro.needed_advantages, micro.response_mask, epsilon=config.advantage.epsilon, over=unwhitened
+            micro.needed_advantages, micro.response_mask, epsilon=EPSILON, over=unwhitened
         )
     return unwhitened
 
@@ -124,7 +127,7 @@ def _set(
         config.advantage.estimator,
         rewards,
         samples.group_ids,
-        epsilon=config.advantage.epsilon,
+        epsilon=EPSILON,
         num_tokens=samples.num_tokens,
         kept=kept,
     )
