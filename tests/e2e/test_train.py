@@ -22,6 +22,7 @@ from algorithms.kl import k3
 from rollout.engine import EngineError
 from rollout.group.actor_calls import WorkerError
 from trainer.cli.commands import run
+from trainer.policy.step import TOKEN_SAMPLES
 from trainer.run.evaluation import evaluate_model, evaluation_metrics
 from trainer.run.loop import train
 from trainer.rundir.weights_source import WeightsSource, find_source
@@ -105,7 +106,7 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tm
     assert result.report_path.read_text("utf-8").lstrip().lower().startswith("<!doctype html")
     lines = (result.run_dir / "samples.jsonl").read_text("utf-8").splitlines()
     with_tokens = [row for row in map(json.loads, lines) if "tokens" in row]
-    assert len(with_tokens) == 5 * config.tracking.token_samples_per_step
+    assert len(with_tokens) == 5 * TOKEN_SAMPLES
     for row in with_tokens:  # whichever rank they come from, the tokens are those that the K3 of the sample is of
         deltas = torch.tensor(row["tokens"]["deltas"])
         assert float(k3(deltas).mean()) == pytest.approx(row["k3"], rel=0.01)

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from algorithms.config import (
     AdvantageConfig,
-    Aggregation,
     BaselineScope,
     BypassConfig,
     CorrectionConfig,
@@ -263,10 +262,8 @@ def test_a_critic_that_knows_nothing_gives_the_policy_the_gradient_of_reinforce_
     assert (gradients[0] - gradients[1]).norm() <= 1e-6 * gradients[1].norm()
 
 
-@pytest.mark.parametrize("aggregation", [Aggregation.token_mean, Aggregation.seq_mean_token_mean])
-def test_gradients_do_not_depend_on_packing(model_path: Path, aggregation: Aggregation) -> None:
-    critic = CriticConfig(aggregation=aggregation, lr=1e-2)
-    config = ppo_config(model_path, critic=critic, advantage={"gamma": 0.9, "gae_lambda": 0.7})
+def test_gradients_do_not_depend_on_packing(model_path: Path) -> None:
+    config = ppo_config(model_path, critic=CriticConfig(lr=1e-2), advantage={"gamma": 0.9, "gae_lambda": 0.7})
     found = []
     for samples, max_tokens in ((rewarded(), 1000), (rewarded()[::-1], 20)):
         with lone_worker(config, model_path) as worker:
@@ -434,7 +431,6 @@ def test_contradictions_are_refused(model_path: Path, message: str) -> None:
     [
         (CriticConfig, {"value_clip": 0.0}, "value_clip must be > 0 or null"),
         (CriticConfig, {"warmup_rollout_steps": -1}, "warmup_rollout_steps must be >= 0"),
-        (CriticConfig, {"aggregation": Aggregation.fixed_length}, "aggregation must not be fixed_length"),
         (CriticConfig, {"lr": 0.0}, "lr must be > 0"),
         (AdvantageConfig, {"estimator": Estimator.gae, "gamma": 1.5}, r"gamma must lie in \[0, 1\]"),
         (AdvantageConfig, {"gae_lambda": 0.9}, "gae_lambda has no effect with estimator=grpo"),

@@ -52,6 +52,7 @@ def no_wandb_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith("WANDB_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 3.0)
 
 
 def make_config(mode: WandbMode = WandbMode.disabled, **changes: object) -> TrainConfig:
@@ -60,7 +61,7 @@ def make_config(mode: WandbMode = WandbMode.disabled, **changes: object) -> Trai
         model=ArithmeticModelConfig(),
         data=ArithmeticDataConfig(),
         sampling=SamplingConfig(max_new_tokens=16),
-        tracking=TrackingConfig(wandb=mode, wandb_timeout_s=3.0, samples_per_step=3),
+        tracking=TrackingConfig(wandb=mode, samples_per_step=3),
     )
     return replace(base, **changes)
 
@@ -444,7 +445,7 @@ def test_a_server_that_does_not_let_the_run_in_means_offline(
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         config = make_config(WandbMode.auto)
-        config.tracking.wandb_timeout_s = 1.0
+        monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 1.0)
         tracker, stream = make_tracker(config, tmp_path / "run")
         before = time.monotonic()
         with tracker:
@@ -509,7 +510,7 @@ def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
 def wandb_sink_of(run_dir: Path, lines: list[str], mode: WandbMode = WandbMode.offline) -> WandbSink:
     run_dir.mkdir(exist_ok=True)
     return WandbSink(
-        TrackingConfig(wandb=mode, wandb_timeout_s=20.0),
+        TrackingConfig(wandb=mode),
         run_dir=run_dir, name="run", record={}, report=lines.append,
     )  # fmt: skip
 

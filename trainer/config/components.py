@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from algorithms.config import Aggregation, Checked, Problem
+from algorithms.config import Checked, Problem
 from algorithms.config.rules import Rule, above, at_least, given, ruled, within
 from rollout.config import DType
 
@@ -189,16 +189,6 @@ class CriticConfig(Checked):
     """Clip range of the value loss, in units of reward: the loss stops falling when a value has moved by this distance
     from the value before the step; null uses the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2
     (SkyRL)."""
-    aggregation: Aggregation = ruled(
-        Aggregation.token_mean,
-        Rule(
-            "must not be fixed_length",
-            lambda aggregation: aggregation is not Aggregation.fixed_length,
-            because="a fixed length keeps the advantages of long responses from being shrunk, and values have none",
-        ),
-        remedy="Vetted: token_mean.",
-    )
-    """Aggregation of the per-token value losses into one number. Vetted: token_mean (verl)."""
 
     def changed(self) -> dict[str, object]:
         """Key -> value of all keys whose value differs from the default."""

@@ -119,13 +119,8 @@ class TrackingConfig(Checked):
     """Name of the W&B project."""
     entity: str | None = None
     """W&B user or team; null means the default of the W&B account."""
-    wandb_timeout_s: float = ruled(20.0, above(0, "seconds"))
-    """Deadline in seconds for reaching W&B; after the deadline the run continues offline."""
     samples_per_step: int = ruled(8, at_least(0))
     """Number of samples written to samples.jsonl per step."""
-    token_samples_per_step: int = ruled(4, at_least(0))
-    """Number of the samples of tracking.samples_per_step that are written with the Delta of each token; half of these
-    samples are the worst by K3. Each takes at most 8 KB, for the 256 tokens around the worst token."""
     wandb_samples: bool = True
     """Also write the samples of samples.jsonl to W&B, as a growing table."""
     tensorboard: bool = False

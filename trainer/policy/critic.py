@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from algorithms.aggregate import token_coefficients
+from algorithms.config import Aggregation
 from algorithms.returns import Moments
 from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
@@ -135,7 +136,7 @@ def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, 
     if micro.old_values is None or micro.returns is None:
         raise RuntimeError("the critic learns from returns, which need the values before the first update")
     coefficients = token_coefficients(
-        config.critic.aggregation,
+        Aggregation.token_mean,  # as in verl and OpenRLHF
         mask=micro.response_mask,
         cu_seqlens=micro.cu_seqlens,
         num_tokens=mini.num_response_tokens,

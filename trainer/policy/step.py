@@ -54,6 +54,9 @@ if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
 
 logger = logging.getLogger(__name__)
 
+TOKEN_SAMPLES = 4
+"""Samples per step that are recorded with the Delta of each token, half of them the worst by K3; each takes at most 8
+KB in samples.jsonl."""
 NUM_COUNTS = 4
 """Kept tokens, sequences with a kept token, sum of weights, number of weights."""
 
@@ -129,7 +132,7 @@ class TrainingStep:
             sample_k3=sample_k3,
             sample_advantages={} if advantages is None else _by_sample(minis, advantages),
             histograms=stats.histograms(),
-            token_deltas=stats.token_deltas(sample_k3, count=config.tracking.token_samples_per_step),
+            token_deltas=stats.token_deltas(sample_k3, count=TOKEN_SAMPLES),
             private_bytes=private_bytes(),
             dump=None if recorder is None or dump_dir is None else recorder.write(dump_dir),
         )

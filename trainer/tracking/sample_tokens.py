@@ -1,6 +1,6 @@
 """Token deltas of a sample -> what samples.jsonl keeps of them: texts, log-probs and Delta.
 
-A sample takes at most MAX_TOKENS x about 30 bytes, 8 KB; `tracking.token_samples_per_step` says how many have one.
+A sample takes at most MAX_TOKENS x about 30 bytes, 8 KB; TOKEN_SAMPLES of `trainer/policy/step.py` have one.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ from trainer.tracking.wandb_panels import Panels
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
+_START_TIMEOUT_S = 20.0
+"""Deadline for reaching W&B; after the deadline the run continues offline."""
 _FINISH_TIMEOUT_S = 20.0
 """Deadline for writing and uploading what is left when the run ends; orchestrators kill 30 s after SIGTERM."""
 _KILL_TIMEOUT_S = 2.0
@@ -45,7 +47,7 @@ class WandbSink:
     """The W&B side of one run. `start`, then `put` for every call, then `finish`.
 
     Args:
-        config: mode, project, entity and deadline.
+        config: mode, project and entity.
         run_dir: W&B writes to `run_dir/wandb`; the run id is kept in `run_dir/wandb_run_id`.
         name: name of the run in the W&B project.
         record: what W&B shows as the configuration of the run; must hold no secret.
@@ -105,7 +107,7 @@ class WandbSink:
         if thread is None:
             return
         if self.mode is WandbMode.disabled:
-            deadline += self._config.wandb_timeout_s  # it has not started yet
+            deadline += _START_TIMEOUT_S  # it has not started yet
         self._exit_code = exit_code
         try:
             self._calls.put_nowait(None)
@@ -206,7 +208,7 @@ class WandbSink:
         import wandb
 
         settings = wandb.Settings(
-            init_timeout=self._config.wandb_timeout_s,
+            init_timeout=_START_TIMEOUT_S,
             finish_timeout=0.75 * _FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
             silent=True,
