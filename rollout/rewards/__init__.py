@@ -5,7 +5,7 @@
 """
 
 from rollout.rewards.overlong import overlong_penalty
-from rollout.rewards.rules import RULES, Rule, Verdict, rule_names
+from rollout.rewards.rules import RULES, Rule, rule_names
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, function_problem
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Rule",
     "ScoreStats",
     "Scorer",
-    "Verdict",
     "function_problem",
     "overlong_penalty",
     "rule_names",

@@ -1,4 +1,4 @@
-"""Rules of the built-in rewards: (response text, reference answer) -> Verdict.
+"""Rules of the built-in rewards: (response text, reference answer) -> correct or not.
 
 A rule extracts an answer from a response and compares it with the reference. Rules do plain string work and execute
 nothing; only `math` parses expressions. Every rule runs in a process that can be killed (`rollout/rewards/pool.py`). A

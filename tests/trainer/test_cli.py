@@ -1,4 +1,4 @@
-"""The real command line, in a process of its own: help, exit codes, messages, Hydra's features, completion."""
+"""The real command line, in a process of its own: help, exit codes, messages, sweeps, completion."""
 
 from __future__ import annotations
 
@@ -204,10 +204,11 @@ def test_a_recipe_called_like_the_start_of_all_recipes_is_refused(tmp_path: Path
     assert "must not be called train.yaml" in outcome.err
 
 
-def test_hydra_overrides_take_effect(tmp_path: Path) -> None:
-    outcome = parity("train", "arithmetic_grpo", "hydra.run.dir=there", "--dry-run", cwd=tmp_path)
+def test_the_directory_of_a_sweep_can_be_named(tmp_path: Path) -> None:
+    words = ("-m", "run.seed=0,1", "hydra.sweep.dir=there", "--dry-run")
+    outcome = parity("train", "arithmetic_grpo", *words, cwd=tmp_path)
     assert outcome.code == 0, outcome.err
-    assert f"{tmp_path}/there:" in outcome.out
+    assert f"{tmp_path}/there/1:" in outcome.out
 
 
 def completions(line: str, cwd: Path) -> list[str]:

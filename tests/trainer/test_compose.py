@@ -118,7 +118,8 @@ def test_a_recipe_can_start_from_another(tmp_path: Path) -> None:
 def test_the_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolved("run.dir=a/b").runs[0].output_dir == tmp_path / "a/b"
-    assert resolved("hydra.run.dir=c").runs[0].output_dir == tmp_path / "c"
+    swept = resolved("hydra.sweep.dir=c", "run.seed=0,1", multirun=True)
+    assert [swept.run_dir(index) for index in range(2)] == [tmp_path / "c/0", tmp_path / "c/1"]
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -141,7 +142,11 @@ REFUSALS = {
             "reward={correct:2,incorect:1}",
             "reward.incorect is not a key of reward, got 1. Did you mean reward.incorrec",
         ),
-        ("hydra.job.chdirr=true", "hydra.job.chdirr is refused by Hydra (Could not override 'hydra.job.chdirr'.)"),
+        (
+            "hydra.job.chdir=true",
+            "hydra.job.chdir has no effect: Parity starts the runs itself, got 'true'. Use run.dir",
+        ),
+        ("hydra/launcher=joblib", "hydra/launcher has no effect: Parity starts the runs itself, got 'joblib'."),
     ],
     "a plus sign smuggles nothing in": [
         ("+loss.clip_hihg=0.3", "loss.clip_hihg is not a key of loss=ppo_clip, got 0.3. Did you mean loss.clip_high?"),
@@ -295,17 +300,18 @@ def test_a_key_of_another_trainer_is_translated(word: str, expected: str) -> Non
     assert expected in found
 
 
-def test_the_sections_are_listed_once_for_all_unknown_keys() -> None:
+def test_the_sections_are_listed_where_no_key_is_similar() -> None:
     sections = f"Sections: {', '.join(TrainConfig.__dataclass_fields__)}."
     words = ("actor_rollout_ref.rollout.n=8", "zzz=3", "optim.lr=-1", "trainer.total_training_steps=15")
     assert messages(*words) == [
         "actor_rollout_ref.rollout.n is not a key, got 8. Here it is batch.group_size.",
-        "zzz is not a key, got 3.",
-        f"trainer.total_training_steps is not a key, got 15. Here it is run.num_steps. {sections}",
+        f"zzz is not a key, got 3. {sections}",
+        "trainer.total_training_steps is not a key, got 15. Here it is run.num_steps.",
         "optim.lr must be > 0, got -1.0.",
     ]
     one_of_two = messages("lose.x=1,2", "zzz=3", multirun=True)
     assert [sections in message for message in one_of_two] == [False, False, True]
+    assert one_of_two[0].startswith("[lose.x=1] lose.x")
 
 
 def test_nested_keys_are_checked_like_any_other() -> None:
@@ -378,7 +384,7 @@ def test_evaluation_sets_and_their_sampling(tmp_path: Path) -> None:
 def test_a_sweep_is_checked_before_its_first_run_and_names_the_combination() -> None:
     found = messages("correction=tis,mis", "correction.cap=3", "optim.lr=1e-3,0", "lose.x=1", multirun=True)
     assert found == [
-        "lose.x is not a key, got 1. Did you mean loss? Sections: " + ", ".join(TrainConfig.__dataclass_fields__) + ".",
+        "lose.x is not a key, got 1. Did you mean loss?",
         "[optim.lr=0] optim.lr must be > 0, got 0.0.",
         "[correction=mis] correction.cap is not a key of correction=mis, got 3. It belongs to correction=tis, "
         "correction=bypass; keys of mis: level, bound, low, high, reject, self_normalize, rejected_denominator.",
@@ -404,16 +410,17 @@ def test_a_glob_sweep_covers_the_group() -> None:
     ]
 
 
-def test_a_recipe_can_state_its_own_sweep(tmp_path: Path) -> None:
-    path = own_recipe(
-        tmp_path,
-        "defaults: [arithmetic_grpo, _self_]\n"
-        'hydra: {mode: MULTIRUN, sweeper: {params: {correction: "tis,mis", optim.lr: "1e-3,0"}}}\n',
+def test_a_sweep_without_a_value_is_refused() -> None:
+    [found] = messages("correction=glob(zzz*)", multirun=True)
+    assert found.startswith("correction must have a value, got 'glob(zzz*)'. Options: recompute, ppo_is")
+
+
+def test_what_hydra_would_do_in_a_recipe_is_refused(tmp_path: Path) -> None:
+    path = own_recipe(tmp_path, "defaults: [arithmetic_grpo, _self_]\nhydra: {mode: MULTIRUN}\n")
+    [problem] = resolve(path, (), own_dir=None, multirun=False).problems
+    assert str(problem) == (
+        f"{path}: hydra has no effect: Parity starts the runs itself, got {{'mode': 'MULTIRUN'}}. Remove it."
     )
-    resolution = resolve(path, (), own_dir=None, multirun=False)
-    assert resolution.multirun
-    assert len(resolution.runs) == 4
-    assert [str(problem) for problem in resolution.problems] == ["[optim.lr=0] optim.lr must be > 0, got 0.0."]
 
 
 def test_the_directory_of_one_run_cannot_be_given_to_a_sweep() -> None:

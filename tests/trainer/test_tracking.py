@@ -198,14 +198,6 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, found: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [found], "a refused run leaves nothing behind"
 
 
-def test_what_hydra_writes_is_no_obstacle(tmp_path: Path) -> None:
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("")
-    tracker, _ = make_tracker(make_config(), tmp_path)
-    with tracker:
-        tracker.log(1, {})
-
-
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from trainer.config.components import Resume\n"

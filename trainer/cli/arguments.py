@@ -16,8 +16,8 @@ from trainer.compose.overrides import long_form
 from trainer.compose.renamed import renamed_hint
 
 DRY_RUN = "--dry-run"
-SWITCHES = (DRY_RUN, "--multirun", "--resolve", "--help", "--hydra-help")
-INSPECTIONS = ("--cfg", "--info", "--hydra-help", "--help")
+SWITCHES = (DRY_RUN, "--multirun", "--resolve", "--help")
+INSPECTIONS = ("--cfg", "--info", "--help")
 """Flags that show information and start no run."""
 
 

@@ -66,7 +66,6 @@ parity train <recipe> [flags] [group=option ...] [key=value ...]
   --config-dir DIR     a directory with your own recipes and group options
   --info [TOPIC]       Hydra's view: defaults, defaults-tree, config, plugins, searchpath
   --help               with a recipe: its groups and its config
-  --hydra-help         Hydra's own groups; hydra.* keys can be overridden too
 
 Files go to run.dir (outputs/<recipe>/<time>), the runs of a sweep to hydra.sweep.dir. The last line printed by a
 run is the path of its report.
@@ -292,7 +291,7 @@ def _checked_train(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.cli.launch import launch
+    from trainer.cli.launch import launch, show
     from trainer.cli.resume import earlier_run
     from trainer.compose.compose import resolve
     from trainer.compose.overrides import directory_override
@@ -300,7 +299,9 @@ def _checked_train(
 
     if arguments.inspection is not None:
         # Hydra also shows incomplete and invalid configs.
-        return report(problems, command=command) if problems else launch(recipe, arguments, ())
+        if problems:
+            return report(problems, command=command)
+        return show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=arguments.own_dir)
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     earlier = earlier_run(resolution)
     if earlier is not None:
@@ -317,4 +318,4 @@ def _checked_train(
 
         sys.stdout.write(render_plans(resolution))
         return DONE
-    return launch(recipe, arguments, resolution.runs)
+    return launch(resolution)

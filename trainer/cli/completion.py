@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from algorithms.config import Problem
 from trainer.cli.launch import hydra_main
 from trainer.cli.replay import replay_completions
@@ -36,7 +34,7 @@ def complete(words: Sequence[str]) -> int:
     arguments = [word for word in words if word not in (*COMPLETION_FLAGS, "train")]
     start = config_dir() / f"{MAIN_CONFIG}.yaml"
     if len(arguments) == 1 and arguments[0].startswith(("install=", "uninstall=")):
-        hydra_main(start, ["-sc", *arguments], own_dir=None, job=_no_job)
+        hydra_main(start, ["-sc", *arguments], own_dir=None)
         return DONE
     if len(arguments) != 1 or not arguments[0].startswith("query=") or LINE not in os.environ:
         remedy = 'eval "$(parity -sc install=bash)"; also zsh and fish.'
@@ -67,13 +65,8 @@ def _query(query: str, line: str) -> None:
             # Hydra cannot parse Parity's own flags and words that are not keys of the config.
             rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
-            hydra_main(recipe, ["-sc", query], own_dir=None, job=_no_job)
+            hydra_main(recipe, ["-sc", query], own_dir=None)
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:
     sys.stdout.write(" ".join(word for word in candidates if word.startswith(start)) + "\n")
-
-
-def _no_job(composed: DictConfig) -> None:
-    """Raise RuntimeError, because completion must not start a run."""
-    raise RuntimeError(f"completion must not run anything, but Hydra started {composed.run.recipe}")

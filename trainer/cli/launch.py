@@ -1,7 +1,6 @@
-"""A checked command -> hydra.main -> one job, or one per combination of a sweep.
+"""Checked runs -> their jobs, one after the other; and what Hydra shows of a recipe (--cfg, --info, --help).
 
-Hydra shows configs (--cfg), expands sweeps and names the directories; every run uses the config that was checked before
-the first run started. Called by `commands.py`.
+Every run uses the config that was checked before the first run started. Called by `commands.py`.
 """
 
 from __future__ import annotations
@@ -11,44 +10,49 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from trainer.cli.arguments import TrainArguments
 from trainer.cli.job import run_job
-from trainer.compose.compose import Run
+from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE
 from trainer.compose.overrides import as_hydra_reads, recipe_override
 from trainer.compose.session import VERSION_BASE, register
 
 
-def launch(recipe: Path, arguments: TrainArguments, runs: Sequence[Run]) -> int:
-    """Let Hydra start the checked `runs`, or show the information that flags request; return the worst exit code."""
-    outcomes: list[int] = []
-
-    def job(composed: DictConfig) -> None:
-        run, run_dir = runs[len(outcomes)], Path(HydraConfig.get().runtime.output_dir)
+def launch(resolution: Resolution) -> int:
+    """Run all jobs of a resolution without problems; return the worst exit code."""
+    outcomes = []
+    for index, run in enumerate(resolution.runs):
         assert run.config is not None
-        # Hydra decides the directory: run.dir, one directory per job of a sweep, or hydra.run.dir.
+        run_dir = resolution.run_dir(index)
         run.config.run.dir = str(run_dir)
-        if len(runs) > 1:
-            words = [word for word in run.overrides if not word.startswith("hydra.")]
-            sys.stdout.write(f"run {len(outcomes)}: {' '.join(words)} -> {run_dir}\n")
+        if len(resolution.runs) > 1:
+            sys.stdout.write(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
             sys.stdout.flush()
         outcomes.append(run_job(run.config, run_dir))
-
-    words = [*arguments.hydra_flags, *map(as_hydra_reads, arguments.overrides), recipe_override(recipe.stem)]
-    hydra_main(recipe, words, own_dir=arguments.own_dir, job=job)
     failed = sum(outcome != DONE for outcome in outcomes)
     if len(outcomes) > 1 and failed:
         sys.stderr.write(f"parity train: {failed} of {len(outcomes)} runs failed\n")
-    return max(outcomes, default=DONE)
+    return max(outcomes)
 
 
-def hydra_main(recipe: Path, words: Sequence[str], *, own_dir: Path | None, job: Callable[[DictConfig], None]) -> None:
-    """Call hydra.main for the recipe in the file `recipe`, as if `words` were the command line."""
+def show(recipe: Path, flags: Sequence[str], overrides: Sequence[str], *, own_dir: Path | None) -> int:
+    """Print what the `flags` of Hydra ask for, also of an incomplete or invalid config."""
+    words = [*flags, *map(as_hydra_reads, overrides), recipe_override(recipe.stem)]
+    hydra_main(recipe, words, own_dir=own_dir)
+    return DONE
+
+
+def hydra_main(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> None:
+    """Call hydra.main for the recipe in the file `recipe`, as if `words`, which start no job, were the command line."""
+
+    def job(composed: DictConfig) -> None:
+        raise RuntimeError(f"Hydra started a job of {composed.run.recipe} where it should only show something")
+
     register(own_dir)
-    decorated = hydra.main(version_base=VERSION_BASE, config_path=str(recipe.parent), config_name=recipe.stem)(job)
+    decorated: Callable[[], object] = hydra.main(
+        version_base=VERSION_BASE, config_path=str(recipe.parent), config_name=recipe.stem
+    )(job)
     command_line = sys.argv
     sys.argv = [command_line[0], *words]
     try:

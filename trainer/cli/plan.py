@@ -26,17 +26,13 @@ LABEL_WIDTH = 11
 
 
 def render_plans(resolution: Resolution) -> str:
-    """The plans of all runs that the command would start, as text that ends in a line break."""
+    """The plans of all runs of a resolution without problems, as text that ends in a line break."""
     machine = this_machine()
-    # The runs' configurations were composed at different times; Hydra names the directory once for all runs.
-    directory = resolution.runs[0].output_dir
     plans = []
     for index, run in enumerate(resolution.runs):
-        if run.config is None or directory is None:
-            raise ValueError(f"a run with problems has no plan: {run.overrides}")
+        assert run.config is not None
         title = f"run {index + 1} of {len(resolution.runs)}: {' '.join(run.overrides)}\n" if resolution.multirun else ""
-        output_dir = directory / str(index) if resolution.multirun else directory
-        plans.append(f"{title}{render_plan(run.config, machine=machine, output_dir=output_dir)}\n")
+        plans.append(f"{title}{render_plan(run.config, machine=machine, output_dir=resolution.run_dir(index))}\n")
     return "\n".join(plans)
 
 

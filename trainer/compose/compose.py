@@ -6,7 +6,7 @@ reported together. Callers receive dataclasses, not the DictConfig. This module 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,16 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Problem
-from trainer.compose import keys
-from trainer.compose.overrides import HYDRA_WORDS, expand, lenient, parse, recipe_override
-from trainer.compose.read import build_config
+from trainer.compose.keys import nearest
+from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
+from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.components import RunConfig
 from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
-
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-"""Class of Hydra's basic sweeper, whose runs are all known, and checked, before the first run starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,41 +54,27 @@ class Resolution:
     runs: tuple[Run, ...]
     """One run, or one run per combination of a sweep."""
     multirun: bool
-    """True for a sweep, requested by -m or by hydra.mode=MULTIRUN."""
+    """True for a sweep, requested by -m."""
     problems: tuple[Problem, ...]
     """Problems of the command line and of all runs; a problem of only some runs names the combination. Empty if all
     runs may start."""
+
+    def run_dir(self, index: int) -> Path:
+        """Directory of run number `index`; needs a resolution without problems."""
+        # Runs are composed one after the other: the time in the name is that of the first one.
+        directory = self.runs[0].output_dir
+        assert directory is not None
+        return directory / str(index) if self.multirun else directory
 
 
 def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multirun: bool) -> Resolution:
     """Compose and check every run of `parity train <recipe> <words>`; `own_dir` is the user's --config-dir."""
     with hydra_session(recipe, own_dir) as loader:
-        asks_for_sweep, params, wrong = _hydra_settings(
-            recipe, [word for word in words if word.startswith(HYDRA_WORDS)]
-        )
-        multirun = multirun or asks_for_sweep
-        overrides, unreadable = parse([*(params if multirun else ()), *words], loader=loader, multirun=multirun)
-        unreadable += wrong
+        overrides, unreadable = parse(words, loader=loader, multirun=multirun)
         runs = tuple(
             _compose_run(recipe, combination, loader=loader, multirun=multirun) for combination in expand(overrides)
         )
-    problems = (*unreadable, *keys.sections_once(_together(runs)))
-    return Resolution(runs=runs, multirun=multirun, problems=problems)
-
-
-def _hydra_settings(recipe: Path, hydra_words: Sequence[str]) -> tuple[bool, list[str], list[Problem]]:
-    """Read the sweep settings of recipe and hydra.* overrides -> (True for a sweep, its words, its problems)."""
-    try:
-        settings = compose(recipe.stem, overrides=list(hydra_words), return_hydra_config=True).hydra
-        params = settings.sweeper.get("params") or {}
-        sweeper, is_sweep = settings.sweeper._target_, settings.mode is RunMode.MULTIRUN
-    except Exception:  # `parse` and `_compose_run` meet the same error again and report it.
-        return False, [], []
-    wrong = []
-    if sweeper != BASIC_SWEEPER:
-        rule = "must be basic: every run of a sweep is checked before the first one starts"
-        wrong.append(Problem(key="hydra/sweeper", rule=rule, value=sweeper, remedy="Name the values: -m key=a,b,c."))
-    return is_sweep, [f"{key}={value}" for key, value in params.items()], wrong
+    return Resolution(runs=runs, multirun=multirun, problems=(*unreadable, *_together(runs)))
 
 
 def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> Run:
@@ -99,29 +82,24 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
     problems: list[Problem] = []
     root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
-    config, output_dir, chosen = None, None, _chosen(defaults)
+    config, output_dir, has_default_dir, chosen = None, None, False, _chosen(defaults)
     if root is not None:
         config, unreadable, broken = build_config(root, chosen)
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
         problems += broken
-        output_dir = _output_dir(root, multirun=multirun)
-        if multirun and not _has_default_dir(root):
-            problems.append(
-                Problem(
-                    key="run.dir",
-                    rule="has no effect in a sweep: every run has its own directory",
-                    value=root.run.dir,
-                    remedy="Remove it; hydra.sweep.dir=... names the directory that holds them all.",
-                )
-            )
+        output_dir, has_default_dir = _directory(root, SWEEP_DIR if multirun else "run.dir")
+        if multirun and not has_default_dir:
+            rule = "has no effect in a sweep: every run has its own directory"
+            remedy = f"Remove it; {SWEEP_DIR}=... names the directory that holds them all."
+            problems.append(Problem(key="run.dir", rule=rule, value=root.run.dir, remedy=remedy))
     return Run(
-        overrides=words,
+        overrides=tuple(word for word in words if not word.startswith(SWEEP_DIR)),
         config=None if problems else config,
         problems=tuple(problems),
         engine=chosen.get("rollout"),
         output_dir=output_dir,
-        named_after_time=root is not None and _has_default_dir(root),
+        named_after_time=has_default_dir,
     )
 
 
@@ -160,6 +138,11 @@ def _compose(
         remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
         found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=shown, remedy=remedy))
         return None, []
+    for file, prefix, content in _files(defaults, loader):
+        if not prefix and HYDRA_KEY in content and Path(file).stem != MAIN_CONFIG:
+            rule = "has no effect: Parity starts the runs itself"
+            value = OmegaConf.to_container(content[HYDRA_KEY])
+            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=value, remedy="Remove it."))
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     try:
         root = compose(
@@ -175,7 +158,7 @@ def _compose(
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
     """Report an option that does not exist; return the override that replaces the choice."""
-    close = keys.nearest(str(value), options, cutoff=0.5)
+    close = nearest(str(value), options, cutoff=0.5)
     hint = f"Did you mean {group}={close}?" if close else ""
     rule = f"must be one of {', '.join(options)}"
     found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))
@@ -198,42 +181,40 @@ def _located(
     problems: Sequence[Problem], overrides: Sequence[Override], defaults: Sequence[ResultDefault], loader: ConfigLoader
 ) -> list[Problem]:
     """The `problems` in the order of the command line; problems of YAML files come first and name the file."""
+    names = [f"{override.key_or_group}." for override in overrides]
     ordered: list[tuple[int, Problem]] = []
     for problem in problems:
-        key = problem.key.lstrip("~")
-        names = [f"{override.key_or_group}." for override in overrides]
-        by_word = [
-            index for index, name in enumerate(names) if f"{key}.".startswith(name) or name.startswith(f"{key}.")
-        ]
-        file = "" if by_word else _file_of(key, defaults, loader)
-        ordered.append((by_word[-1] if by_word else -1, replace(problem, key=f"{file}{problem.key}")))
+        key = f"{problem.key.lstrip('~')}."
+        by_word = [index for index, name in enumerate(names) if key.startswith(name) or name.startswith(key)]
+        if not by_word:
+            files = [file for file, prefix, content in _files(defaults, loader) if _sets(content, key, prefix)]
+            problem = replace(problem, key=f"{files[-1]}: {problem.key}" if files else problem.key)
+        ordered.append((by_word[-1] if by_word else -1, problem))
     return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
 
 
-def _file_of(key: str, defaults: Sequence[ResultDefault], loader: ConfigLoader) -> str:
-    """The YAML file that sets `key` last, with a colon; empty if no file sets the key."""
-    for default in reversed(defaults):
-        path, package = default.config_path, (default.package or "").replace("_global_", "")
-        source = next((source for source in loader.get_sources() if path and source.is_config(path)), None)
-        inner = key.removeprefix(f"{package}.") if package else key
-        if path is None or source is None or source.scheme() == "structured" or (package and inner == key):
-            continue
-        if OmegaConf.select(source.load_config(path).config, inner, default=source) is not source:
-            return f"{source.path}/{path}.yaml: "
-    return ""
+def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[tuple[str, str, DictConfig]]:
+    """Yield (path, prefix of the keys, content) of the YAML files in `defaults`; a later file overrides earlier ones."""
+    for default in defaults:
+        name, package = default.config_path, (default.package or "").replace("_global_", "")
+        source = next((source for source in loader.get_sources() if name and source.is_config(name)), None)
+        if name is not None and source is not None and source.scheme() == "file":
+            content = source.load_config(name).config
+            assert isinstance(content, DictConfig)
+            yield f"{source.path}/{name}.yaml", f"{package}." if package else "", content
 
 
-def _output_dir(root: DictConfig, *, multirun: bool) -> Path | None:
-    """Absolute directory of the run, or of all runs of a sweep; None if unresolvable."""
-    key = "hydra.sweep.dir" if multirun else "hydra.run.dir"
+def _sets(content: DictConfig, key: str, prefix: str) -> bool:
+    """True if a file with this content, below `prefix`, sets `key`, which ends in a dot."""
+    return key.startswith(prefix) and OmegaConf.select(content, key[len(prefix) : -1], default=_sets) is not _sets
+
+
+def _directory(root: DictConfig, key: str) -> tuple[Path | None, bool]:
+    """(Absolute directory named by `key`, None if unresolvable; True if neither recipe nor overrides set run.dir)."""
     directory = OmegaConf.select(root, key, throw_on_resolution_failure=False)
-    return None if directory is None else Path(directory).absolute()
-
-
-def _has_default_dir(root: DictConfig) -> bool:
-    """True if neither recipe nor overrides set run.dir."""
     run = OmegaConf.to_container(root, resolve=False)["run"]  # type: ignore[index, call-overload]
-    return isinstance(run, dict) and run.get("dir") == RunConfig.__dataclass_fields__["dir"].default
+    is_default = isinstance(run, dict) and run.get("dir") == RunConfig.__dataclass_fields__["dir"].default
+    return None if directory is None else Path(directory).absolute(), is_default
 
 
 def _not_composed(error: Exception, recipe: Path) -> Problem:
@@ -250,19 +231,16 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
 def _together(runs: Sequence[Run]) -> list[Problem]:
     """Problems of all runs without repetition; a problem of only some runs is labelled with their overrides."""
     everywhere = set.intersection(*(set(run.overrides) for run in runs))
-    holders: dict[str, list[int]] = {}
-    first: dict[str, Problem] = {}
-    for index, run in enumerate(runs):
+    found: dict[str, tuple[Problem, list[Run]]] = {}
+    for run in runs:
         for problem in run.problems:
-            holders.setdefault(str(problem), []).append(index)
-            first.setdefault(str(problem), problem)
+            found.setdefault(str(problem), (problem, []))[1].append(run)
     together = []
-    for text, problem in first.items():
-        broken = [runs[index].overrides for index in holders[text]]
+    for problem, broken in found.values():
         if len(broken) < len(runs):
             # The overrides that all broken runs share, and not all other runs have, are most likely the cause.
-            shared = [word for word in broken[0] if word not in everywhere and all(word in words for words in broken)]
-            label = " ".join(shared or [word for word in broken[0] if word not in everywhere])
-            problem = replace(problem, key=f"[{label}] {problem.key}")
+            own = [word for word in broken[0].overrides if word not in everywhere]
+            shared = [word for word in own if all(word in run.overrides for run in broken)]
+            problem = replace(problem, key=f"[{' '.join(shared or own)}] {problem.key}")
         together.append(problem)
     return together

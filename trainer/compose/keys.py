@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, Union, get_args, get_origin
 
@@ -64,7 +64,8 @@ def unchosen(group: str) -> Problem:
 def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:
     """The Problem of a key whose first part is not a section."""
     hint = renamed_hint(list(path)) or did_you_mean(path, [], kinds)
-    return Problem(key=".".join(path), rule="is not a key", value=value, remedy=f"{hint} {_sections()}".strip())
+    remedy = hint or f"Sections: {', '.join(field_names(TrainConfig))}."
+    return Problem(key=".".join(path), rule="is not a key", value=value, remedy=remedy)
 
 
 def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, kinds: Kinds) -> Problem:
@@ -112,16 +113,3 @@ def _in_other_option(group: str, name: str) -> str | None:
     keys = {key: option for option, kind in reversed(GROUPS.get(group, {}).items()) for key in field_names(kind)}
     close = nearest(name, keys)
     return f"{group}.{close} of {group}={keys[close]}" if close else None
-
-
-def _sections() -> str:
-    return f"Sections: {', '.join(field_names(TrainConfig))}."
-
-
-def sections_once(problems: Sequence[Problem]) -> list[Problem]:
-    """The same `problems`, but only the last problem that ends with the list of sections keeps the list."""
-    sections, kept = _sections(), list(problems)
-    listed = [index for index, problem in enumerate(kept) if problem.remedy.endswith(sections)]
-    for index in listed[:-1]:
-        kept[index] = replace(kept[index], remedy=kept[index].remedy.removesuffix(sections).rstrip())
-    return kept

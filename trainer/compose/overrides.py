@@ -13,14 +13,12 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
 
 from algorithms.config import Problem
-from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS
 
-HYDRA_WORDS = ("hydra.", "hydra/")
-"""Prefixes of overrides of Hydra's own config."""
+SWEEP_DIR = "hydra.sweep.dir"
+"""Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -49,7 +47,7 @@ def lenient(override: Override) -> str:
 def as_hydra_reads(word: str) -> str:
     """The same word for Hydra's own composition, which accepts a key of an open mapping only with a plus sign."""
     key = word.lstrip("+").partition("=")[0]
-    is_open = not word.startswith(("~", *HYDRA_WORDS)) and (word.startswith("+") or key.count(".") > 1)
+    is_open = not word.startswith(("~", "hydra.")) and (word.startswith("+") or key.count(".") > 1)
     return f"++{word.lstrip('+')}" if is_open else word
 
 
@@ -61,8 +59,6 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     for word in words:
         try:
             override = parser.parse_overrides([word])[0]
-            if override.is_hydra_override():
-                loader.load_configuration(MAIN_CONFIG, [word], RunMode.RUN)
         except HydraException as error:
             problems.append(_refused(word, error))
             continue
@@ -95,15 +91,12 @@ def _quoted(text: str) -> str:
 
 
 def _refused(word: str, error: HydraException) -> Problem:
-    """The Problem of a word that Hydra cannot parse, or of an unknown key under hydra."""
-    key, is_set, value = word.partition("=")
+    """The Problem of a word that Hydra cannot parse."""
+    key, is_set, _ = word.partition("=")
     if not is_set:
         return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
     # Hydra writes the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
-    if key.startswith(HYDRA_WORDS):
-        remedy = "parity train <recipe> --cfg hydra shows the keys of Hydra."
-        return Problem(key=key, rule=f"is refused by Hydra ({reason})", value=value, remedy=remedy)
     remedy = "Quote a value that holds special characters: \"key='a=b, c'\"."
     return Problem(key=key, rule=f"cannot be read ({reason})", value=word, remedy=remedy)
 
@@ -112,6 +105,9 @@ def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem
     key, value = override.key_or_group, word.partition("=")[2]
     if key == "run.recipe":
         return Problem(key=key, rule="is set by the command line", value=value, remedy="Remove it.")
+    if override.is_hydra_override() and word.partition("=")[0] != SWEEP_DIR:
+        rule, remedy = "has no effect: Parity starts the runs itself", f"Use run.dir, or {SWEEP_DIR} for a sweep."
+        return Problem(key=key, rule=rule, value=value, remedy=remedy)
     if key in GROUPS and (override.package is not None or word.startswith("+")):
         remedy = f"Write {key}={value}."
         return Problem(key=override.get_key_element(), rule="is not how a group is chosen", value=value, remedy=remedy)
@@ -123,4 +119,7 @@ def _without_effect(override: Override, word: str, *, multirun: bool) -> Problem
     if override.is_hydra_override() or not override.is_discrete_sweep():
         remedy = "Name the values of a key that is not Hydra's: key=a,b,c."
         return Problem(key=key, rule="cannot be swept", value=value, remedy=remedy)
+    if not any(True for _ in override.sweep_string_iterator()):
+        remedy = f"Options: {', '.join(GROUPS[key])}." if key in GROUPS else "Name the values: key=a,b,c."
+        return Problem(key=key, rule="must have a value", value=value, remedy=remedy)
     return None

@@ -22,9 +22,7 @@ STATUS_FILE = "status.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 ROW_FILES = (METRICS_FILE, "samples.jsonl", "histograms.jsonl", "events.jsonl")
-_MADE_BY_OTHERS = frozenset({".hydra", LOCK_FILE})
-"""Entries that a new run may find in its directory: Hydra's record of the command line, and the lock."""
-_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", *_MADE_BY_OTHERS})
+_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", LOCK_FILE})
 """Files of a run that was killed before it wrote environment.json."""
 
 
@@ -57,7 +55,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
         RunDirectoryError: the directory cannot be used; the message gives the reason and the way out.
     """
     lock = lock_directory(run_dir, key="run.dir")
-    found = sorted(path.name for path in run_dir.iterdir() if path.name not in _MADE_BY_OTHERS)
+    found = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK_FILE)
     if not found or continues:
         return lock, None
     try:
