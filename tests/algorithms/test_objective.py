@@ -104,7 +104,7 @@ def test_every_mode_is_one_line_and_different_modes_differ() -> None:
 
 def test_every_criterion_and_the_normaliser_are_shown() -> None:
     line = objective(MODES["custom-every-criterion"], DAPO)
-    assert line.count("1[") == 17
+    assert line.count("1[") == 12
     assert "1[0.5 <= geomean_y(pi_old/mu) <= 2]" in line
     assert "1[A >= 0 or mean_y(-log(pi_old/mu)) <= 0.5]" in line
     assert "1[sign(A)(pi_old - mu) <= 0.3]" in line

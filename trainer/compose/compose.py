@@ -141,8 +141,8 @@ def _compose(
     for file, prefix, content in _files(defaults, loader):
         if not prefix and HYDRA_KEY in content and Path(file).stem != MAIN_CONFIG:
             rule = "has no effect: Parity starts the runs itself"
-            value = OmegaConf.to_container(content[HYDRA_KEY])
-            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=value, remedy="Remove it."))
+            given = OmegaConf.to_container(content[HYDRA_KEY])
+            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=given, remedy="Remove it."))
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     try:
         root = compose(
@@ -194,7 +194,7 @@ def _located(
 
 
 def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[tuple[str, str, DictConfig]]:
-    """Yield (path, prefix of the keys, content) of the YAML files in `defaults`; a later file overrides earlier ones."""
+    """Yield (path, prefix of the keys, content) of the YAML files in `defaults`; later files override earlier ones."""
     for default in defaults:
         name, package = default.config_path, (default.package or "").replace("_global_", "")
         source = next((source for source in loader.get_sources() if name and source.is_config(name)), None)
