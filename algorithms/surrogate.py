@@ -197,8 +197,8 @@ def _clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surr
 def _trust_region(tokens: SurrogateTokens, *, below: Tensor, above: Tensor) -> Surrogate:
     """-min(r, RATIO_CAP) A, and 0 with no gradient where A < 0 `below` the region or A > 0 `above` the region.
 
-    The gradient of min(r, RATIO_CAP) is min(r, RATIO_CAP) grad log pi_theta. A plain minimum has no gradient above the cap. There
-    A < 0 is the usual case: the token that must come down most.
+    The gradient of min(r, RATIO_CAP) is min(r, RATIO_CAP) grad log pi_theta. A plain minimum has no gradient above the
+    cap. There A < 0 is the usual case: the token that must come down most.
     """
     ratio, advantages = tokens.fixed_ratio(), tokens.advantages
     capped = ratio.clamp(max=RATIO_CAP) * (tokens.logprobs - tokens.logprobs.detach()).exp()
