@@ -89,9 +89,7 @@ def set_token_advantages(
     unwhitened = merged(parts)
     reduce(unwhitened.sums)
     for micro in _micros(minis):
-        micro.advantages = whiten(
-            micro.needed_advantages, micro.response_mask, epsilon=EPSILON, over=unwhitened
-        )
+        micro.advantages = whiten(micro.needed_advantages, micro.response_mask, epsilon=EPSILON, over=unwhitened)
     return unwhitened
 
 
