@@ -11,11 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-import rollout.sglang.cpu.batched_attention as batched_attention
-import rollout.sglang.cpu.running_cache as running_cache
 from rollout.config import SGLangConfig
 from rollout.hf.torchvision_operators import declare_torchvision_operators
-from rollout.sglang.cpu.batched_attention import plan_blocks
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.installation import server_args
 
@@ -179,11 +176,8 @@ def serve(driver: Driver, *, num_steps: int) -> int:
 def test_equals_the_loop_over_sequences(
     make_driver: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_heads: int, num_kv_heads: int
 ) -> None:
-    # Small bounds, so that a batch has many blocks and buckets, and buckets grow.
-    monkeypatch.setattr(batched_attention, "BLOCK_NUMBERS", 4096)
-    monkeypatch.setattr(batched_attention, "QUERIES_PER_ITEM", 16)
-    monkeypatch.setattr(running_cache, "FREE_NUMBERS", 4096)
-    monkeypatch.setattr(running_cache, "ROOM", 4)
+    # A small bound, so that a batch has many blocks.
+    monkeypatch.setattr("rollout.sglang.cpu.attention.BLOCK_NUMBERS", 4096)
     driver = make_driver(num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=dtype, windows=(-1, -1))
     assert serve(driver, num_steps=120) > 60
     assert 0 < driver.worst < TOLERANCE[dtype]
@@ -195,60 +189,35 @@ def test_equals_the_loop_where_some_layers_have_a_sliding_window(make_driver: An
     assert 0 < driver.worst < TOLERANCE[torch.float32]
 
 
-def test_equals_the_loop_where_the_copy_would_be_too_large(make_driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running_cache, "MAX_BYTES", 1_000_000)
-    driver = make_driver(dtype=torch.float32, windows=(-1, -1))
-    held: set[bool] = set()
-    begin = driver.batched._running.begin
-
-    def watch(*args: Any, **kwargs: Any) -> bool:
-        found: bool = begin(*args, **kwargs)
-        held.add(found)
-        return found
-
-    monkeypatch.setattr(driver.batched._running, "begin", watch)
-    serve(driver, num_steps=60)
-    assert held == {True, False}
-    assert 0 < driver.worst < TOLERANCE[torch.float32]
-
-
-def test_a_step_that_adds_a_token_to_the_same_sequences_gathers_nothing(
-    make_driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = make_driver(dtype=torch.float32, windows=(-1, -1))
-    driver.run([0, 1, 2], [5, 9, 3], is_decode=False)
-    driver.run([0, 1, 2], [1, 1, 1], is_decode=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(running_cache.Bucket, "_gather", None)
-        driver.run([0, 1, 2], [1, 1, 1], is_decode=True)
-        driver.run([2, 0], [1, 1], is_decode=True)
-    assert driver.worst < TOLERANCE[torch.float32]
-
-
 def test_a_number_that_is_not_finite_stays_within_its_sequence(make_driver: Any) -> None:
+    from rollout.sglang.cpu.attention import attend, plan_blocks
+
     driver = make_driver(dtype=torch.float32, windows=(-1, -1))
     driver.run([0, 1], [40, 3], is_decode=False)
-    driver.batched.token_to_kv_pool.v_buffer[0][driver.req_to_token[0, 5].long()] = torch.nan
-    pool, batch = driver.batched.token_to_kv_pool, torch.tensor([0, 1])
+    pool = driver.batched.token_to_kv_pool
+    pool.v_buffer[0][driver.req_to_token[0, 5].long()] = torch.nan
     blocks = plan_blocks(
-        driver.req_to_token, batch, prefix_lens=torch.tensor([39, 2]), numbers_per_key=driver.num_kv_heads * HEAD_SIZE
+        driver.req_to_token,
+        torch.tensor([0, 1]),
+        lens=torch.tensor([40, 3]),
+        numbers_per_key=driver.num_kv_heads * HEAD_SIZE,
     )
+    assert len(blocks) == 1
     query = torch.randn(2, driver.num_heads, HEAD_SIZE)
-    found = batched_attention.attend(query, pool.k_buffer[0], pool.v_buffer[0], blocks, scale=0.25)
+    found = attend(query, pool.k_buffer[0], pool.v_buffer[0], blocks, scale=0.25)
     assert found[0].isnan().all() and found[1].isfinite().all()
 
 
-def test_blocks_pad_little_and_cut_long_prompts() -> None:
+def test_blocks_pad_little(make_driver: Any) -> None:
+    from rollout.sglang.cpu.attention import plan_blocks
+
+    make_driver(dtype=torch.float32, windows=(-1, -1))
     lens = torch.tensor([3000, 5, 6, 7, 2900])
     table = torch.arange(5 * 4000, dtype=torch.int32).view(5, 4000)
-    blocks = plan_blocks(
-        table, torch.arange(5), prefix_lens=torch.zeros(5, dtype=torch.int64), extend_lens=lens, numbers_per_key=128
-    )
-    computed = sum(b * n for b, n, _ in (block.shape for block in blocks))
-    assert max(n for _, n, _ in (block.shape for block in blocks)) == batched_attention.QUERIES_PER_ITEM
-    assert int(lens.sum()) <= computed < 1.05 * int(lens.sum())
-    keys = sum(b * n * length for b, n, length in (block.shape for block in blocks))
-    assert keys < 0.6 * int((lens**2).sum())
+    blocks = plan_blocks(table, torch.arange(5), lens=lens, numbers_per_key=128)
+    assert [block.rows.tolist() for block in blocks] == [[1, 2, 3], [4], [0]]
+    assert sum(len(block.slots) for block in blocks) == int(lens.sum()) + 3
+    assert blocks[0].slots[:7].tolist() == [4000, 4001, 4002, 4003, 4004, 4004, 4004]
 
 
 def test_it_is_the_default_on_a_cpu_and_an_option_of_the_engine_overrides_it() -> None:

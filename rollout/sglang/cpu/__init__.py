@@ -1,1 +1,1 @@
-"""Code for SGLang's processes on a CPU: a platform, attention in batches, seeded draws."""
+"""Code for SGLang's processes on a CPU: a platform, attention of decode steps in batches, seeded draws."""
