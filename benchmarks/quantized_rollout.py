@@ -38,7 +38,7 @@ from rollout.config import EngineConfig, Quantization, TorchEngineConfig
 from rollout.data.dataset import PromptStream
 from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
-from rollout.weights.buckets import TensorShape
+from rollout.weights.packing import TensorShape
 from rollout.weights.quantization import GRIDS, Quantizer, weight_publisher
 from rollout.weights.shared_weights import WeightReader
 from trainer.batch.planner import DEFAULT_COST

@@ -31,7 +31,7 @@ from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.replies import body_of
 from rollout.types import GenerateRequest, SamplingParams
-from rollout.weights.buckets import TensorShape
+from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 EOS, VOCABULARY = 1, 512

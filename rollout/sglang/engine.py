@@ -30,7 +30,7 @@ from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import ServerSetup, SGLangServer
 from rollout.sglang.weight_update import WeightUpdate
 from rollout.types import Completion, GenerateRequest, WeightBucket
-from rollout.weights.buckets import DTYPES, check_buckets
+from rollout.weights.packing import DTYPES, check_buckets
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4

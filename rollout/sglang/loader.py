@@ -17,7 +17,7 @@ import torch
 
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
-from rollout.weights.buckets import DTYPES
+from rollout.weights.packing import DTYPES
 from rollout.weights.shared_weights import MappedRegion
 
 LOADER = "rollout.sglang.loader.load_bucket"

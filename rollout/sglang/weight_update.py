@@ -34,7 +34,7 @@ from rollout.sglang.fusing import (
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import SESSION_ROUTE, plan_quantized, quantized_digests, unquantized
 from rollout.types import WeightBucket
-from rollout.weights.buckets import unpack
+from rollout.weights.packing import unpack
 from rollout.weights.shared_weights import WeightRegion
 
 CLOSE_TIMEOUT_S = 10.0

@@ -24,7 +24,7 @@ from rollout.torch.model import build_decoder
 from rollout.torch.products import use_fast_products
 from rollout.torch.quantized_activations import input_rounding, round_inputs
 from rollout.types import Completion, GenerateRequest, WeightBucket
-from rollout.weights.buckets import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
+from rollout.weights.packing import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from rollout.config import EngineConfig, Quantization
 from rollout.types import QuantizationReport, SharedWeights
-from rollout.weights.buckets import DTYPES, TensorShape
+from rollout.weights.packing import DTYPES, TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 
 PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rollout.engine import WeightSyncError
 from rollout.types import BucketSpec, RegionAddress, SharedWeights, WeightBucket
-from rollout.weights.buckets import TensorShape, num_bytes_of, plan_buckets, write_tensors
+from rollout.weights.packing import TensorShape, num_bytes_of, plan_buckets, write_tensors
 
 HEADER = struct.Struct("<16s16sq")
 """Layout of a region's header: mark, region id, policy version."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
-from bucket_cases import pack_buckets
+from packing_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.config import DType, SGLangConfig
@@ -24,7 +24,7 @@ from rollout.sglang.replies import body_of
 from rollout.sglang.scratch import Scratch
 from rollout.sglang.server import SGLangServer
 from rollout.types import GenerateRequest, Generation, SamplingParams, WeightBucket
-from rollout.weights.buckets import TensorShape
+from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 from trainer.run.probe import judge, rounding_tolerance
 

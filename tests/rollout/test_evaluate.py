@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bucket_cases import pack_buckets
+from packing_cases import pack_buckets
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.collect.evaluate import (

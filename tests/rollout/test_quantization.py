@@ -17,7 +17,7 @@ from rollout.torch.engine import TorchEngine
 from rollout.torch.model import FusedDecoder, ModuleDecoder
 from rollout.torch.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
 from rollout.types import GenerateRequest, SamplingParams, SharedWeights
-from rollout.weights.buckets import DTYPES, TensorShape, unpack
+from rollout.weights.packing import DTYPES, TensorShape, unpack
 from rollout.weights.quantization import (
     GRIDS,
     Quantizer,

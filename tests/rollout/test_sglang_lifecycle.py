@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket_cases import pack_buckets
+from packing_cases import pack_buckets
 from sglang_cases import (
     FAULT_TIMEOUT_S,
     PROMPTS,

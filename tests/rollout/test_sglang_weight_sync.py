@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bucket_cases import pack_buckets
+from packing_cases import pack_buckets
 from sglang_cases import PROMPTS, Served, largest_gap, make_requests, publisher_of
 from tiny_model import write_tiny_model
 

@@ -21,7 +21,7 @@ import torch
 
 from rollout.engine import WeightSyncError
 from rollout.types import SharedWeights
-from rollout.weights.buckets import TensorShape, check_buckets, tensor_digest, unpack
+from rollout.weights.packing import TensorShape, check_buckets, tensor_digest, unpack
 from rollout.weights.shared_weights import (
     DATA_START,
     MAX_REGIONS,
@@ -225,7 +225,7 @@ CHILD = """
     sys.path.insert(0, {tests!r})
     from test_shared_weights import make_publisher, publish
     from rollout.weights.shared_weights import WeightReader
-    from rollout.weights.buckets import check_buckets
+    from rollout.weights.packing import check_buckets
 
     role, directory = sys.argv[1], Path(sys.argv[2])
     if role == "trainer":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bucket_cases import pack_buckets
+from packing_cases import pack_buckets
 from safetensors.torch import load_file, save_file
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
@@ -17,7 +17,7 @@ from rollout.engine import EngineError, WeightSyncError
 from rollout.group.worker import EngineSetup, RolloutWorker
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
-from rollout.weights.buckets import TensorShape
+from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 TOLERANCE = 1e-5

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from bucket_cases import pack_buckets
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_cases import pack_buckets
 
-import rollout.weights.buckets
+import rollout.weights.packing
 from rollout.engine import WeightSyncError
-from rollout.weights.buckets import (
+from rollout.weights.packing import (
     ALIGNMENT,
     MAX_THREADS,
     TensorShape,
@@ -159,13 +159,13 @@ def test_packing_refuses_what_cannot_travel():
 
 def use_threads(monkeypatch, number):
     """Whatever this machine has: `number` threads, and every tensor is a batch of its own."""
-    monkeypatch.setattr(rollout.weights.buckets, "num_threads", lambda: number)
-    monkeypatch.setattr(rollout.weights.buckets, "BATCH_BYTES", 1)
+    monkeypatch.setattr(rollout.weights.packing, "num_threads", lambda: number)
+    monkeypatch.setattr(rollout.weights.packing, "BATCH_BYTES", 1)
 
 
 @pytest.mark.parametrize(("cores", "threads"), [({3}, 1), ({0, 5}, 2), (set(range(64)), MAX_THREADS)])
 def test_threads_are_those_of_the_cores_that_the_process_may_use(monkeypatch, cores, threads):
-    monkeypatch.setattr(rollout.weights.buckets.os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(rollout.weights.packing.os, "sched_getaffinity", lambda _: cores)
     assert num_threads() == threads
 
 
@@ -201,14 +201,14 @@ def test_two_threads_digest_at_a_time(monkeypatch):
         def hexdigest(self):
             return self.digest.hexdigest()
 
-    monkeypatch.setattr(rollout.weights.buckets.xxhash, "xxh3_64", Digest)
+    monkeypatch.setattr(rollout.weights.packing.xxhash, "xxh3_64", Digest)
     check_buckets(pack({"a": torch.ones(3), "b": torch.ones(4)}), held_version=0)
 
 
 def test_few_tensors_are_held_while_the_next_are_gathered(monkeypatch):
     use_threads(monkeypatch, 3)
-    monkeypatch.setattr(rollout.weights.buckets, "MAX_WAITING", 4)
-    gathered, write = threading.Event(), rollout.weights.buckets._write
+    monkeypatch.setattr(rollout.weights.packing, "MAX_WAITING", 4)
+    gathered, write = threading.Event(), rollout.weights.packing._write
     held = []
 
     def write_late(*arguments):
@@ -226,7 +226,7 @@ def test_few_tensors_are_held_while_the_next_are_gathered(monkeypatch):
             held.append(sum(at() is not None for at in arrays))
         gathered.set()
 
-    monkeypatch.setattr(rollout.weights.buckets, "_write", write_late)
+    monkeypatch.setattr(rollout.weights.packing, "_write", write_late)
     shapes = [TensorShape(f"t{i}", torch.int64, (3,)) for i in range(40)]
     plan = plan_buckets(shapes, bucket_bytes=1 << 20, dtype=torch.float32)
     write_tensors(gather(), plan, np.zeros(num_bytes_of(plan), dtype=np.uint8))

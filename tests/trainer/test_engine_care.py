@@ -25,7 +25,7 @@ from rollout.group.group_member import Health
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
-from rollout.weights.buckets import TensorShape
+from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 from trainer.cluster.placement import start_ray
 

@@ -34,7 +34,7 @@ from rollout.config import DType, EngineConfig, Quantization, SamplingConfig, SG
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Sample
-from rollout.weights.buckets import tensor_digest, unpack
+from rollout.weights.packing import tensor_digest, unpack
 from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch

@@ -23,7 +23,7 @@ import torch
 
 from rollout.config import DType
 from rollout.torch.products import linear
-from rollout.weights.buckets import DTYPES
+from rollout.weights.packing import DTYPES
 from trainer.rundir.cache import default_cache_dir
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from rollout.config import DType
 from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rollout.torch.products import use_fast_products
-from rollout.weights.buckets import DTYPES, TensorShape
+from rollout.weights.packing import DTYPES, TensorShape
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import with_local_part

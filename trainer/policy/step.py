@@ -37,7 +37,7 @@ from algorithms.loss import LossOutput, policy_loss
 from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
-from rollout.weights.buckets import DTYPES
+from rollout.weights.packing import DTYPES
 from trainer.batch.token_deltas import SampleKey
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.config.train import TrainConfig

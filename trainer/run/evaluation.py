@@ -25,7 +25,7 @@ from rollout.episodes.sampler import with_episodes
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from rollout.types import Prompt, Sample
-from rollout.weights.buckets import DTYPES
+from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.recording import HELDOUT
 from trainer.config.train import TrainConfig

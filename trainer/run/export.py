@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from rollout.hf.transformers import AutoConfig, AutoTokenizer
-from rollout.weights.buckets import DTYPES
+from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
 from trainer.policy.forward import ScoringModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rollout.types import WeightBucket
-from rollout.weights.buckets import TensorShape, num_bytes_of, plan_buckets, write_tensors
+from rollout.weights.packing import TensorShape, num_bytes_of, plan_buckets, write_tensors
 
 
 def pack_buckets(
