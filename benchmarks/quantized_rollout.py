@@ -38,15 +38,14 @@ from rollout.config import EngineConfig, Quantization, TorchEngineConfig
 from rollout.data.dataset import PromptStream
 from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
-from rollout.weights.packing import TensorShape
-from rollout.weights.quantization import GRIDS, Quantizer, weight_publisher
+from rollout.weights.quantization import GRIDS, dequantize, quantize, relative_error, weight_publisher
 from rollout.weights.shared_weights import WeightReader
 from trainer.batch.planner import DEFAULT_COST
 from trainer.compose.compose import resolve
 from trainer.config.recording import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.policy.model import full_tensors, tensor_shapes
-from trainer.policy.worker import BUCKET_BYTES, PolicySetup, PolicyWorker
+from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.run.evaluation import evaluate_sets
 from trainer.run.loop import build_batch
 from trainer.run.task import Task, load_task
@@ -160,8 +159,8 @@ class LoadedEngine:
 
     def load(self, shared: SharedWeights | None) -> None:
         assert shared is not None
-        with self._reader.opened(shared) as buckets:
-            self.engine.load_weights(buckets)
+        with self._reader.opened(shared) as packed:
+            self.engine.load_weights(packed)
 
     def close(self) -> None:
         self.engine.stop()
@@ -187,9 +186,7 @@ class Run:
         plain = replace(config.rollout, quantization=Quantization.none)
         self.sampler = LoadedEngine(config.rollout, task.model_path)
         self.judge = self.sampler if config.rollout == plain else LoadedEngine(plain, task.model_path)
-        self._plain_publisher = weight_publisher(
-            tensor_shapes(self.worker._policy.model), plain, bucket_bytes=BUCKET_BYTES
-        )
+        self._plain_publisher = weight_publisher(tensor_shapes(self.worker._policy.model), plain)
         self.sync()
 
     def sync(self) -> None:
@@ -298,12 +295,10 @@ def cost_table() -> None:
     for quantization, grid in GRIDS.items():
         seconds, error = [], 0.0
         for _ in range(5):
-            quantizer = Quantizer([TensorShape(COSTED, matrix.dtype, tuple(matrix.shape))], quantization, dtype=DTYPE)
             started = time.process_time()
-            for _ in quantizer.dequantized([(COSTED, matrix)]):
-                continue
+            held = dequantize(quantize(matrix, grid, name=COSTED), grid)
+            error = relative_error(held.to(DTYPE), matrix)
             seconds.append(time.process_time() - started)
-            error = quantizer.report().error_mean
         cost = statistics.median(seconds) * 1e9 / matrix.numel()
         say(f"| {quantization.name}, tiles of {grid.rows} x {grid.columns or 'all'} | {cost:.0f} | {error:.1e} |")
     say("")

@@ -132,15 +132,15 @@ def compare_syncs(engine: SGLangEngine, pids: list[int], model: torch.nn.Module,
     """Rows: shared memory, and base64 over HTTP."""
     named = list(model.named_parameters())
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    publisher, reader = WeightPublisher(shapes, bucket_bytes=256 << 20, dtype=torch.float32), WeightReader()
+    publisher, reader = WeightPublisher(shapes, dtype=torch.float32), WeightReader()
     found: dict[bool, list[float]] = {True: [], False: []}
     version = 0
     for _ in range(rounds + 1):
         for maps_memory in found:
             version += 1
             engine._weights._maps_memory = maps_memory
-            with reader.opened(publisher.publish(named, policy_version=version)) as buckets:
-                found[maps_memory].append(measure(pids, partial(engine.load_weights, buckets)))
+            with reader.opened(publisher.publish(named, policy_version=version)) as packed:
+                found[maps_memory].append(measure(pids, partial(engine.load_weights, packed)))
             reader.release()
     size = sum(tensor.nbytes for _, tensor in named) / 2**20
     say(f"\n{size:.0f} MiB, verified; median of {rounds} rounds.\n")

@@ -54,12 +54,11 @@ from safetensors.torch import load_file, save_file
 
 import rollout.weights.packing
 from rollout.types import SharedWeights
-from rollout.weights.packing import TensorShape, check_buckets, num_bytes_of, num_threads, plan_buckets, unpack
+from rollout.weights.packing import TensorShape, check_weights, num_bytes_of, num_threads, plan_packing, unpack
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, HEADS_OUT, KV_OUT, INTERMEDIATE, VOCABULARY = 896, 896, 128, 4864, 151936
-BUCKET_BYTES = 256 << 20
 SHM = Path("/dev") / "shm"
 
 
@@ -109,9 +108,9 @@ class Receiver:
         self.own: Tensors = {}
 
     def ours(self, shared: SharedWeights) -> Tensors:
-        with self.reader.opened(shared) as buckets:
-            check_buckets(buckets, held_version=0)
-            return {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
+        with self.reader.opened(shared) as packed:
+            check_weights(packed, held_version=0)
+            return {spec.name: tensor for spec, tensor in unpack(packed)}
 
     def ours_bare(self, shared: SharedWeights) -> Tensors:
         with without_digests():
@@ -195,7 +194,7 @@ class Sender:
         self.disk = disk
         self.shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         self.own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        self.publisher = WeightPublisher(self.shapes, bucket_bytes=BUCKET_BYTES, dtype=torch.bfloat16)
+        self.publisher = WeightPublisher(self.shapes, dtype=torch.bfloat16)
         self.version = 0
         context = multiprocessing.get_context("spawn")
         self.wire, theirs = context.Pipe()
@@ -289,8 +288,8 @@ class Sender:
         return answer
 
     def ray_flat(self) -> tuple[int, float]:
-        plan = plan_buckets(self.shapes, bucket_bytes=1 << 40, dtype=torch.bfloat16)
-        layout = [(spec.offset, spec) for spec in plan[0].tensors]
+        plan = plan_packing(self.shapes, dtype=torch.bfloat16)
+        layout = [(spec.offset, spec) for spec in plan]
         data = np.empty(num_bytes_of(plan), dtype=np.uint8)
         for start, spec in layout:
             data[start : start + spec.num_bytes] = self.tensors[spec.name].view(-1).view(torch.uint8).numpy()

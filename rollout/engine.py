@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, WeightBucket
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, PackedWeights
 
 POLL_S = 5.0
 """Seconds of one poll of a caller that has no other work."""
@@ -46,7 +46,7 @@ class WeightReport:
     verify_s: float
     """Seconds in which digests were computed and compared."""
     in_place: bool = False
-    """True if the engine continues to use the memory of the buckets, which must not change until the next sync."""
+    """True if the engine continues to use the memory of the sent weights, which must not change until the next sync."""
     private_bytes: int | None = None
     """Private bytes of the engine's processes after the load; set by the worker that hosts the engine."""
 
@@ -105,7 +105,7 @@ class Engine(Protocol):
         self.submit(tickets, requests)
         return wait_for(tickets, self.poll, others=[])
 
-    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: PackedWeights) -> WeightReport:
         """Replace all weights, drop every cache derived from the old weights, verify digests, set the version.
 
         Allowed while requests are unfinished: sampling pauses, the engine computes the tokens so far again with the new

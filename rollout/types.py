@@ -223,7 +223,7 @@ class SampleGroup:
 
 @dataclass(kw_only=True, slots=True)
 class TensorSpec:
-    """Position and digest of one tensor in a weight bucket."""
+    """Position and digest of one tensor in the packed weights."""
 
     name: str
     """Hugging Face parameter name."""
@@ -231,20 +231,10 @@ class TensorSpec:
     """torch dtype without the prefix: "bfloat16", "float32", "float16"."""
     shape: tuple[int, ...]
     offset: int
-    """First byte within the bucket."""
+    """First byte within the weights."""
     num_bytes: int
     digest: str
     """xxh3-64 of the tensor's bytes, 16 hex digits, computed by the trainer."""
-
-
-@dataclass(kw_only=True, slots=True)
-class BucketSpec:
-    """Positions of some of the policy's tensors, one after the other."""
-
-    start: int
-    """First byte within the region."""
-    num_bytes: int
-    tensors: list[TensorSpec]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,29 +294,20 @@ class SharedWeights:
 
     address: RegionAddress
     policy_version: int
-    buckets: list[BucketSpec]
+    tensors: list[TensorSpec]
     quantization: QuantizationReport | None = None
     """Quantisation error of these weights; None for plain weights."""
     broadcast: BroadcastAddress | None = None
     """Address at which workers of other machines receive the weights; None without receivers."""
 
-    @property
-    def num_tensors(self) -> int:
-        return sum(len(bucket.tensors) for bucket in self.buckets)
-
 
 @dataclass(kw_only=True, slots=True)
-class WeightBucket:
-    """Some of the policy's tensors, flattened into one buffer."""
+class PackedWeights:
+    """One version of the policy's tensors, flattened into one buffer."""
 
     policy_version: int
-    index: int
-    """Index of the bucket, 0 .. num_buckets - 1."""
-    num_buckets: int
     tensors: list[TensorSpec]
     data: np.ndarray
     """[num_bytes] uint8; read-only on the receiving side."""
     region: RegionAddress | None = None
     """Region from which other processes of this machine can map `data`; None if `data` is private memory."""
-    start: int = 0
-    """First byte of `data` within `region`."""

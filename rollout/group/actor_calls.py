@@ -95,7 +95,7 @@ def kill_worker(worker: ActorHandle[Any], *, node: str, processes: Sequence[Proc
 
 
 def copy_weights(shared: SharedWeights, *, node: str) -> ray.ObjectRef[Any]:
-    """Begin to copy weights from the memory of a Ray node into the object store, as a list of WeightBucket."""
+    """Begin to copy weights from the memory of a Ray node into the object store, as PackedWeights."""
     return _call_on(node, copy_of, shared)
 
 

@@ -99,7 +99,7 @@ class Published:
 
     @cached_property
     def copies(self) -> ray.ObjectRef[Any]:
-        """Copies of the weights, a list of WeightBucket in the object store; made when an engine first needs copies."""
+        """The weights in the object store, as PackedWeights; copied when an engine first needs a copy."""
         return copy_weights(self.shared, node=self.node)
 
     def for_engine(self, member: Member) -> tuple[Way, SharedWeights | ray.ObjectRef[Any]]:

@@ -17,7 +17,7 @@ from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConf
 from rollout.engine import BroadcastError, Engine, EngineInfo, WeightReport
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.process_memory import private_bytes
-from rollout.types import Completion, GenerateRequest, SharedWeights, WeightBucket
+from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import WeightReceiver
 
@@ -108,11 +108,11 @@ class RolloutWorker:
         host = address.host if address.host in LOOPBACK else ray.util.get_node_ip_address()
         return self._receiver.receive(announced, address, rank=rank, host=host)
 
-    def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
         """Load weights from the memory of this machine, or from copies sent by another machine."""
         if isinstance(weights, SharedWeights):
-            with self._shared.opened(weights) as buckets:
-                report = self._engine.load_weights(buckets)
+            with self._shared.opened(weights) as packed:
+                report = self._engine.load_weights(packed)
         else:
             report = self._engine.load_weights(weights)
         if not (report.in_place and isinstance(weights, SharedWeights)):

@@ -29,8 +29,8 @@ from rollout.sglang.replies import ReplyError, body_of, generation_of, no_tokens
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import ServerSetup, SGLangServer
 from rollout.sglang.weight_update import WeightUpdate
-from rollout.types import Completion, GenerateRequest, WeightBucket
-from rollout.weights.packing import DTYPES, check_buckets
+from rollout.types import Completion, GenerateRequest, PackedWeights
+from rollout.weights.packing import DTYPES, check_weights
 
 INFO_TIMEOUT_S = 30.0
 CONTEXT_MARGIN = 4
@@ -148,21 +148,21 @@ class SGLangEngine(Engine):
         """End unfinished requests. See `Engine.abort`."""
         self._stream("abort").abort(tickets)
 
-    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: PackedWeights) -> WeightReport:
         """Replace all weights, drop the prefix cache, verify the weights in SGLang bit by bit, set the version.
 
         `rollout.pause_mode` determines the treatment of unfinished requests. Nothing is sent unless version, names and
-        digests of the buckets are right. After a failure the engine refuses requests until a later sync succeeds.
+        digests of the weights are right. After a failure the engine refuses requests until a later sync succeeds.
         Raises WeightSyncError naming tensors, both digests and both versions.
         """
         server, stream = self._running("load_weights"), self._stream("load_weights")
         begin = time.monotonic()
         try:
-            version = check_buckets(buckets, held_version=self._version)
-            self._weights.prepare(buckets, policy_version=version)
+            check_weights(weights, held_version=self._version)
+            self._weights.prepare(weights)
             prepared_s = time.monotonic() - begin
             with stream.held():
-                report = self._replace(buckets, version, stream)
+                report = self._replace(weights, stream)
         except WeightSyncError as error:
             raise WeightSyncError(f"{self._name} load_weights: {error}") from error
         except ClientError as error:
@@ -174,9 +174,9 @@ class SGLangEngine(Engine):
         report.verify_s += prepared_s
         return report
 
-    def _replace(self, buckets: Sequence[WeightBucket], version: int, stream: RequestStream) -> WeightReport:
+    def _replace(self, weights: PackedWeights, stream: RequestStream) -> WeightReport:
         """The part of a sync after which the old weights are gone; no request is sent to the server meanwhile."""
-        mode = self._config.pause_mode
+        mode, version = self._config.pause_mode, weights.policy_version
         if mode is PauseMode.abort:
             stream.abort(None)
             stream.drain(time.monotonic() + self._config.sync_timeout_s)
@@ -184,7 +184,7 @@ class SGLangEngine(Engine):
         self._newest_version = version
         keeps_cache = mode is PauseMode.in_place and stream.num_unfinished > 0
         try:
-            report = self._weights.load(buckets, policy_version=version, keeps_cache=keeps_cache)
+            report = self._weights.load(weights, keeps_cache=keeps_cache)
             self._memory.take(CACHE_TAGS)
             held = self.policy_version
             if held != version:

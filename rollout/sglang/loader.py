@@ -1,7 +1,7 @@
-"""Weight loader inside the SGLang server: copies one bucket of weights from shared memory into the model.
+"""Weight loader inside the SGLang server: copies weights from shared memory into the model.
 
-SGLang calls `load_bucket` for the requests of `rollout/sglang/weight_update.py`, because `rollout/sglang/engine.py`
-sets `custom_weight_loader` to its name. With tensor parallelism every rank calls `load_bucket` and maps the same
+SGLang calls `load_shared` for the requests of `rollout/sglang/weight_update.py`, because `rollout/sglang/engine.py`
+sets `custom_weight_loader` to its name. With tensor parallelism every rank calls `load_shared` and maps the same
 memory. The model's own `load_weights` does the fusing and takes the rank's share, as for a checkpoint.
 """
 
@@ -20,12 +20,12 @@ from rollout.types import RegionAddress
 from rollout.weights.packing import DTYPES
 from rollout.weights.shared_weights import MappedRegion
 
-LOADER = "rollout.sglang.loader.load_bucket"
+LOADER = "rollout.sglang.loader.load_shared"
 """Value of a request's `load_format`, and of the server's `custom_weight_loader`."""
 
 
-def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load one bucket; `named_tensors` holds a single tensor [n] uint8, a JSON text with region, version, start,
+def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors of one region; `named_tensors` holds a single tensor [n] uint8, a JSON text with region, version,
     tensors and a flag for values and scales of quantised weights.
 
     The engine that sent the request holds the region's lock. An error in this function ends the server, with the
@@ -37,7 +37,7 @@ def load_bucket(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
     region.expect(request["policy_version"])
     if request["quantized"]:
         open_layers(model)
-    model.load_weights(_views(torch.from_numpy(region.data)[request["start"] :], request["tensors"]))
+    model.load_weights(_views(torch.from_numpy(region.data), request["tensors"]))
 
 
 @functools.lru_cache(maxsize=2)

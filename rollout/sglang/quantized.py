@@ -95,7 +95,7 @@ def open_layers(model: Any) -> None:
     """Restore the loaders and the checkpoint layout [O, I] of a served model's int8 layers, in place.
 
     SGLang's layer transposes its weight after a load and forgets the loaders. The memory stays in place, as CUDA graphs
-    require; SGLang transposes the weights again when the update session is closed. Safe to call for every bucket.
+    require; SGLang transposes the weights again when the update session is closed. Safe to call before every load.
     """
     from sglang.srt.layers.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 

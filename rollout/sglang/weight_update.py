@@ -1,6 +1,6 @@
-"""One weight sync of one SGLang server: checked buckets -> loaded, verified bit by bit, or WeightSyncError.
+"""One weight sync of one SGLang server: checked weights -> loaded, verified bit by bit, or WeightSyncError.
 
-Pause, open the update, load every bucket, close it, drop the prefix cache, ask SGLang for the digests of its weights,
+Pause, open the update, load the weights, close it, drop the prefix cache, ask SGLang for the digests of its weights,
 compare, set the version, continue. Requests may be unfinished meanwhile. `rollout/sglang/engine.py` starts the sync;
 `rollout/sglang/fusing.py` computes the expected digests; `rollout/sglang/loader.py` reads the shared memory in the
 server, and a server that cannot map the memory gets the bytes themselves, in SGLang's own format.
@@ -12,7 +12,7 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -33,13 +33,15 @@ from rollout.sglang.fusing import (
 )
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import SESSION_ROUTE, plan_quantized, quantized_digests, unquantized
-from rollout.types import WeightBucket
-from rollout.weights.packing import unpack
+from rollout.types import PackedWeights
+from rollout.weights.packing import split, unpack
 from rollout.weights.shared_weights import WeightRegion
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for closing a session after a failure."""
 LISTED_MISMATCHES = 5
+PART_BYTES = 256 << 20
+"""Largest number of bytes that are sent, or staged in shared memory, at a time; a larger tensor comes alone."""
 REQUIRED_ROUTES = frozenset(
     {
         "/abort_request",
@@ -97,13 +99,14 @@ class WeightUpdate:
         self._fusion = Fusion(sources={}, tied=False)
         self._expected: list[dict[str, str]] = []
 
-    def prepare(self, buckets: Sequence[WeightBucket], *, policy_version: int) -> None:
+    def prepare(self, weights: PackedWeights) -> None:
         """Match the tensors with the engine's parameters and compute the expected digests; sends no weights.
 
-        `buckets` have passed `check_buckets`. Raises WeightSyncError for missing or unknown tensors.
+        `weights` have passed `check_weights`. Raises WeightSyncError for missing or unknown tensors.
         """
         self._deadline = time.monotonic() + self._timeout_s
-        tensors = {spec.name: tensor for bucket in buckets for spec, tensor in unpack(bucket)}
+        policy_version = weights.policy_version
+        tensors = {spec.name: tensor for spec, tensor in unpack(weights)}
         try:
             fusion = self.fusion(tensors)
             self._expected = [self._expect(fusion, tensors, share) for share in self._shares]
@@ -129,7 +132,7 @@ class WeightUpdate:
             fusion = unquantized(fusion, kind)
         return digests | expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
 
-    def load(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool = False) -> WeightReport:
+    def load(self, weights: PackedWeights, *, keeps_cache: bool = False) -> WeightReport:
         """Replace all weights with the prepared ones, verify, set the version; returns the report.
 
         Unfinished requests are retracted: they continue with the new weights, which first read the tokens so far. With
@@ -137,18 +140,17 @@ class WeightUpdate:
         server that failed in between reports no valid version. Raises WeightSyncError (the engine does not hold the
         sent weights) or ClientError (the server refused or is gone).
         """
-        begin = time.monotonic()
-        self._send(buckets, policy_version=policy_version, keeps_cache=keeps_cache)
+        begin, policy_version = time.monotonic(), weights.policy_version
+        self._send(weights, keeps_cache=keeps_cache)
         loaded = time.monotonic()
         self._compare(policy_version=policy_version)
         verified = time.monotonic()
         self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
         self._post("/continue_generation", {"torch_empty_cache": self._device == "cuda"})
-        specs = [spec for bucket in buckets for spec in bucket.tensors]
         return WeightReport(
             policy_version=policy_version,
-            num_tensors=len(specs),
-            num_bytes=sum(spec.num_bytes for spec in specs),
+            num_tensors=len(weights.tensors),
+            num_bytes=sum(spec.num_bytes for spec in weights.tensors),
             load_s=loaded - begin + (time.monotonic() - verified),
             verify_s=verified - loaded,
         )
@@ -181,39 +183,44 @@ class WeightUpdate:
             f"version {reported!r}). Digests disagree for {shown}{more}"
         )
 
-    def _send(self, buckets: Sequence[WeightBucket], *, policy_version: int, keeps_cache: bool) -> None:
+    def _send(self, weights: PackedWeights, *, keeps_cache: bool) -> None:
         self._post("/pause_generation", {"mode": "in_place" if keeps_cache else "retract"})
         with self._session():
-            for bucket in buckets:
-                payload = self._describe(bucket) if self._maps_memory else inline_bucket(bucket)
+            for payload in self._payloads(weights):
                 self._post(
                     "/update_weights_from_tensor",
                     {
-                        # One entry per tensor-parallel rank: each rank takes its share of the bucket.
+                        # One entry per tensor-parallel rank: each rank takes its share of the tensors.
                         "serialized_named_tensors": [payload] * len(self._shares),
                         "load_format": LOADER if self._maps_memory else None,
                         "flush_cache": False,
-                        "weight_version": f"unverified-{policy_version}",
+                        "weight_version": f"unverified-{weights.policy_version}",
                     },
                 )
         if not keeps_cache:
             self._post("/flush_cache", {})
 
-    def _describe(self, bucket: WeightBucket) -> str:
-        return describe_bucket(self._shared(bucket), quantized=self._quantization is not Quantization.none)
+    def _payloads(self, weights: PackedWeights) -> Iterator[str]:
+        """Yield what crosses HTTP; every request must be answered before the next is made."""
+        is_quantized = self._quantization is not Quantization.none
+        if not self._maps_memory:
+            yield from map(inline_weights, split(weights, max_bytes=PART_BYTES))
+        elif weights.region is not None:
+            yield describe_weights(weights, quantized=is_quantized)
+        else:
+            for part in split(weights, max_bytes=PART_BYTES):
+                yield describe_weights(self._staged(part), quantized=is_quantized)
 
-    def _shared(self, bucket: WeightBucket) -> WeightBucket:
-        """The bucket in memory that the server can map: unchanged, or staged if only this process can read it."""
-        if bucket.region is not None:
-            return bucket
-        if self._staging is None or self._staging.data.nbytes < bucket.data.nbytes:
-            self._staging = WeightRegion(bucket.data.nbytes)
+    def _staged(self, part: PackedWeights) -> PackedWeights:
+        """The part in memory that the server can map, for weights that only this process can read."""
+        if self._staging is None or self._staging.data.nbytes < part.data.nbytes:
+            self._staging = WeightRegion(part.data.nbytes)
         if not self._staging.try_lock():
             raise WeightSyncError("the memory in which weights are staged is in use")
-        # The server answers a request after reading its bucket, so the next bucket may take the same place.
-        with self._staging.writing(bucket.policy_version) as data:
-            data[: bucket.data.nbytes] = bucket.data
-        return replace(bucket, region=self._staging.address, start=0)
+        # The server answers a request after reading its part, so the next part may take the same place.
+        with self._staging.writing(part.policy_version) as data:
+            data[: part.data.nbytes] = part.data
+        return replace(part, region=self._staging.address)
 
     @contextmanager
     def _session(self) -> Iterator[None]:
@@ -240,31 +247,30 @@ class WeightUpdate:
         return self._client.call(route, body=body, timeout_s=self._deadline - time.monotonic())
 
 
-def describe_bucket(bucket: WeightBucket, *, quantized: bool = False) -> str:
+def describe_weights(weights: PackedWeights, *, quantized: bool = False) -> str:
     """The text that crosses HTTP instead of weights: place and layout of the tensors, in SGLang's own format.
 
     SGLang accepts pickled tensors only, from an exact list of types; the text is one tensor [n] uint8 that holds JSON.
     """
-    if bucket.region is None:
-        raise ValueError(f"weight bucket {bucket.index} is not in shared memory")
+    if weights.region is None:
+        raise ValueError("the weights are not in shared memory")
     request = {
-        "region": asdict(bucket.region),
-        "policy_version": bucket.policy_version,
-        "start": bucket.start,
+        "region": asdict(weights.region),
+        "policy_version": weights.policy_version,
         "quantized": quantized,
         "tensors": [
             {"name": spec.name, "dtype": spec.dtype, "shape": spec.shape, "offset": spec.offset}
-            for spec in bucket.tensors
+            for spec in weights.tensors
         ],
     }
     description = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
-    return _pickled([("bucket", description)])
+    return _pickled([("description", description)])
 
 
-def inline_bucket(bucket: WeightBucket) -> str:
-    """The bucket as SGLang unpacks it without Parity's loader: pickled named tensors in base64, 4/3 of their bytes."""
-    # Copies, because a pickled view would include the storage of the whole bucket.
-    named = [(spec.name, tensor.clone()) for spec, tensor in unpack(bucket)]
+def inline_weights(weights: PackedWeights) -> str:
+    """The tensors as SGLang unpacks them without Parity's loader: pickled in base64, 4/3 of their bytes."""
+    # Copies, because a pickled view would include the storage of the whole buffer.
+    named = [(spec.name, tensor.clone()) for spec, tensor in unpack(weights)]
     return _pickled(named)
 
 

@@ -23,8 +23,8 @@ from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import build_decoder
 from rollout.torch.products import use_fast_products
 from rollout.torch.quantized_activations import input_rounding, round_inputs
-from rollout.types import Completion, GenerateRequest, WeightBucket
-from rollout.weights.packing import DTYPES, check_buckets, dtype_name, tensor_digest, unpack
+from rollout.types import Completion, GenerateRequest, PackedWeights
+from rollout.weights.packing import DTYPES, check_weights, dtype_name, tensor_digest, unpack
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""
@@ -115,54 +115,50 @@ class TorchEngine(Engine):
         """End unfinished requests after the current token; `poll` returns their tokens so far."""
         self._loop.abort(tickets)
 
-    def load_weights(self, buckets: Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: PackedWeights) -> WeightReport:
         """Replace all parameters with bytes whose digests equal the sent digests; then set the version.
 
-        No parameter changes unless version, names, shapes, dtypes and digests of the buckets are right. On a CPU,
-        buckets in shared memory become the parameters in place, also joined projections if they are adjacent. Other
-        buckets are copied, read back and compared. Sampling pauses only after the checks. Raises WeightSyncError; if
-        the read-back disagrees, unfinished requests are lost and the engine refuses requests until a later sync
-        succeeds.
+        No parameter changes unless version, names, shapes, dtypes and digests are right. On a CPU, weights in shared
+        memory become the parameters in place. Other weights are copied, read back and compared. Sampling pauses only
+        after the checks. Raises WeightSyncError; if the read-back disagrees, unfinished requests are lost and the
+        engine refuses requests until a later sync succeeds.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()
-        version = check_buckets(buckets, held_version=self._version)
-        parameters = dict(model.named_parameters())
-        self._check_names(buckets, parameters, version=version)
+        check_weights(weights, held_version=self._version)
+        version, parameters = weights.policy_version, dict(model.named_parameters())
+        self._check_names(weights, parameters)
         checked = time.monotonic()
         with self._loop.paused(self._config.sync_timeout_s):
             try:
-                in_place, loaded = self._replace(buckets, model, begin=begin, version=version)
+                in_place, loaded = self._replace(weights, model, begin=begin)
             finally:
                 if self._broken:
                     self._loop.fail(f"{self._name} load_weights: the weights are unusable: {self._broken}")
         return WeightReport(
             policy_version=version,
             num_tensors=len(parameters),
-            num_bytes=sum(spec.num_bytes for bucket in buckets for spec in bucket.tensors),
+            num_bytes=sum(spec.num_bytes for spec in weights.tensors),
             load_s=loaded - checked,
             verify_s=(checked - begin) + (time.monotonic() - loaded),
             in_place=in_place,
         )
 
-    def _replace(
-        self, buckets: Sequence[WeightBucket], model: PreTrainedModel, *, begin: float, version: int
-    ) -> tuple[bool, float]:
-        """Put checked weights into the model -> (True if the buckets are used in place, time.monotonic() then)."""
-        parameters = dict(model.named_parameters())
+    def _replace(self, weights: PackedWeights, model: PreTrainedModel, *, begin: float) -> tuple[bool, float]:
+        """Put checked weights into the model -> (True if the bytes are used in place, time.monotonic() then)."""
+        parameters, version = dict(model.named_parameters()), weights.policy_version
         self._broken = f"the sync of policy version {version} did not complete"
-        in_place = self._device.type == "cpu" and all(bucket.region is not None for bucket in buckets)
+        in_place = self._device.type == "cpu" and weights.region is not None
         with torch.no_grad():
-            for bucket in buckets:
-                for spec, tensor in unpack(bucket):
-                    if in_place:
-                        parameters[spec.name].data = tensor
-                    else:
-                        self._check_sync_deadline(begin, version=version)
-                        parameters[spec.name].copy_(tensor)
+            for spec, tensor in unpack(weights):
+                if in_place:
+                    parameters[spec.name].data = tensor
+                else:
+                    self._check_sync_deadline(begin, version=version)
+                    parameters[spec.name].copy_(tensor)
         loaded = time.monotonic()
         if not in_place:
-            self._read_back(buckets, parameters, begin=begin, version=version)
+            self._read_back(weights, parameters, begin=begin)
         # Projections that are computed together are copied next to each other unless they are adjacent already: in
         # shared memory they are, unless one module is larger than a bucket.
         self._loop.load(build_decoder(model, self._rounding), policy_version=version)
@@ -246,11 +242,9 @@ class TorchEngine(Engine):
         if problem:
             raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
 
-    def _check_names(
-        self, buckets: Sequence[WeightBucket], parameters: dict[str, torch.nn.Parameter], *, version: int
-    ) -> None:
-        specs = {spec.name: spec for bucket in buckets for spec in bucket.tensors}
-        where = f"{self._name} load_weights of policy version {version}"
+    def _check_names(self, weights: PackedWeights, parameters: dict[str, torch.nn.Parameter]) -> None:
+        specs = {spec.name: spec for spec in weights.tensors}
+        where = f"{self._name} load_weights of policy version {weights.policy_version}"
         unknown = sorted(specs.keys() - parameters.keys())
         missing = sorted(parameters.keys() - specs.keys())
         if unknown or missing:
@@ -266,15 +260,9 @@ class TorchEngine(Engine):
                     f"{dtype_name(parameter.dtype)} {tuple(parameter.shape)} (rollout.dtype decides the type)"
                 )
 
-    def _read_back(
-        self,
-        buckets: Sequence[WeightBucket],
-        parameters: dict[str, torch.nn.Parameter],
-        *,
-        begin: float,
-        version: int,
-    ) -> None:
-        for spec in (spec for bucket in buckets for spec in bucket.tensors):
+    def _read_back(self, weights: PackedWeights, parameters: dict[str, torch.nn.Parameter], *, begin: float) -> None:
+        version = weights.policy_version
+        for spec in weights.tensors:
             self._check_sync_deadline(begin, version=version)
             held = tensor_digest(parameters[spec.name])
             if held != spec.digest:

@@ -1,6 +1,6 @@
 """Quantisation of weights: tensor <-> (values on a grid, scales), without loss beyond the rounding to the grid.
 
-`trainer/policy/worker.py` passes the weights for quantised engines through a `Quantizer` at every sync. The published
+`trainer/policy/worker.py` publishes the weights for quantised engines with a `QuantizedPublisher`. The published
 weights are then exactly the weights that the engine has to hold, and their digests prove quantised weights as they
 prove plain weights. Published are either dequantised values in the engine's own type, or values and scales for an
 engine that loads both (SGLang on a GPU).
@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -120,7 +119,7 @@ def scale_name(weight: str, quantization: Quantization) -> str:
 
 
 def stored_shapes(shapes: Iterable[TensorShape], quantization: Quantization) -> Iterator[TensorShape]:
-    """Names, dtypes and shapes of the tensors that `Quantizer.stored` yields for `shapes`."""
+    """Names, dtypes and shapes of the values and scales that an engine loads for `shapes`."""
     grid = GRIDS[quantization]
     for shape in shapes:
         if not is_projection(shape.name):
@@ -132,86 +131,65 @@ def stored_shapes(shapes: Iterable[TensorShape], quantization: Quantization) -> 
         yield TensorShape(scale_name(shape.name, quantization), torch.float32, tiles, kept=True)
 
 
-class Quantizer:
-    """Quantises the weights of a model; `report` gives the errors of the last pass over the weights."""
+class QuantizedPublisher(WeightPublisher):
+    """Publishes quantised weights and the errors of the quantisation."""
 
-    def __init__(self, shapes: Iterable[TensorShape], quantization: Quantization, *, dtype: torch.dtype) -> None:
-        """`dtype` is the engine's dtype. Raises ValueError if it is unclear which of `shapes` an engine quantises."""
-        matrices = [shape.name for shape in shapes if len(shape.shape) > 1]
-        unclear = [name for name in matrices if IN_LAYER.search(name) and not is_projection(name)]
-        if unclear or not any(is_projection(name) for name in matrices):
-            found = f"unknown: {', '.join(unclear[:5])}" if unclear else "none was found"
-            raise ValueError(
-                f"rollout.quantization={quantization.name} knows models whose layers multiply with *_proj.weight "
-                f"alone ({found}); use rollout.quantization=none"
-            )
+    def __init__(
+        self, shapes: Sequence[TensorShape], quantization: Quantization, *, dtype: torch.dtype, as_stored: bool
+    ) -> None:
+        """`as_stored`: the engine loads values and scales, otherwise dequantised values in its `dtype`.
+
+        Raises ValueError if it is unclear which of `shapes` an engine quantises, and as WeightPublisher does.
+        """
+        check_projections([shape.name for shape in shapes if len(shape.shape) > 1], quantization)
+        super().__init__(stored_shapes(shapes, quantization) if as_stored else shapes, dtype=dtype)
         self._quantization = quantization
         self._dtype = dtype
-        self._errors: dict[str, float] = {}
-
-    def dequantized(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in order: projections quantised and dequantised again, other tensors unchanged."""
-        grid = GRIDS[self._quantization]
-        self._errors = {}
-        for name, tensor in named_tensors:
-            if is_projection(name):
-                held = dequantize(quantize(tensor, grid, name=name), grid)
-                self._errors[name] = relative_error(held.to(self._dtype), tensor)
-                yield name, held
-            else:
-                yield name, tensor
-
-    def stored(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors in order: a projection as its values followed by its scales, other tensors unchanged."""
-        grid = GRIDS[self._quantization]
-        self._errors = {}
-        for name, tensor in named_tensors:
-            if is_projection(name):
-                quantized = quantize(tensor, grid, name=name)
-                self._errors[name] = relative_error(dequantize(quantized, grid), tensor)
-                yield name, quantized.values
-                yield scale_name(name, self._quantization), quantized.scales
-            else:
-                yield name, tensor
-
-    def report(self) -> QuantizationReport:
-        """Errors of the last pass over the weights. Raises RuntimeError before the first pass."""
-        if not self._errors:
-            raise RuntimeError("no weights have been quantised yet")
-        return QuantizationReport(quantization=self._quantization, errors=dict(self._errors))
-
-
-class QuantizedPublisher:
-    """A `WeightPublisher` of quantised weights."""
-
-    def __init__(self, publisher: WeightPublisher, quantizer: Quantizer, *, as_stored: bool) -> None:
-        """`as_stored`: the engine loads values and scales, and `publisher` was made for `stored_shapes`."""
-        self._publisher = publisher
-        self._quantizer = quantizer
-        self._pass = quantizer.stored if as_stored else quantizer.dequantized
+        self._as_stored = as_stored
 
     def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
         """Publish as `WeightPublisher.publish` does, and add the quantisation error to the announcement."""
-        shared = self._publisher.publish(self._pass(named_tensors), policy_version=policy_version)
-        return replace(shared, quantization=self._quantizer.report())
+        errors: dict[str, float] = {}
+        shared = super().publish(self._quantized(named_tensors, errors), policy_version=policy_version)
+        return replace(shared, quantization=QuantizationReport(quantization=self._quantization, errors=errors))
 
-    def published(self) -> np.ndarray:
-        """Bytes as returned by `WeightPublisher.published`."""
-        return self._publisher.published()
+    def _quantized(
+        self, named_tensors: Iterable[tuple[str, Tensor]], errors: dict[str, float]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors in order, projections quantised, other tensors unchanged; fills in the `errors`."""
+        grid = GRIDS[self._quantization]
+        for name, tensor in named_tensors:
+            if not is_projection(name):
+                yield name, tensor
+                continue
+            quantized = quantize(tensor, grid, name=name)
+            held = dequantize(quantized, grid)
+            if self._as_stored:
+                errors[name] = relative_error(held, tensor)
+                yield name, quantized.values
+                yield scale_name(name, self._quantization), quantized.scales
+            else:
+                errors[name] = relative_error(held.to(self._dtype), tensor)
+                yield name, held
 
 
-Publisher = WeightPublisher | QuantizedPublisher
+def check_projections(matrices: Sequence[str], quantization: Quantization) -> None:
+    """Raise ValueError if it is unclear which parameters, of these names, an engine quantises."""
+    unclear = [name for name in matrices if IN_LAYER.search(name) and not is_projection(name)]
+    if unclear or not any(map(is_projection, matrices)):
+        found = f"unknown: {', '.join(unclear[:5])}" if unclear else "none was found"
+        raise ValueError(
+            f"rollout.quantization={quantization.name} knows models whose layers multiply with *_proj.weight "
+            f"alone ({found}); use rollout.quantization=none"
+        )
 
 
-def weight_publisher(shapes: Sequence[TensorShape], config: EngineConfig, *, bucket_bytes: int) -> Publisher:
+def weight_publisher(shapes: Sequence[TensorShape], config: EngineConfig) -> WeightPublisher:
     """Make the publisher of weights for the engines of `config`. Raises ValueError as both publisher classes do."""
     dtype = DTYPES[config.dtype.name]
     if config.quantization is Quantization.none:
-        return WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
-    quantizer = Quantizer(shapes, config.quantization, dtype=dtype)
-    sent = list(stored_shapes(shapes, config.quantization)) if config.takes_quantized else shapes
-    publisher = WeightPublisher(sent, bucket_bytes=bucket_bytes, dtype=dtype)
-    return QuantizedPublisher(publisher, quantizer, as_stored=config.takes_quantized)
+        return WeightPublisher(shapes, dtype=dtype)
+    return QuantizedPublisher(shapes, config.quantization, dtype=dtype, as_stored=config.takes_quantized)
 
 
 def _tiles(matrix: Tensor, grid: Grid) -> Tensor:

@@ -5,8 +5,8 @@ other machines; `rollout/group/worker.py` opens with a `WeightReader`, and the S
 (`rollout/sglang/loader.py`). The message between these processes is a `SharedWeights`: address of the bytes, policy
 version, and one digest per tensor.
 
-A region holds the whole model in the engine's dtype, not a ring of a few buckets. So an engine can check every byte
-before it replaces the first weight, reads at its own pace without a hand-shake per bucket, and may continue to use the
+A region holds the whole model in the engine's dtype, not a ring of a few parts. So an engine can check every byte
+before it replaces the first weight, reads at its own pace without a hand-shake per part, and may continue to use the
 bytes in place. The cost is one copy of the weights in host memory, two while an engine uses the old copy in place.
 Regions are kept and rewritten: the first touch of fresh memory takes many times as long as the copy.
 
@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from rollout.engine import WeightSyncError
-from rollout.types import BucketSpec, RegionAddress, SharedWeights, WeightBucket
-from rollout.weights.packing import TensorShape, num_bytes_of, plan_buckets, write_tensors
+from rollout.types import PackedWeights, RegionAddress, SharedWeights
+from rollout.weights.packing import TensorShape, num_bytes_of, plan_packing, write_tensors
 
 HEADER = struct.Struct("<16s16sq")
 """Layout of a region's header: mark, region id, policy version."""
@@ -202,9 +202,9 @@ class RegionPool:
 class WeightPublisher:
     """Writes each version of the weights to shared memory for the engines of this machine."""
 
-    def __init__(self, shapes: Iterable[TensorShape], *, bucket_bytes: int, dtype: torch.dtype) -> None:
-        """`shapes` in the order in which the tensors will come; see `plan_buckets` for other arguments and errors."""
-        self._plan = plan_buckets(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
+    def __init__(self, shapes: Iterable[TensorShape], *, dtype: torch.dtype) -> None:
+        """See `plan_packing` for arguments and errors."""
+        self._plan = plan_packing(shapes, dtype=dtype)
         self._pool = RegionPool()
         self._published: WeightRegion | None = None
 
@@ -214,12 +214,12 @@ class WeightPublisher:
         Raises ValueError if the tensors do not match `shapes`, WeightSyncError if engines hold all regions.
         """
         # Every version needs its own specs, because the specs hold the version's digests.
-        buckets = [replace(bucket, tensors=[replace(spec) for spec in bucket.tensors]) for bucket in self._plan]
-        region = self._pool.locked_region(num_bytes_of(buckets), policy_version=policy_version)
+        specs = [replace(spec) for spec in self._plan]
+        region = self._pool.locked_region(num_bytes_of(specs), policy_version=policy_version)
         with region.writing(policy_version) as data:
-            write_tensors(named_tensors, buckets, data)
+            write_tensors(named_tensors, specs, data)
         self._published = region
-        return SharedWeights(address=region.address, policy_version=policy_version, buckets=buckets)
+        return SharedWeights(address=region.address, policy_version=policy_version, tensors=specs)
 
     def published(self) -> np.ndarray:
         """[num_bytes] uint8: the bytes of the weights published last, valid until the next `publish`."""
@@ -241,8 +241,8 @@ class WeightReader:
         self._in_use = ""
 
     @contextmanager
-    def opened(self, shared: SharedWeights) -> Iterator[list[WeightBucket]]:
-        """Yield the buckets in place. The bytes do not change inside the block, nor afterwards until `release` or the
+    def opened(self, shared: SharedWeights) -> Iterator[PackedWeights]:
+        """Yield the weights in place. The bytes do not change inside the block, nor afterwards until `release` or the
         next block that ends without an error.
 
         Raises WeightSyncError if the region is gone, foreign, being written, or of another version than announced.
@@ -253,7 +253,7 @@ class WeightReader:
         region, previous = self._regions[key], self._in_use
         region.lock(shared.policy_version)
         try:
-            yield buckets_of(shared, region.data)
+            yield _in_place(shared, region)
         except BaseException:
             if key != previous:
                 region.unlock()
@@ -278,40 +278,20 @@ class WeightReader:
         self._regions, self._in_use = {}, ""
 
 
-def copy_of(shared: SharedWeights) -> list[WeightBucket]:
-    """Copy the announced weights into buckets that can be sent to another machine.
+def copy_of(shared: SharedWeights) -> PackedWeights:
+    """Copy the announced weights into memory that can be sent to another machine.
 
     Raises WeightSyncError if the region is gone, foreign, being written, or of another version than announced.
     """
     region = MappedRegion(shared.address)
     try:
         region.lock(shared.policy_version)
-        return [
-            replace(bucket, data=bucket.data.copy(), region=None, start=0) for bucket in buckets_of(shared, region.data)
-        ]
+        return replace(_in_place(shared, region), data=region.data.copy(), region=None)
     finally:
         region.close()
 
 
-def buckets_of(shared: SharedWeights, data: np.ndarray) -> list[WeightBucket]:
-    """The announced buckets as views of the region's `data`."""
-    return [
-        WeightBucket(
-            policy_version=shared.policy_version,
-            index=index,
-            num_buckets=len(shared.buckets),
-            tensors=spec.tensors,
-            data=_slice(data, spec),
-            region=shared.address,
-            start=spec.start,
-        )
-        for index, spec in enumerate(shared.buckets)
-    ]
-
-
-def _slice(data: np.ndarray, spec: BucketSpec) -> np.ndarray:
-    if not 0 <= spec.start <= spec.start + spec.num_bytes <= data.nbytes:
-        raise WeightSyncError(
-            f"a weight bucket was announced at bytes {spec.start}..{spec.start + spec.num_bytes} of {data.nbytes}"
-        )
-    return data[spec.start : spec.start + spec.num_bytes]
+def _in_place(shared: SharedWeights, region: MappedRegion) -> PackedWeights:
+    return PackedWeights(
+        policy_version=shared.policy_version, tensors=shared.tensors, data=region.data, region=shared.address
+    )

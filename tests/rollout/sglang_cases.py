@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
-from packing_cases import pack_buckets
+from packing_cases import pack
 from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.config import DType, SGLangConfig
@@ -23,7 +23,7 @@ from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.replies import body_of
 from rollout.sglang.scratch import Scratch
 from rollout.sglang.server import SGLangServer
-from rollout.types import GenerateRequest, Generation, SamplingParams, WeightBucket
+from rollout.types import GenerateRequest, Generation, PackedWeights, SamplingParams
 from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
 from trainer.run.probe import judge, rounding_tolerance
@@ -61,14 +61,12 @@ class Served:
         [found] = [process for process in map(psutil.Process, self.info.pids) if "scheduler" in process.name()]
         return found
 
-    def buckets(self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32) -> list[WeightBucket]:
-        """The model's weights as the next version, in several buckets."""
-        return pack_buckets(
-            model.named_parameters(), policy_version=self.version + 1, bucket_bytes=100_000, dtype=dtype
-        )
+    def packed(self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32) -> PackedWeights:
+        """The model's weights as the next version."""
+        return pack(model.named_parameters(), policy_version=self.version + 1, dtype=dtype)
 
     def load(self, model: PreTrainedModel) -> None:
-        self.engine.load_weights(self.buckets(model))
+        self.engine.load_weights(self.packed(model))
         self.version += 1
         self.model = model
 
@@ -87,7 +85,7 @@ class Served:
 
 def publisher_of(named: list[tuple[str, torch.Tensor]]) -> WeightPublisher:
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    return WeightPublisher(shapes, bucket_bytes=100_000, dtype=torch.float32)
+    return WeightPublisher(shapes, dtype=torch.float32)
 
 
 def start_served(directory: Path, *, model_type: str, tied: bool, dtype: DType, tp_size: int = 1) -> Served:

@@ -141,10 +141,10 @@ def test_a_refused_sync_does_not_disturb_what_is_sampled(model_path, tmp_path):
     engine, requests = start(model_path), long_requests(2)
     whole = engine.generate(requests)
     engine.submit([0, 1], requests)
-    buckets = weights_of(write_tiny_model(tmp_path, seed=9), version=1)
-    buckets[1].data[buckets[1].tensors[0].offset] ^= 1
+    packed = weights_of(write_tiny_model(tmp_path, seed=9), version=1)
+    packed.data[packed.tensors[1].offset] ^= 1
     with pytest.raises(WeightSyncError, match="was changed on the way"):
-        engine.load_weights(buckets)
+        engine.load_weights(packed)
     found = wait_for(engine, [0, 1])
     assert [found[0], found[1]] == whole
 

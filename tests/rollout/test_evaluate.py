@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packing_cases import pack_buckets
+from packing_cases import pack
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.collect.evaluate import (
@@ -111,9 +111,7 @@ def test_accuracies_lengths_and_version(model_and_engine):
 def test_two_evaluations_of_the_same_weights_agree_whatever_the_version(model_and_engine):
     model, engine = model_and_engine
     first = run(engine)
-    engine.load_weights(
-        pack_buckets(model.named_parameters(), policy_version=8, bucket_bytes=1 << 20, dtype=torch.float32)
-    )
+    engine.load_weights(pack(model.named_parameters(), policy_version=8, dtype=torch.float32))
     assert run(engine) == replace(first, policy_version=8)
     other = run(Recorder(engine), seed=1)
     assert other.accuracy == first.accuracy

@@ -20,7 +20,7 @@ from rollout.types import GenerateRequest, SamplingParams, SharedWeights
 from rollout.weights.packing import DTYPES, TensorShape, unpack
 from rollout.weights.quantization import (
     GRIDS,
-    Quantizer,
+    check_projections,
     dequantize,
     is_projection,
     quantize,
@@ -133,14 +133,11 @@ def test_only_projections_of_the_body_are_quantised() -> None:
         "model.layers.0.self_attn.q_norm.weight",
     ]
     assert all(map(is_projection, names)) and not any(map(is_projection, others))
-    shapes = [TensorShape(name, torch.float32, (4, 4)) for name in names]
-    plain = [TensorShape(others[0], torch.float32, (4, 4)), TensorShape(others[2], torch.float32, (4,))]
-    Quantizer([*shapes, *plain], Quantization.int8, dtype=torch.float32)
+    check_projections([*names, others[0]], Quantization.int8)
     with pytest.raises(ValueError, match=r"int8 .* \(unknown: model\.layers\.0\.mlp\.c_fc\.weight\)"):
-        unknown = TensorShape("model.layers.0.mlp.c_fc.weight", torch.float32, (4, 4))
-        Quantizer([*shapes, unknown], Quantization.int8, dtype=torch.float32)
+        check_projections([*names, "model.layers.0.mlp.c_fc.weight"], Quantization.int8)
     with pytest.raises(ValueError, match=r"none was found"):
-        Quantizer(plain, Quantization.int8, dtype=torch.float32)
+        check_projections(others[:1], Quantization.int8)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +154,7 @@ def policy_weights(path: Path) -> list[tuple[str, torch.Tensor]]:
 
 def publish(named: list[tuple[str, torch.Tensor]], config: EngineConfig, version: int = 1) -> SharedWeights:
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named]
-    publisher = weight_publisher(shapes, config, bucket_bytes=1 << 16)
+    publisher = weight_publisher(shapes, config)
     PUBLISHERS.append(publisher)  # its memory must outlive the readers
     return publisher.publish(iter(named), policy_version=version)
 
@@ -181,8 +178,8 @@ def test_an_engine_holds_exactly_the_grid(
     engine, reader = TorchEngine(config, index=0, device="cpu", num_threads=None), WeightReader()
     engine.start(model_path)
     shared = publish(named, config)
-    with reader.opened(shared) as buckets:
-        report = engine.load_weights(buckets)
+    with reader.opened(shared) as packed:
+        report = engine.load_weights(packed)
     assert (report.policy_version, report.num_tensors) == (1, len(named)) and engine._model is not None
     held = dict(engine._model.named_parameters())
     grid, changed = GRIDS[quantization], 0
@@ -210,20 +207,14 @@ def test_one_flipped_bit_of_a_quantised_tensor_is_named(model_path: Path, tmp_pa
     engine, reader = TorchEngine(config, index=0, device="cpu", num_threads=None), WeightReader()
     engine.start(model_path)
     shared = publish(policy_weights(tmp_path), config)
-    with reader.opened(shared) as buckets:
-        [place] = [
-            (bucket, spec)
-            for bucket in buckets
-            for spec in bucket.tensors
-            if spec.name.endswith("0.mlp.up_proj.weight")
-        ]
-        bucket, spec = place
+    with reader.opened(shared) as packed:
+        [spec] = [spec for spec in packed.tensors if spec.name.endswith("0.mlp.up_proj.weight")]
         if in_region:
-            bucket.data[spec.offset + 5] ^= 1
+            packed.data[spec.offset + 5] ^= 1
         else:  # the trainer's digest is that of other bytes than the grid's
             spec.digest = f"{int(spec.digest, 16) ^ 1:016x}"
         with pytest.raises(WeightSyncError, match=r"layers\.0\.mlp\.up_proj\.weight"):
-            engine.load_weights(buckets)
+            engine.load_weights(packed)
     assert engine.policy_version == 0
     engine.stop()
     reader.close()
@@ -237,8 +228,8 @@ def test_stored_values_and_scales_travel_as_they_are_and_mean_the_same() -> None
         assert config.takes_quantized
         shared = publish(named, config)
         reader = WeightReader()
-        with reader.opened(shared) as buckets:
-            found = {spec.name: tensor.clone() for bucket in buckets for spec, tensor in unpack(bucket)}
+        with reader.opened(shared) as packed:
+            found = {spec.name: tensor.clone() for spec, tensor in unpack(packed)}
         reader.close()
         shapes = [TensorShape(each, value.dtype, tuple(value.shape)) for each, value in named]
         assert list(found) == [shape.name for shape in stored_shapes(shapes, quantization)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packing_cases import pack_buckets
+from packing_cases import pack
 from sglang_cases import (
     FAULT_TIMEOUT_S,
     PROMPTS,
@@ -30,7 +30,7 @@ from rollout.config import DType
 from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.loader import LOADER
 from rollout.sglang.scratch import Scratch
-from rollout.sglang.weight_update import describe_bucket
+from rollout.sglang.weight_update import describe_weights
 from rollout.weights.shared_weights import WeightReader
 from trainer.run.probe import ProbeError
 
@@ -86,7 +86,7 @@ def test_killing_the_scheduler_during_generate_is_reported_at_once_and_leaves_no
 def test_untied_qwen3_in_bfloat16_is_synced_from_either_type(untied: Served, tmp_path: Path) -> None:
     new = write_tiny_model(tmp_path / "new", seed=3, model_type="qwen3", tied=False)
     for dtype in (torch.float32, torch.bfloat16):
-        report = untied.engine.load_weights(untied.buckets(new, dtype=dtype))
+        report = untied.engine.load_weights(untied.packed(new, dtype=dtype))
         untied.version += 1
         untied.model = new
         assert report.num_tensors == len(list(new.named_parameters()))
@@ -97,9 +97,9 @@ def test_untied_qwen3_in_bfloat16_is_synced_from_either_type(untied: Served, tmp
     # bfloat16 against float32: rounding is visible, a wrong weight would be far larger.
     assert 1e-4 < gap < 0.3
     without_head = {name: parameter for name, parameter in new.named_parameters() if name != "lm_head.weight"}
-    buckets = pack_buckets(without_head.items(), policy_version=9, bucket_bytes=1 << 20, dtype=torch.bfloat16)
+    packed = pack(without_head.items(), policy_version=9, dtype=torch.bfloat16)
     with pytest.raises(WeightSyncError, match=r"missing tensors: lm_head\.weight$"):
-        untied.engine.load_weights(buckets)
+        untied.engine.load_weights(packed)
 
 
 def test_the_probe_refuses_a_server_that_reports_log_probs_before_the_temperature(untied: Served) -> None:
@@ -116,8 +116,8 @@ def test_every_rank_of_a_tensor_parallel_engine_takes_its_share_proves_it_and_en
         new = write_tiny_model(tmp_path / "new", seed=1)
         named = list(new.named_parameters())
         publisher, reader = publisher_of(named), WeightReader()
-        with reader.opened(publisher.publish(named, policy_version=1)) as buckets:
-            report = running.engine.load_weights(buckets)
+        with reader.opened(publisher.publish(named, policy_version=1)) as packed:
+            report = running.engine.load_weights(packed)
         assert report.num_tensors == len(named) and running.engine.policy_version == 1
         requests = make_requests(PROMPTS)
         assert largest_gap(requests, running.engine.generate(requests), new, temperature=1.0) < 1e-4
@@ -128,8 +128,8 @@ def test_every_rank_of_a_tensor_parallel_engine_takes_its_share_proves_it_and_en
         changed[0, -1] += 1
         running.client.call("/begin_weight_update", body={}, timeout_s=30)
         other = publisher_of([(name, changed)])
-        with WeightReader().opened(other.publish([(name, changed)], policy_version=9)) as (bucket,):
-            body = {"serialized_named_tensors": [describe_bucket(bucket)] * 2, "load_format": LOADER}
+        with WeightReader().opened(other.publish([(name, changed)], policy_version=9)) as packed:
+            body = {"serialized_named_tensors": [describe_weights(packed)] * 2, "load_format": LOADER}
             running.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
         running.client.call("/end_weight_update", body={}, timeout_s=30)
         with pytest.raises(WeightSyncError, match=rf"disagree for {name} of rank 1, made of {name}: [^;]*$"):

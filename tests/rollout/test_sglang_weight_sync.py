@@ -9,30 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from packing_cases import pack_buckets
+from packing_cases import pack
 from sglang_cases import PROMPTS, Served, largest_gap, make_requests, publisher_of
 from tiny_model import write_tiny_model
 
 from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.loader import LOADER
-from rollout.sglang.weight_update import REQUIRED_ROUTES, WeightUpdate, describe_bucket
-from rollout.types import WeightBucket
+from rollout.sglang.weight_update import REQUIRED_ROUTES, WeightUpdate, describe_weights
+from rollout.types import PackedWeights
 from rollout.weights.shared_weights import WeightReader
 
 pytestmark = pytest.mark.sglang
 
 
-def test_weights_are_replaced_verified_and_used(served: Served, tmp_path: Path) -> None:
+def test_weights_are_replaced_verified_and_used(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = make_requests(PROMPTS, num_samples=4)
     before = served.engine.generate(requests)
     old_version = served.version
     assert {generation.policy_version for generation in before} == {old_version}
     assert served.engine.policy_version == old_version
     new = write_tiny_model(tmp_path / "new", seed=1)
-    buckets = served.buckets(new)
-    assert len(buckets) > 1
-    report = served.engine.load_weights(buckets)
+    with monkeypatch.context() as patched:
+        patched.setattr("rollout.sglang.weight_update.PART_BYTES", 100_000)  # several requests
+        report = served.engine.load_weights(served.packed(new))
     served.version, served.model = old_version + 1, new
     assert report.policy_version == served.engine.policy_version == old_version + 1
     assert report.num_tensors == len(list(new.named_parameters()))
@@ -53,13 +55,12 @@ def test_the_server_reads_what_the_trainer_published_without_a_copy_in_between(
     publisher, reader = publisher_of(named), WeightReader()
 
     def staged(*_: object) -> None:
-        raise AssertionError("the buckets are in shared memory already")
+        raise AssertionError("the weights are in shared memory already")
 
     monkeypatch.setattr("rollout.sglang.weight_update.WeightRegion", staged)
     for _ in range(3):
-        with reader.opened(publisher.publish(named, policy_version=served.version + 1)) as buckets:
-            assert len(buckets) > 1
-            report = served.engine.load_weights(buckets)
+        with reader.opened(publisher.publish(named, policy_version=served.version + 1)) as packed:
+            report = served.engine.load_weights(packed)
         reader.release()
         served.version, served.model = served.version + 1, new
         assert not report.in_place and served.engine.policy_version == served.version
@@ -70,21 +71,19 @@ def test_the_server_reads_what_the_trainer_published_without_a_copy_in_between(
 
 def test_a_tied_lm_head_may_be_sent_if_it_is_the_embedding(served: Served) -> None:
     named = [*served.model.named_parameters(), ("lm_head.weight", served.model.get_output_embeddings().weight)]
-    buckets = pack_buckets(named, policy_version=served.version + 1, bucket_bytes=1 << 20, dtype=torch.float32)
-    served.engine.load_weights(buckets)
+    served.engine.load_weights(pack(named, policy_version=served.version + 1, dtype=torch.float32))
     served.version += 1
     named[-1] = ("lm_head.weight", named[-1][1] + 1)
-    buckets = pack_buckets(named, policy_version=served.version + 1, bucket_bytes=1 << 20, dtype=torch.float32)
+    differing = pack(named, policy_version=served.version + 1, dtype=torch.float32)
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
-        served.engine.load_weights(buckets)
+        served.engine.load_weights(differing)
 
 
-def test_wrong_buckets_are_refused_before_anything_is_sent(served: Served) -> None:
+def test_wrong_weights_are_refused_before_anything_is_sent(served: Served) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
-    flipped = served.buckets(served.model)
-    bucket = next(b for b in flipped if any(spec.name == name for spec in b.tensors))
-    spec = next(spec for spec in bucket.tensors if spec.name == name)
-    bucket.data[spec.offset + 5] ^= 1
+    flipped = served.packed(served.model)
+    spec = next(spec for spec in flipped.tensors if spec.name == name)
+    flipped.data[spec.offset + 5] ^= 1
     with pytest.raises(WeightSyncError, match=rf"engine 0 .*{name} .*{spec.digest}.*"):
         served.engine.load_weights(flipped)
 
@@ -92,16 +91,11 @@ def test_wrong_buckets_are_refused_before_anything_is_sent(served: Served) -> No
     del named["model.norm.weight"]
     named["value_head.weight"] = torch.zeros(1)
     version = served.version + 1
-    wrong_names = pack_buckets(named.items(), policy_version=version, bucket_bytes=1 << 20, dtype=torch.float32)
+    wrong_names = pack(named.items(), policy_version=version, dtype=torch.float32)
     with pytest.raises(
         WeightSyncError, match=rf"policy version {version}: missing .*model\.norm\.weight; .*value_head"
     ):
         served.engine.load_weights(wrong_names)
-
-    mixed = served.buckets(served.model)
-    mixed[0].policy_version += 1
-    with pytest.raises(WeightSyncError, match="different policy versions"):
-        served.engine.load_weights(mixed)
 
     assert served.engine.policy_version == served.version
     requests = make_requests(PROMPTS)
@@ -112,23 +106,23 @@ def test_wrong_buckets_are_refused_before_anything_is_sent(served: Served) -> No
 def test_a_bit_lost_inside_the_engine_is_caught_and_stops_generation(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bucket is right when it arrives; one bit changes on the way into SGLang."""
+    """The weights are right when they arrive; one bit changes on the way into SGLang."""
     name = "model.layers.0.self_attn.v_proj.weight"
     new = write_tiny_model(tmp_path / "new", seed=2)
-    buckets = served.buckets(new)
-    share = WeightUpdate._shared
+    packed = served.packed(new)
+    stage = WeightUpdate._staged
 
-    def lossy(self: WeightUpdate, bucket: WeightBucket) -> WeightBucket:
-        data = bucket.data.copy()
-        for spec in bucket.tensors:
+    def lossy(self: WeightUpdate, part: PackedWeights) -> PackedWeights:
+        data = part.data.copy()
+        for spec in part.tensors:
             if spec.name == name:
                 data[spec.offset] ^= 1
-        return share(self, replace(bucket, data=data))
+        return stage(self, replace(part, data=data))
 
     with monkeypatch.context() as patched:
-        patched.setattr(WeightUpdate, "_shared", lossy)
+        patched.setattr(WeightUpdate, "_staged", lossy)
         with pytest.raises(WeightSyncError) as caught:
-            served.engine.load_weights(buckets)
+            served.engine.load_weights(packed)
     text = str(caught.value)
     assert f"policy version {served.version + 1} that it was sent" in text
     assert f"(it reports version 'unverified-{served.version + 1}')" in text
@@ -150,8 +144,8 @@ def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
     served.engine.verify_weights()
     served.client.call("/begin_weight_update", body={}, timeout_s=30)
     publisher = publisher_of([(name, changed)])
-    with WeightReader().opened(publisher.publish([(name, changed)], policy_version=99)) as (bucket,):
-        body = {"serialized_named_tensors": [describe_bucket(bucket)], "load_format": LOADER}
+    with WeightReader().opened(publisher.publish([(name, changed)], policy_version=99)) as packed:
+        body = {"serialized_named_tensors": [describe_weights(packed)], "load_format": LOADER}
         served.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
     served.client.call("/end_weight_update", body={}, timeout_s=30)
     with pytest.raises(WeightSyncError, match=rf"engine 0 .*verify_weights: .*{name}, made of {name}: sent .*, held "):
@@ -163,15 +157,15 @@ def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
 
 
 def test_a_sync_that_breaks_in_the_middle_can_be_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: WeightUpdate, bucket: WeightBucket) -> WeightBucket:
+    def fail(self: WeightUpdate, part: PackedWeights) -> PackedWeights:
         raise ClientError("POST /update_weights_from_tensor: HTTP 500: planted", status=500)
 
     with monkeypatch.context() as patched:
-        patched.setattr(WeightUpdate, "_shared", fail)
+        patched.setattr(WeightUpdate, "_staged", fail)
         with pytest.raises(
             WeightSyncError, match=r"engine 0 .* load_weights: the new weights were not loaded: .*planted"
         ):
-            served.engine.load_weights(served.buckets(served.model))
+            served.engine.load_weights(served.packed(served.model))
     with pytest.raises(EngineError, match="the weights are unusable"):
         served.engine.generate(make_requests(PROMPTS))
     served.load(served.model)

@@ -21,7 +21,7 @@ import torch
 
 from rollout.engine import WeightSyncError
 from rollout.types import SharedWeights
-from rollout.weights.packing import TensorShape, check_buckets, tensor_digest, unpack
+from rollout.weights.packing import TensorShape, check_weights, tensor_digest, unpack
 from rollout.weights.shared_weights import (
     DATA_START,
     MAX_REGIONS,
@@ -35,7 +35,7 @@ WAIT_S = 90.0
 
 
 def named_tensors(seed: int) -> list[tuple[str, torch.Tensor]]:
-    """Several buckets of 4 KiB, one tensor larger than a bucket, one of several pieces, an empty one and integers."""
+    """Tensors of many sizes, an empty one and integers."""
     generator = torch.Generator().manual_seed(seed)
     sizes = {"embed": (700_001,), "a": (30, 33), "b": (7,), "large": (3000,), "none": (0, 4), "c": (64, 2)}
     named = [(name, torch.randn(shape, generator=generator)) for name, shape in sizes.items()]
@@ -44,7 +44,7 @@ def named_tensors(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 def make_publisher(dtype: torch.dtype = torch.bfloat16) -> WeightPublisher:
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(0)]
-    return WeightPublisher(shapes, bucket_bytes=4096, dtype=dtype)
+    return WeightPublisher(shapes, dtype=dtype)
 
 
 def publish(publisher: WeightPublisher, version: int) -> SharedWeights:
@@ -55,10 +55,10 @@ def publish(publisher: WeightPublisher, version: int) -> SharedWeights:
 def test_what_is_published_is_read_bitwise_with_the_digests_of_the_cast_tensors(dtype: torch.dtype) -> None:
     publisher, reader = make_publisher(dtype), WeightReader()
     for version in (1, 2, 3):
-        with reader.opened(publish(publisher, version)) as buckets:
-            assert check_buckets(buckets, held_version=0) == version
-            found = {spec.name: (tensor, spec.digest) for bucket in buckets for spec, tensor in unpack(bucket)}
-        assert len(buckets) > 3
+        with reader.opened(publish(publisher, version)) as packed:
+            check_weights(packed, held_version=0)
+            assert packed.policy_version == version
+            found = {spec.name: (tensor, spec.digest) for spec, tensor in unpack(packed)}
         for name, tensor in named_tensors(version):
             expected = tensor.to(dtype) if tensor.is_floating_point() else tensor
             assert torch.equal(found[name][0], expected)
@@ -67,9 +67,9 @@ def test_what_is_published_is_read_bitwise_with_the_digests_of_the_cast_tensors(
 
 def test_non_contiguous_tensors_are_published_in_row_major_order() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).T
-    publisher = WeightPublisher([TensorShape("w", tensor.dtype, (4, 3))], bucket_bytes=4096, dtype=torch.float32)
-    with WeightReader().opened(publisher.publish([("w", tensor)], policy_version=1)) as (bucket,):
-        ((_, found),) = unpack(bucket)
+    publisher = WeightPublisher([TensorShape("w", tensor.dtype, (4, 3))], dtype=torch.float32)
+    with WeightReader().opened(publisher.publish([("w", tensor)], policy_version=1)) as packed:
+        ((_, found),) = unpack(packed)
         assert torch.equal(found, tensor)
 
 
@@ -84,40 +84,40 @@ def test_other_tensors_than_planned_are_refused_and_leave_no_readable_version() 
             publisher.publish(wrong, policy_version=2)
         with pytest.raises(WeightSyncError, match="hold a half-written version"), reader.opened(first):
             pass
-    with reader.opened(publish(publisher, 3)) as buckets:
-        check_buckets(buckets, held_version=1)
+    with reader.opened(publish(publisher, 3)) as packed:
+        check_weights(packed, held_version=1)
 
 
 def test_a_byte_that_changes_in_the_region_is_named() -> None:
     publisher, reader = make_publisher(), WeightReader()
     shared = publish(publisher, 1)
-    place = next(b.start + spec.offset for b in shared.buckets for spec in b.tensors if spec.name == "large")
+    place = next(spec.offset for spec in shared.tensors if spec.name == "large")
     with open(shared.address.path, "r+b") as file:
         file.seek(DATA_START + place + 1000)
         byte = file.read(1)[0]
         file.seek(DATA_START + place + 1000)
         file.write(bytes([byte ^ 16]))
     with (
-        reader.opened(shared) as buckets,
+        reader.opened(shared) as packed,
         pytest.raises(WeightSyncError, match="policy version 1: tensor large was changed"),
     ):
-        check_buckets(buckets, held_version=0)
+        check_weights(packed, held_version=0)
 
 
 def test_a_reader_cannot_change_what_others_read() -> None:
     publisher = make_publisher()
     shared = publish(publisher, 1)
     with WeightReader().opened(shared) as mine, WeightReader().opened(shared) as theirs:
-        mine[0].data[:] = 0
-        check_buckets(theirs, held_version=0)
+        mine.data[:] = 0
+        check_weights(theirs, held_version=0)
 
 
 def test_an_announcement_keeps_its_digests_when_the_next_version_is_published() -> None:
     publisher = make_publisher()
     old = publish(publisher, 1)
-    digests = [spec.digest for bucket in old.buckets for spec in bucket.tensors]
+    digests = [spec.digest for spec in old.tensors]
     publish(publisher, 2)
-    assert digests == [spec.digest for bucket in old.buckets for spec in bucket.tensors]
+    assert digests == [spec.digest for spec in old.tensors]
 
 
 def test_a_stale_announcement_is_refused() -> None:
@@ -132,7 +132,7 @@ def test_a_stale_announcement_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="hold policy version 2, policy version 1 was announced"):
         copy_of(old)
     with pytest.raises(WeightSyncError, match=r"weights of policy version 2 .* already holds version 3"):
-        check_buckets(copy_of(new), held_version=3)
+        check_weights(copy_of(new), held_version=3)
 
 
 def test_memory_in_use_is_not_written_and_is_written_again_once_free() -> None:
@@ -142,11 +142,10 @@ def test_memory_in_use_is_not_written_and_is_written_again_once_free() -> None:
         shared = publish(publisher, version)
         addresses.append(shared.address.region_id)
         # As an engine that uses the weights in place: the lock stays until the next version is in use.
-        with reader.opened(shared) as buckets:
-            check_buckets(buckets, held_version=0)
-        for bucket in buckets:
-            for spec, tensor in unpack(bucket):
-                assert tensor_digest(tensor) == spec.digest
+        with reader.opened(shared) as packed:
+            check_weights(packed, held_version=0)
+        for spec, tensor in unpack(packed):
+            assert tensor_digest(tensor) == spec.digest
         if version > 1:
             assert addresses[-1] != addresses[-2]
     assert len(set(addresses)) == 2
@@ -155,8 +154,8 @@ def test_memory_in_use_is_not_written_and_is_written_again_once_free() -> None:
     for version in range(7, 10):
         shared = publish(publisher, version)
         addresses.append(shared.address.region_id)
-        with reader.opened(shared) as buckets:
-            check_buckets(buckets, held_version=0)
+        with reader.opened(shared) as packed:
+            check_weights(packed, held_version=0)
         reader.release()
     assert len(set(addresses)) == 1
 
@@ -168,7 +167,7 @@ def test_a_failed_sync_keeps_the_memory_that_the_engine_still_uses() -> None:
     for version in (2, 3, 4):
         with pytest.raises(RuntimeError, match="planted"), reader.opened(publish(publisher, version)):
             raise RuntimeError("planted")
-    check_buckets(kept, held_version=1)
+    check_weights(kept, held_version=1)
     assert len(publisher._pool._regions) == 2
 
 
@@ -225,7 +224,7 @@ CHILD = """
     sys.path.insert(0, {tests!r})
     from test_shared_weights import make_publisher, publish
     from rollout.weights.shared_weights import WeightReader
-    from rollout.weights.packing import check_buckets
+    from rollout.weights.packing import check_weights
 
     role, directory = sys.argv[1], Path(sys.argv[2])
     if role == "trainer":
@@ -236,12 +235,12 @@ CHILD = """
         (directory / "part").rename(directory / "shared")
     else:
         reader = WeightReader()
-        with reader.opened(pickle.loads((directory / "shared").read_bytes())) as buckets:
-            check_buckets(buckets, held_version=1)
+        with reader.opened(pickle.loads((directory / "shared").read_bytes())) as packed:
+            check_weights(packed, held_version=1)
         (directory / "mapped").touch()
         while not (directory / "trainer_is_dead").exists():
             time.sleep(0.01)
-        check_buckets(buckets, held_version=1)
+        check_weights(packed, held_version=1)
         (directory / "checked").touch()
     time.sleep(600)
 """
@@ -287,10 +286,10 @@ def test_digests_are_those_of_the_region_not_of_the_source() -> None:
     """Casting comes first: float32 values that bfloat16 cannot hold would give another digest."""
     publisher = make_publisher()
     shared = publish(publisher, 1)
-    digests = {spec.name: spec.digest for bucket in shared.buckets for spec in bucket.tensors}
+    digests = {spec.name: spec.digest for spec in shared.tensors}
     source = dict(named_tensors(1))["large"]
     assert digests["large"] == tensor_digest(source.bfloat16()) != tensor_digest(source)
-    assert np.all(copy_of(shared)[0].data[:2] == source_bytes(dict(named_tensors(1))["embed"]))
+    assert np.all(copy_of(shared).data[:2] == source_bytes(dict(named_tensors(1))["embed"]))
 
 
 def source_bytes(tensor: torch.Tensor) -> np.ndarray:

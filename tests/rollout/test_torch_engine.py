@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packing_cases import pack_buckets
+from packing_cases import pack
 from safetensors.torch import load_file, save_file
 from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
@@ -98,20 +98,20 @@ def worst_difference(model, requests, generations, *, temperature):
     )
 
 
-def weights_of(model, *, version, dtype=torch.float32, bucket_bytes=20_000):
-    return pack_buckets(model.named_parameters(), policy_version=version, bucket_bytes=bucket_bytes, dtype=dtype)
+def weights_of(model, *, version, dtype=torch.float32):
+    return pack(model.named_parameters(), policy_version=version, dtype=dtype)
 
 
-def publisher_of(model, *, dtype=torch.float32, bucket_bytes=20_000):
+def publisher_of(model, *, dtype=torch.float32):
     shapes = [TensorShape(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in model.named_parameters()]
-    return WeightPublisher(shapes, bucket_bytes=bucket_bytes, dtype=dtype)
+    return WeightPublisher(shapes, dtype=dtype)
 
 
 def shared_weights_of(model, *, version, dtype=torch.float32):
     """As `weights_of`, in memory of "another process"; it stays until the last tensor is gone."""
     publisher = publisher_of(model, dtype=dtype)
-    with WeightReader().opened(publisher.publish(model.named_parameters(), policy_version=version)) as buckets:
-        return buckets
+    with WeightReader().opened(publisher.publish(model.named_parameters(), policy_version=version)) as packed:
+        return packed
 
 
 SOURCES = pytest.mark.parametrize("source", [weights_of, shared_weights_of])
@@ -264,10 +264,9 @@ def test_a_sync_replaces_every_weight_and_sets_the_version(tmp_path, dtype, tied
     engine, requests = start(tmp_path / "old", dtype=dtype), make_requests()
     before = engine.generate(requests)
     torch_dtype = getattr(torch, dtype.name)
-    buckets = source(new, version=7, dtype=torch_dtype)
-    assert len(buckets) > 3
-    assert ("lm_head.weight" in {spec.name for bucket in buckets for spec in bucket.tensors}) is not tied
-    report = engine.load_weights(buckets)
+    packed = source(new, version=7, dtype=torch_dtype)
+    assert ("lm_head.weight" in {spec.name for spec in packed.tensors}) is not tied
+    report = engine.load_weights(packed)
     assert engine.policy_version == report.policy_version == 7
     assert report.in_place is (source is shared_weights_of)
     assert report.num_tensors == len(list(new.named_parameters()))
@@ -282,30 +281,25 @@ def test_a_sync_replaces_every_weight_and_sets_the_version(tmp_path, dtype, tied
     engine.load_weights(weights_of(new, version=7, dtype=torch_dtype))
 
 
-def flip_byte(buckets):
-    buckets[1].data[buckets[1].tensors[0].offset + 2] ^= 1
+def flip_byte(packed):
+    packed.data[packed.tensors[1].offset + 2] ^= 1
 
 
-def rename(buckets):
-    buckets[0].tensors[0].name = "model.embed.weight"
+def rename(packed):
+    packed.tensors[0].name = "model.embed.weight"
 
 
-def lose_bucket(buckets):
-    buckets.pop()
+def lose_tensor(packed):
+    packed.tensors.pop()
 
 
-def lose_tensor(buckets):
-    buckets[-1].tensors.pop()
-
-
-def transpose(buckets):
-    spec = next(spec for bucket in buckets for spec in bucket.tensors if spec.name.endswith("up_proj.weight"))
+def transpose(packed):
+    spec = next(spec for spec in packed.tensors if spec.name.endswith("up_proj.weight"))
     spec.shape = spec.shape[::-1]
 
 
-def grow_old(buckets):
-    for bucket in buckets:
-        bucket.policy_version = 1
+def grow_old(packed):
+    packed.policy_version = 1
 
 
 @pytest.mark.parametrize(
@@ -313,7 +307,6 @@ def grow_old(buckets):
     [
         (flip_byte, r"tensor model\.layers\.\S+ was changed on the way: .* digest [0-9a-f]{16}, .* have [0-9a-f]{16}"),
         (rename, r"unknown: model\.embed\.weight; missing: model\.embed_tokens\.weight"),
-        (lose_bucket, r"policy version 3: expected weight buckets"),
         (lose_tensor, r"policy version 3: .*unknown: none; missing: model\.norm\.weight"),
         (transpose, r"up_proj\.weight was sent as float32 \(64, 128\), the engine holds float32 \(128, 64\)"),
         (grow_old, r"version 1 were sent to an engine that already holds version 2"),
@@ -325,10 +318,10 @@ def test_a_damaged_sync_is_named_and_changes_nothing(tmp_path, damage, message, 
     engine, requests = start(tmp_path / "old"), make_requests(8)
     engine.load_weights(source(model, version=2))
     before = engine.generate(requests)
-    buckets = source(write_tiny_model(tmp_path / "new", seed=9), version=3)
-    damage(buckets)
+    packed = source(write_tiny_model(tmp_path / "new", seed=9), version=3)
+    damage(packed)
     with pytest.raises(WeightSyncError, match=message):
-        engine.load_weights(buckets)
+        engine.load_weights(packed)
     assert engine.policy_version == 2
     assert engine.generate(requests) == before
 
@@ -353,7 +346,7 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         log_dir=tmp_path,
         model_path=tmp_path / "old",
     )
-    worker, publisher, requests = RolloutWorker(setup), publisher_of(old, bucket_bytes=1 << 18), make_requests(8)
+    worker, publisher, requests = RolloutWorker(setup), publisher_of(old), make_requests(8)
     worker.start()
     outcomes = []
     for version, model in enumerate([old, new, old, new, old], start=1):
@@ -363,7 +356,6 @@ def test_weights_in_use_do_not_change_while_the_trainer_writes_the_next(tmp_path
         assert worker.load_weights(shared).in_place
         held = worker._shared._regions[shared.address.region_id].data
         places = range(held.ctypes.data, held.ctypes.data + held.nbytes)
-        # Joined projections too: what the engine computes with, or packs, is the memory that was checked.
         assert all(parameter.data_ptr() in places for parameter in worker._engine._model.parameters())
         outcomes.append(logprobs_of(worker, requests))
     assert outcomes[0] == outcomes[2] == outcomes[4] != outcomes[1] == outcomes[3]
@@ -388,7 +380,7 @@ def test_the_read_back_finds_a_tensor_that_was_overwritten(tmp_path):
     mlp = engine._model.model.layers[0].mlp
     mlp.up_proj.weight = torch.nn.Parameter(mlp.gate_proj.weight.data.view_as(mlp.gate_proj.weight))
     assert mlp.up_proj.weight.data_ptr() == mlp.gate_proj.weight.data_ptr()
-    sent = {spec.name: spec.digest for bucket in weights_of(model, version=4) for spec in bucket.tensors}
+    sent = {spec.name: spec.digest for spec in weights_of(model, version=4).tensors}
     name = "model.layers.0.mlp.gate_proj.weight"
     with pytest.raises(WeightSyncError, match=rf"tensor {name} was sent with digest {sent[name]} \(policy version 4\)"):
         engine.load_weights(weights_of(model, version=4))

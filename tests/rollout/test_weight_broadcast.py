@@ -35,7 +35,7 @@ def receivers() -> Iterator[list[WeightReceiver]]:
 
 def announce(version: int, num_bytes: int = NUM_BYTES) -> SharedWeights:
     address = RegionAddress(path="of another machine", region_id="theirs", num_bytes=num_bytes)
-    return SharedWeights(address=address, policy_version=version, buckets=[])
+    return SharedWeights(address=address, policy_version=version, tensors=[])
 
 
 def exchange(sender: WeightSender, receivers: list[WeightReceiver], data: np.ndarray, version: int) -> list[np.ndarray]:

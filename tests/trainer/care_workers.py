@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from rollout.engine import WeightReport
 from rollout.group.worker import RolloutWorker
-from rollout.types import SharedWeights, WeightBucket
+from rollout.types import PackedWeights, SharedWeights
 
 
 def decoder_of(worker: RolloutWorker) -> Any:
@@ -18,7 +17,7 @@ def decoder_of(worker: RolloutWorker) -> Any:
 class SlowWorker(RolloutWorker):
     """Takes its time for every token, so that a test can interfere."""
 
-    def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
         report = super().load_weights(weights)
         decoder = decoder_of(self)
         step = decoder.step
@@ -34,7 +33,7 @@ class SlowWorker(RolloutWorker):
 class DishonestWorker(RolloutWorker):
     """Engine 0 answers polls but never gets on; started anew, it says that it holds other weights than it was sent."""
 
-    def load_weights(self, weights: SharedWeights | Sequence[WeightBucket]) -> WeightReport:
+    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
         report = super().load_weights(weights)
         mark = self._setup.log_dir / "was started before"
         if self._setup.index == 0 and mark.exists():

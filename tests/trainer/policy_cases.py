@@ -169,9 +169,9 @@ def held_versions(engines: EngineGroup) -> list[int]:
 
 
 def flip_byte(shared: SharedWeights, spec: TensorSpec) -> None:
-    """Change one bit of a tensor of the first bucket where it lies."""
+    """Change one bit of a tensor where it lies."""
     with open(shared.address.path, "r+b") as region:
-        region.seek(DATA_START + shared.buckets[0].start + spec.offset + 1)
+        region.seek(DATA_START + spec.offset + 1)
         byte = region.read(1)[0]
         region.seek(-1, os.SEEK_CUR)
         region.write(bytes([byte ^ 4]))

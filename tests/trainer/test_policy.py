@@ -61,8 +61,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def weights_of(policy: PolicyGroup) -> torch.Tensor:
     shared = policy.publish_weights(policy_version=1)
-    buckets = copy_of(shared)
-    return torch.cat([tensor.flatten().clone() for bucket in buckets for _, tensor in unpack(bucket)])
+    return torch.cat([tensor.flatten().clone() for _, tensor in unpack(copy_of(shared))])
 
 
 def update(config: TrainConfig, model_path: Path, *, max_tokens: int, reverse: bool = False) -> torch.Tensor:
@@ -83,8 +82,8 @@ def test_two_ranks_load_the_bits_of_the_files(tmp_path: Path) -> None:
         policy = cluster.spawn_policy(path)
         policy.wait_ready()
         shared = policy.publish_weights(policy_version=1)
-        buckets = copy_of(shared)
-    sent = {spec.name: tensor.clone() for bucket in buckets for spec, tensor in unpack(bucket)}
+        packed = copy_of(shared)
+    sent = {spec.name: tensor.clone() for spec, tensor in unpack(packed)}
     stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert sent.keys() == stored.keys()
     assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
@@ -152,13 +151,13 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         assert "to 2 engine(s) through shared memory (2) in" in str(report)
         assert held_versions(engines) == [1, 1]
         shared = policy.publish_weights(policy_version=2)
-        spec = shared.buckets[0].tensors[3]
+        spec = shared.tensors[3]
         flip_byte(shared, spec)
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
             engines.load_weights(published(shared, policy.node))
         assert held_versions(engines) == [1, 1]
         shared = policy.publish_weights(policy_version=3)
-        shared.buckets[0].tensors[3].name = "missing_tensor"
+        shared.tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):
             engines.load_weights(published(shared, policy.node))
         shared.policy_version = 2
@@ -192,7 +191,7 @@ def test_quantised_engines_hold_the_weights_of_their_grid_and_no_others(model_pa
         # A digest of the plain weights, which the run starts with, is not accepted for the quantised ones.
         shared = policy.publish_weights(policy_version=2)
         name = "model.layers.0.mlp.up_proj.weight"
-        [spec] = [spec for bucket in shared.buckets for spec in bucket.tensors if spec.name == name]
+        [spec] = [spec for spec in shared.tensors if spec.name == name]
         plain = tensor_digest(load_file(model_path / "model.safetensors")[name])
         assert spec.digest != plain
         spec.digest = plain

@@ -88,10 +88,10 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     with engines.resident():
         by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received))
     for index, report in by_engine.items():
-        if report.policy_version != policy_version or report.num_tensors != shared.num_tensors:
+        if report.policy_version != policy_version or report.num_tensors != len(shared.tensors):
             raise WeightSyncError(
                 f"phase weight sync: engine {index} holds version {report.policy_version} with "
-                f"{report.num_tensors} tensors; expected version {policy_version} with {shared.num_tensors}"
+                f"{report.num_tensors} tensors; expected version {policy_version} with {len(shared.tensors)}"
             )
     # An engine that is being started anew gets the weights when it is ready.
     reports = list(by_engine.values())

@@ -44,9 +44,6 @@ from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import Trainable
 
 logger = logging.getLogger(__name__)
-BUCKET_BYTES = 256 * 2**20
-"""Largest size of a weight bucket: one update request or Ray object carries one bucket, and an engine that loads copies
-has this much memory to spare."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +114,7 @@ class PolicyWorker:
             config, self._policy, reference=self._reference, critic=self._critic, device=self._device
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
-        self._publisher = weight_publisher(tensor_shapes(model), config.rollout, bucket_bytes=BUCKET_BYTES)
+        self._publisher = weight_publisher(tensor_shapes(model), config.rollout)
         self._receivers: tuple[Receiver, ...] = ()
         self._sender: WeightSender | None = None
         return PolicyInfo(
