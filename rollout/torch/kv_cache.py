@@ -43,9 +43,13 @@ class KVSlots:
         self._max_columns = max_columns
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def resize(self, *, num_slots: int, max_columns: int) -> None:
-        """Make room for more slots or longer sequences; stored values stay. Never shrinks."""
-        self._num_slots = max(self._num_slots, num_slots)
+    def resize(self, *, num_slots: int, most_slots: int, max_columns: int) -> None:
+        """Make room for more slots or longer sequences; stored values stay. Never shrinks.
+
+        Slots double, up to `most_slots`, so that room is not made again for every sequence.
+        """
+        if num_slots > self._num_slots:
+            self._num_slots = max(num_slots, min(2 * self._num_slots, most_slots))
         self._max_columns = max(self._max_columns, max_columns)
 
     def reserve(self, index: int, like: Tensor, *, columns: int) -> tuple[Tensor, Tensor]:
