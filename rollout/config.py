@@ -105,8 +105,6 @@ class PauseMode(Enum):
     """Responses end at the tokens so far; the collector may resume them."""
 
 
-MAX_PACKED_BYTES = 2**30
-"""Bytes of decoder-layer weights up to which the torch engine on a CPU also keeps a packed copy of these weights."""
 SGLANG_REMEDY = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
 """Remedy if SGLang is not installed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

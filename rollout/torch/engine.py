@@ -20,7 +20,7 @@ from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
-from rollout.torch.model import build_decoder
+from rollout.torch.model import Decoder
 from rollout.torch.products import use_fast_products
 from rollout.torch.quantized_activations import input_rounding, round_inputs
 from rollout.types import Completion, GenerateRequest, PackedWeights
@@ -41,7 +41,6 @@ class TorchEngine(Engine):
         self._index = index
         self._device = torch.device(device)
         self._num_threads = num_threads
-        self._rounding = input_rounding(config.quantization)
         self._model: PreTrainedModel | None = None
         self._version = 0
         self._broken = ""
@@ -85,9 +84,9 @@ class TorchEngine(Engine):
         self._version = 0
         self._broken = ""
         use_fast_products(model)
-        if self._rounding is not None:
-            round_inputs(model, self._rounding)
-        self._loop.load(build_decoder(model, self._rounding), policy_version=0)
+        if (rounding := input_rounding(self._config.quantization)) is not None:
+            round_inputs(model, rounding)
+        self._loop.load(Decoder(model), policy_version=0)
         start_s = time.monotonic() - begin
         if start_s > self._config.start_timeout_s:
             self.stop()
@@ -159,9 +158,7 @@ class TorchEngine(Engine):
         loaded = time.monotonic()
         if not in_place:
             self._read_back(weights, parameters, begin=begin)
-        # Projections that are computed together are copied next to each other unless they are adjacent already: in
-        # shared memory they are, unless one module is larger than a bucket.
-        self._loop.load(build_decoder(model, self._rounding), policy_version=version)
+        self._loop.load(Decoder(model), policy_version=version)
         self._version = version
         self._broken = ""
         return in_place, loaded
@@ -179,8 +176,7 @@ class TorchEngine(Engine):
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
         if not self._broken:
-            decoder = build_decoder(self._started_model("wake"), self._rounding)
-            self._loop.load(decoder, policy_version=self._version)
+            self._loop.load(Decoder(self._started_model("wake")), policy_version=self._version)
 
     @property
     def sampling_s(self) -> float:

@@ -1,4 +1,4 @@
-"""The two decoders against the model's own forward without a cache: prompts of several lengths, then single tokens."""
+"""The decoder against the model's own forward without a cache: prompts of several lengths, then single tokens."""
 
 import json
 
@@ -6,14 +6,12 @@ import pytest
 import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
 
-import rollout.torch.model
-import rollout.torch.products
 from rollout.config import TorchEngineConfig
 from rollout.engine import EngineError
 from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
-from rollout.torch.model import FusedDecoder, ModuleDecoder, build_decoder
+from rollout.torch.model import Decoder
 
 TOLERANCE = 1e-5
 """Largest difference of a float32 logit."""
@@ -52,10 +50,9 @@ def read_tokens(decoder, slots, tokens, positions):
         return decoder.step(tokens, positions, forward)
 
 
-@pytest.mark.parametrize("kind", [ModuleDecoder, FusedDecoder])
 @pytest.mark.parametrize(("model_type", "tied"), [("qwen2", True), ("llama", False), ("qwen3", False)])
-def test_logits_are_those_of_the_models_own_forward(tmp_path, kind, model_type, tied):
-    decoder = kind(load(tmp_path, model_type, tied=tied))
+def test_logits_are_those_of_the_models_own_forward(tmp_path, model_type, tied):
+    decoder = Decoder(load(tmp_path, model_type, tied=tied))
     slots = KVSlots(num_slots=6, max_columns=200)
     sequences = [list(PROMPTS[index]) for index in PROMPT_OF_SLOT]
     logits = [read_prompts(decoder, slots)]
@@ -95,7 +92,7 @@ def test_half_precision_is_attended_to_in_float32_on_a_cpu(positions):
 
 
 def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
-    decoder = FusedDecoder(load(tmp_path))
+    decoder = Decoder(load(tmp_path))
     slots = KVSlots(num_slots=4, max_columns=40)
     read_prompts(decoder, slots)
     with torch.inference_mode():
@@ -105,64 +102,22 @@ def test_moved_slots_go_on_as_if_nothing_had_happened(tmp_path):
     assert (logits - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("most", [0, 2**30])
-def test_a_decoder_is_packed_where_it_may_be_and_computes_the_same(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(rollout.torch.model, "MAX_PACKED_BYTES", most)
-    monkeypatch.setattr(rollout.torch.products, "prefers_onednn", lambda: True)
-    rollout.torch.products.packs.cache_clear()
-    packed = []
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda *args: packed.append(args) or reorder(*args))
-    decoder = FusedDecoder(load(tmp_path))
-    rollout.torch.products.packs.cache_clear()
-    assert len(packed) == (4 * len(decoder._blocks) if most else 0)
-    logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
-    expected = plain_logits(tmp_path, [PROMPTS[index] for index in PROMPT_OF_SLOT])
-    assert (logits - expected).abs().max() < TOLERANCE
-
-
-def test_projections_share_the_memory_of_the_parameters_and_take_new_weights(tmp_path):
+def test_a_decoder_takes_new_weights_from_its_model(tmp_path):
     model = load(tmp_path / "old")
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    FusedDecoder(model)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    attention, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
-    for first, second in ((attention.q_proj, attention.k_proj), (mlp.gate_proj, mlp.up_proj)):
-        assert first.weight.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()
-    place = attention.k_proj.weight.data_ptr()
-    FusedDecoder(model)
-    assert attention.k_proj.weight.data_ptr() == place, "joined twice"
-    new = write_tiny_model(tmp_path / "new", seed=9)
+    decoder, new = Decoder(model), write_tiny_model(tmp_path / "new", seed=9)
     with torch.no_grad():
         for (_, mine), (_, theirs) in zip(model.named_parameters(), new.named_parameters(), strict=True):
             mine.copy_(theirs)
-    logits = read_prompts(FusedDecoder(model), KVSlots(num_slots=4, max_columns=20))
+    logits = read_prompts(decoder, KVSlots(num_slots=4, max_columns=20))
     expected = plain_logits(tmp_path / "new", [PROMPTS[index] for index in PROMPT_OF_SLOT])
     assert (logits - expected).abs().max() < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("model_type", "unheard_of"),
-        ("hidden_act", "gelu"),
-        ("layer_types", ["full_attention", "sliding_attention"]),
-        ("rope_parameters", {"rope_type": "dynamic"}),
-    ],
-)
-def test_an_architecture_that_is_not_known_runs_its_own_code(tmp_path, key, value):
-    model = load(tmp_path)
-    assert isinstance(build_decoder(model), FusedDecoder)
-    # model_type is an attribute of the class; the others belong to the config.
-    object.__setattr__(model.config, key, value)
-    assert isinstance(build_decoder(model), ModuleDecoder)
 
 
 def test_a_window_shorter_than_the_sequences_is_refused(tmp_path):
     model = load(tmp_path)
     model.model.layers[0].self_attn.sliding_window = 4
     with pytest.raises(ValueError, match="sequences of 5 tokens exceed the model's sliding window of 4"):
-        read_prompts(ModuleDecoder(model), KVSlots(num_slots=4, max_columns=20))
+        read_prompts(Decoder(model), KVSlots(num_slots=4, max_columns=20))
 
 
 def test_a_model_whose_logits_are_altered_behind_the_head_is_refused(tmp_path):

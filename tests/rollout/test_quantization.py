@@ -14,7 +14,6 @@ from algorithms.config import ConfigError
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.torch.engine import TorchEngine
-from rollout.torch.model import FusedDecoder, ModuleDecoder
 from rollout.torch.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
 from rollout.types import GenerateRequest, SamplingParams, SharedWeights
 from rollout.weights.packing import DTYPES, TensorShape, unpack
@@ -259,27 +258,19 @@ def test_activations_lie_on_the_grid_of_their_token() -> None:
 
 @pytest.mark.parametrize("quantization", [Quantization.int8, Quantization.fp8])
 def test_the_engine_rounds_what_goes_into_its_projections(model_path: Path, quantization: Quantization) -> None:
-    """Both decoders, against a forward whose linear layers round their inputs by themselves."""
+    """Against a forward whose linear layers round their inputs by themselves."""
     from transformers import AutoModelForCausalLM
 
     rounding = input_rounding(quantization)
     assert rounding is not None
 
-    def logprobs(quantization: Quantization, *, fused: bool = True) -> tuple[list[int], torch.Tensor]:
-        config = TorchEngineConfig(dtype=DType.float32, quantization=quantization)
-        engine = TorchEngine(config, index=0, device="cpu", num_threads=None)
-        engine.start(model_path)
-        assert engine._model is not None and isinstance(engine._loop._decoder, FusedDecoder)
-        if not fused:
-            engine._loop.load(ModuleDecoder(engine._model), policy_version=0)
-        [generation] = engine.generate([make_request()])
-        engine.stop()
-        assert generation.logprobs is not None
-        return generation.token_ids, torch.tensor(generation.logprobs)
-
-    token_ids, found = logprobs(quantization)
-    same_ids, found_by_modules = logprobs(quantization, fused=False)
-    assert same_ids == token_ids and torch.allclose(found, found_by_modules, atol=2e-3)
+    config = TorchEngineConfig(dtype=DType.float32, quantization=quantization)
+    engine = TorchEngine(config, index=0, device="cpu", num_threads=None)
+    engine.start(model_path)
+    [generation] = engine.generate([make_request()])
+    engine.stop()
+    assert generation.logprobs is not None
+    token_ids, found = generation.token_ids, torch.tensor(generation.logprobs)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     sequence = torch.tensor([[3, 4, 5, *token_ids]])
 
@@ -292,13 +283,6 @@ def test_the_engine_rounds_what_goes_into_its_projections(model_path: Path, quan
     round_inputs(model, rounding)
     assert torch.allclose(found, whole(), atol=2e-3)
     assert (found - plain).abs().max() > 5e-3
-
-
-def test_engines_that_are_not_quantised_round_nothing(model_path: Path) -> None:
-    for quantization in (Quantization.int8, Quantization.none):
-        config = TorchEngineConfig(dtype=DType.float32, quantization=quantization)
-        engine = TorchEngine(config, index=0, device="cpu", num_threads=None)
-        assert (engine._rounding is None) == (quantization is Quantization.none)
 
 
 INT8, ON_GPU = {"quantization": Quantization.int8}, {"gpus_per_engine": 1.0}

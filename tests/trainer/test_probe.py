@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.torch.engine import TorchEngine
-from rollout.torch.model import build_decoder
 from rollout.types import GenerateRequest, Generation, Prompt
 from trainer.batch.train_batch import MicroBatch
 from trainer.config.train import TrainConfig
@@ -99,8 +98,6 @@ def started(model_path: Path, dtype: DType) -> Iterator[TorchEngine]:
     with torch.no_grad():
         for parameter in made._model.parameters():
             parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
-    # As after a sync: the weights that are multiplied may be packed copies.
-    made._loop.load(build_decoder(made._model), policy_version=0)
     yield made
     made.stop()
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.config import MAX_PACKED_BYTES, DType, TorchEngineConfig
+from rollout.config import DType
 from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
@@ -182,19 +182,12 @@ def _whole_parameters(shape: ModelShape) -> int:
 
 
 def engine_memory(config: TrainConfig, shape: ModelShape) -> EngineMemory:
-    """Bytes of one rollout engine.
-
-    On a CPU the torch engine may hold its layers twice (`rollout/torch/products.py`).
-    """
+    """Bytes of one rollout engine."""
     number_bytes = DTYPE_BYTES[config.rollout.dtype]
     samples = math.ceil(config.batch.samples_per_step / config.rollout.num_engines)
     tokens = samples * batch_shape(config).tokens_per_sample
-    packed = 0
-    if isinstance(config.rollout, TorchEngineConfig) and not config.rollout.gpus_per_engine:
-        layers = shape.num_layers * shape.layer_parameters * number_bytes
-        packed = layers if layers <= MAX_PACKED_BYTES else 0
     return EngineMemory(
-        weights=shape.num_parameters * number_bytes + packed,
+        weights=shape.num_parameters * number_bytes,
         kv_cache=tokens * shape.num_layers * shape.kv_size * number_bytes,
     )
 
