@@ -129,7 +129,7 @@ def count_steps(engine: TorchEngine) -> CountedDecoder:
     if decoder is None:
         raise RuntimeError("the engine has no weights")
     counted = CountedDecoder(decoder)
-    engine._loop._decoder = counted
+    engine._loop._decoder = counted  # type: ignore[assignment]
     return counted
 
 
