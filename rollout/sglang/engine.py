@@ -320,7 +320,7 @@ class SGLangEngine(Engine):
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
             self._weights.fusion(sent_names(checkpoint_names(model_path), self._quantization))
             self._requests = RequestStream(
-                client.endpoint,
+                client,
                 window=window_of(info),
                 timeout_s=self._config.generate_timeout_s,
                 is_shared=isinstance(server, ExternalServer),
@@ -391,4 +391,4 @@ class SGLangEngine(Engine):
 
 def _maps_memory(client: SGLangClient, info: dict[str, Any]) -> bool:
     """True if a server that Parity did not start can read this machine's memory: it has the loader and runs here."""
-    return LOADER in (info.get("custom_weight_loader") or []) and client.endpoint.is_local
+    return LOADER in (info.get("custom_weight_loader") or []) and client.is_local

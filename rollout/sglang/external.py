@@ -12,7 +12,7 @@ from typing import Any
 
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError
-from rollout.sglang.client import ClientError, Endpoint, SGLangClient
+from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.installation import check_release
 
 API_KEY = "PARITY_SGLANG_API_KEY"
@@ -30,7 +30,7 @@ class ExternalServer:
 
     def __init__(self, address: str, *, index: int) -> None:
         self._index = index
-        self._endpoint = Endpoint(
+        self._client = SGLangClient(
             address=address.rstrip("/"),
             api_key=os.environ.get(API_KEY, ""),
             admin_api_key=os.environ.get(ADMIN_API_KEY, "") or os.environ.get(API_KEY, ""),
@@ -38,7 +38,7 @@ class ExternalServer:
 
     @property
     def address(self) -> str:
-        return self._endpoint.address
+        return self._client.address
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class ExternalServer:
         return ""
 
     def client(self) -> SGLangClient:
-        return SGLangClient(self._endpoint)
+        return self._client
 
     def start(self, *, timeout_s: float) -> None:
         """Wait until the server answers. Raises EngineError."""

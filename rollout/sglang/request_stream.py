@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
-import orjson
 
 from rollout.processes.busy_clock import BusyClock
-from rollout.sglang.client import ClientError, Endpoint, parse_reply
+from rollout.sglang.client import ClientError, SGLangClient
 from rollout.types import GenerateRequest
 
 KEEP_ALIVE_S = 2.0
@@ -75,12 +74,12 @@ class RequestStream:
     A failure ends all unfinished jobs: `poll` raises the error once, after returning the jobs that had ended before.
     """
 
-    def __init__(self, endpoint: Endpoint, *, window: int, timeout_s: float, is_shared: bool) -> None:
+    def __init__(self, client: SGLangClient, *, window: int, timeout_s: float, is_shared: bool) -> None:
         """`window` bounds the sent and unanswered requests; each may take `timeout_s` seconds after it was sent.
 
         `is_shared` is True if the server has other users, so that only requests of this stream may be aborted.
         """
-        self._endpoint = endpoint
+        self._client = client
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._window = max(1, min(window, files // 2))
         self._timeout_s = timeout_s
@@ -192,7 +191,7 @@ class RequestStream:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         # Each request has its own deadline, whose clock stands still while weights are replaced.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        async with aiohttp.ClientSession(self._endpoint.address, connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(self._client.address, connector=connector, timeout=timeout) as session:
             self._session = session
             self._ready.set()
             while not self._closing.is_set():
@@ -219,24 +218,13 @@ class RequestStream:
         if self.extra_key is not None:
             body["extra_key"] = self.extra_key
         try:
-            reply = await self._post("/generate", body)
+            reply = await self._client.exchange(self._session, "/generate", body)
         except Exception as error:  # whatever it is: nobody looks at this task, and its request must not hang
             cause = error if isinstance(error, ClientError) else ClientError(f"{type(error).__name__}: {error}")
             if self._sent.get(job.ticket) is job:
                 await self._drop(cause, but=job)
             return
         self._end(Answer(job, reply))
-
-    async def _post(self, route: str, body: Mapping[str, Any]) -> Any:
-        what = f"POST {route}"
-        try:
-            async with self._session.post(
-                route, data=orjson.dumps(body), headers=self._endpoint.headers(route)
-            ) as response:
-                raw = await response.read()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ClientError(f"{what}: {type(error).__name__}: {error}") from error
-        return parse_reply(what, raw, status=response.status, content_type=response.content_type)
 
     def _end(self, answer: Answer) -> None:
         if self._sent.pop(answer.job.ticket, None) is None:
@@ -273,7 +261,7 @@ class RequestStream:
 
         async def post() -> None:
             try:
-                await self._post(route, body)
+                await self._client.exchange(self._session, route, body)
             except ClientError as error:
                 if self._sent:
                     await self._drop(error)

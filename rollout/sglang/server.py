@@ -26,7 +26,7 @@ import psutil
 
 from rollout.engine import EngineError
 from rollout.processes.child_process import python_module
-from rollout.sglang.client import HOST, ClientError, Endpoint, SGLangClient
+from rollout.sglang.client import HOST, ClientError, SGLangClient
 from rollout.sglang.scratch import Scratch
 
 LOG_TAIL_LINES = 20
@@ -104,7 +104,7 @@ class SGLangServer:
         return tuple(member.pid for member in self._members)
 
     def client(self) -> SGLangClient:
-        return SGLangClient(Endpoint(address=self.address, api_key=self._api_key, admin_api_key=self._admin_api_key))
+        return SGLangClient(address=self.address, api_key=self._api_key, admin_api_key=self._admin_api_key)
 
     @property
     def end_cause(self) -> str:

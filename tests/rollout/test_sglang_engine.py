@@ -15,7 +15,7 @@ from tiny_model import EOS_TOKEN_ID, VOCAB_SIZE, write_tiny_model
 
 from rollout.config import DType
 from rollout.engine import EngineError
-from rollout.sglang.client import ClientError, Endpoint, SGLangClient
+from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND
 from rollout.types import FinishReason
 
@@ -53,8 +53,8 @@ def test_keys_are_in_no_process_list_environment_or_log(served: Served) -> None:
 def test_wrong_keys_get_401(served: Served) -> None:
     server = served.engine._server
     assert server is not None
-    stranger = SGLangClient(Endpoint(address=server.address, api_key="guess", admin_api_key="guess"))
-    user = SGLangClient(Endpoint(address=server.address, api_key=server._api_key, admin_api_key=server._api_key))
+    stranger = SGLangClient(address=server.address, api_key="guess", admin_api_key="guess")
+    user = SGLangClient(address=server.address, api_key=server._api_key, admin_api_key=server._api_key)
     body = {"input_ids": [[3]], "sampling_params": [{"max_new_tokens": 1}]}
     for client, route, sent in (
         (stranger, "/generate", body),

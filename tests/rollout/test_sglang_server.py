@@ -87,7 +87,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
     before = descendants()
     begin = time.monotonic()
     with pytest.raises(
-        EngineError, match=r"not ready within rollout\.start_timeout_s=1\.0; its last answer: .*refused"
+        EngineError, match=r"not ready within rollout\.start_timeout_s=1\.0; its last answer: .*Refused"
     ):
         server.start(timeout_s=1.0)
     assert time.monotonic() - begin < 15
