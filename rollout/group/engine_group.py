@@ -27,8 +27,8 @@ from rollout.engine import (
 )
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
 from rollout.group.balance import load_of, split_by_load
-from rollout.group.group_member import Health, Member, Published, Way
-from rollout.group.residency import Turns
+from rollout.group.group_member import Health, Member, Published, Transport
+from rollout.group.residency import SharedGpu
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 
@@ -50,15 +50,15 @@ class EngineGroup:
         *,
         nodes: Sequence[str],
         config: EngineConfig,
-        turns: Turns | None = None,
+        shared_gpu: SharedGpu | None = None,
     ) -> None:
         """`spawn` makes the worker of an engine; `nodes` are the Ray node ids of the engines.
 
-        `turns` is shared with the policy if the policy uses the same GPUs.
+        `shared_gpu` is given with the policy if the policy uses the same GPUs.
         """
         self._spawn = spawn
         self._config = config
-        self._turns = turns or Turns()
+        self._shared_gpu = shared_gpu or SharedGpu()
         self._members = [self._started(index, node) for index, node in enumerate(nodes)]
         self._weights: Published | None = None
         self._next_ticket = 0
@@ -78,18 +78,18 @@ class EngineGroup:
 
         An engine that fails its first start ends the run: a second start would fail in the same way.
         """
-        calls = [member.call for member in self._members if member.call is not None]
+        calls = [member.pending_call for member in self._members if member.pending_call is not None]
         names = [member.name for member in self._members]
         started = gather(calls, names=names, phase="engine start", deadline_s=self._config.start_timeout_s + GRACE_S)
         for member, (_, processes) in zip(self._members, started, strict=True):
             member.processes = processes
-            member.call, member.health = None, Health.serving
+            member.pending_call, member.health = None, Health.serving
         return [info for info, _ in started]
 
     @property
     def unfinished(self) -> int:
         """Number of tickets that `poll` has not returned yet."""
-        return sum(len(member.held) for member in self._members) + len(self._backlog) + len(self._early)
+        return sum(len(member.in_flight) for member in self._members) + len(self._backlog) + len(self._early)
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Queue requests, spread over the engines -> one ticket per request, unique in the run.
@@ -120,11 +120,11 @@ class EngineGroup:
         while not self._early:
             self._dispatch()
             for member in self._serving():
-                if member.held and member.call is None:
-                    member.call = member.worker.poll.remote(POLL_S)
-                    member.due = time.monotonic() + POLL_S + self._config.answer_timeout_s
+                if member.in_flight and member.pending_call is None:
+                    member.pending_call = member.worker.poll.remote(POLL_S)
+                    member.deadline = time.monotonic() + POLL_S + self._config.answer_timeout_s
             self._early += self._wait(deadline - time.monotonic())
-            idle = not self._backlog and not any(member.held for member in self._members)
+            idle = not self._backlog and not any(member.in_flight for member in self._members)
             if idle or time.monotonic() >= deadline:
                 break
         completions, self._early = self._early, []
@@ -136,7 +136,7 @@ class EngineGroup:
         for ticket in [ticket for ticket in self._backlog if chosen is None or ticket in chosen]:
             self._early.append(Completion(ticket, aborted(self._backlog.pop(ticket))))
         for member in self._members:
-            if mine := [ticket for ticket in member.held if chosen is None or ticket in chosen]:
+            if mine := [ticket for ticket in member.in_flight if chosen is None or ticket in chosen]:
                 member.aborting.update(mine)
                 member.worker.abort.remote(mine)
 
@@ -160,9 +160,9 @@ class EngineGroup:
         sampled_s = sum(member.sampled_before_s + member.sampled_s for member in self._members)
         return sampled_s / len(self._members) - self._generating_s
 
-    def num_by(self, way: Way) -> int:
-        """Number of serving engines that received their weights by the transport `way`."""
-        return sum(member.way is way for member in self._serving())
+    def num_by(self, transport: Transport) -> int:
+        """Number of serving engines that received their weights by `transport`."""
+        return sum(member.transport is transport for member in self._serving())
 
     def receivers(self, node: str) -> tuple[Receiver, ...]:
         """One serving engine per Ray node other than `node`, whose worker can receive weights for its node."""
@@ -201,19 +201,19 @@ class EngineGroup:
     @property
     def takes_turns(self) -> bool:
         """True if the engines leave their GPUs, and lose their weights, while the policy is resident."""
-        return self._turns.are_taken
+        return self._shared_gpu.is_enabled
 
     def resident(self) -> AbstractContextManager[None]:
         """Keep the engines on their GPUs for the block; after a sleep they need weights before they can sample."""
-        return self._turns.resident(self)
+        return self._shared_gpu.resident(self)
 
     def sleep(self) -> None:
-        """Free the GPUs' memory; for `Turns` only."""
+        """Free the GPUs' memory; for `SharedGpu` only."""
         self._wait_while(lambda member: member.health in (Health.starting, Health.stale))
         self._all([member.worker.sleep.remote() for member in self._serving()], phase="engine sleep")
 
     def wake(self) -> None:
-        """Allocate memory for the weights, for `Turns` only; `load_weights` allocates the KV caches."""
+        """Allocate memory for the weights, for `SharedGpu` only; `load_weights` allocates the KV caches."""
         self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
 
     def memory(self) -> dict[int, int]:
@@ -237,15 +237,15 @@ class EngineGroup:
 
     def _started(self, index: int, node: str) -> Member:
         worker = self._spawn(index)
-        due = time.monotonic() + self._config.start_timeout_s + GRACE_S
+        deadline = time.monotonic() + self._config.start_timeout_s + GRACE_S
         call: ray.ObjectRef[Any] = worker.start.remote()
-        return Member(index=index, node=node, worker=worker, call=call, due=due)
+        return Member(index=index, node=node, worker=worker, pending_call=call, deadline=deadline)
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
             raise RuntimeError("weights are loaded after they have been published")
-        member.asked = self._weights.shared.policy_version
-        member.way, weights = self._weights.for_engine(member)
+        member.requested_version = self._weights.shared.policy_version
+        member.transport, weights = self._weights.for_engine(member)
         call: ray.ObjectRef[Any] = member.worker.load_weights.remote(weights)
         return call
 
@@ -255,22 +255,22 @@ class EngineGroup:
             given = dict(sorted(self._backlog.items()))
             self._backlog.clear()
             tickets, requests = list(given), list(given.values())
-            loads = [sum(map(load_of, member.held.values())) for member in serving]
+            loads = [sum(map(load_of, member.in_flight.values())) for member in serving]
             calls: dict[int, ray.ObjectRef[Any]] = {}
             for member, part in zip(serving, split_by_load(requests, loads), strict=True):
                 if part:
                     mine = {tickets[index]: requests[index] for index in part}
-                    member.held.update(mine)
+                    member.in_flight.update(mine)
                     calls[member.index] = member.worker.submit.remote(list(mine), list(mine.values()))
             # The requests of an engine that is lost meanwhile return to the backlog.
             self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
 
     def _wait(self, timeout_s: float) -> list[Completion]:
         """Take all ready answers, or wait for the first answer; treat engines with overdue answers as lost."""
-        waited = [(member, member.call) for member in self._members if member.call is not None]
+        waited = [(member, member.pending_call) for member in self._members if member.pending_call is not None]
         if not waited:
             return []
-        until_due_s = min(member.due for member, _ in waited) - time.monotonic()
+        until_due_s = min(member.deadline for member, _ in waited) - time.monotonic()
         calls = [call for _, call in waited]
         ray.wait(calls, num_returns=1, timeout=max(0.0, min(timeout_s, until_due_s)))
         # Take all ready answers, so that no engine waits behind another.
@@ -279,14 +279,14 @@ class EngineGroup:
         for member, call in waited:
             if call in ready:
                 completions += self._take_answer(member, call)
-            elif time.monotonic() >= member.due:
+            elif time.monotonic() >= member.deadline:
                 doing = "poll" if member.health is Health.serving else member.health.value
                 self._lose(member, f"phase {doing}: no answer from {member.name} in time")
         return completions
 
     def _take_answer(self, member: Member, call: ray.ObjectRef[Any]) -> list[Completion]:
         """Take the answer to the `call` of an engine; a starting engine moves to its next state of `Health`."""
-        member.call = None
+        member.pending_call = None
         phase = "generate" if member.health is Health.serving else f"restart, {member.health.value}"
         try:
             [answer] = gather([call], names=[member.name], phase=phase, deadline_s=GRACE_S)
@@ -303,8 +303,8 @@ class EngineGroup:
             self._load(member)
         elif self._is_behind(member):
             self._load(member)
-        elif answer.policy_version != member.asked:
-            cause = f"it was sent policy version {member.asked} and reports {answer.policy_version}"
+        elif answer.policy_version != member.requested_version:
+            cause = f"it was sent policy version {member.requested_version} and reports {answer.policy_version}"
             self._lose(member, f"phase {phase}: {member.name}: {cause}")
         else:
             member.report, member.health = answer, Health.serving
@@ -313,14 +313,14 @@ class EngineGroup:
 
     def _is_behind(self, member: Member) -> bool:
         """True if newer weights were published since the engine was told to load."""
-        return self._weights is not None and self._weights.shared.policy_version != member.asked
+        return self._weights is not None and self._weights.shared.policy_version != member.requested_version
 
     def _load(self, member: Member) -> None:
         """Let a new engine load the weights published last; without published weights the engine serves at once."""
         member.health = Health.serving if self._weights is None else Health.stale
         if self._weights is not None:
-            member.call = self._load_call(member)
-            member.due = time.monotonic() + self._config.sync_timeout_s + GRACE_S
+            member.pending_call = self._load_call(member)
+            member.deadline = time.monotonic() + self._config.sync_timeout_s + GRACE_S
 
     def _wait_while(self, is_waited_for: Callable[[Member], bool]) -> None:
         """Block until no engine matches `is_waited_for`; every state of an engine has its own deadline."""
@@ -360,11 +360,13 @@ class EngineGroup:
 
     def _lose(self, member: Member, cause: str) -> None:
         """Kill an engine and start a new engine in its place; the requests that it held return to the backlog."""
-        logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.held), cause)
-        again = {ticket: request for ticket, request in member.held.items() if ticket not in member.aborting}
+        logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.in_flight), cause)
+        again = {ticket: request for ticket, request in member.in_flight.items() if ticket not in member.aborting}
         self._backlog.update(again)
         self._num_redispatched += len(again)
-        self._early += [Completion(t, aborted(request)) for t, request in member.held.items() if t in member.aborting]
+        self._early += [
+            Completion(t, aborted(request)) for t, request in member.in_flight.items() if t in member.aborting
+        ]
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
@@ -373,7 +375,7 @@ class EngineGroup:
             fresh.sampled_before_s = member.sampled_before_s + member.sampled_s
             self._members[member.index] = fresh
             return
-        member.held, member.call = {}, None
+        member.in_flight, member.pending_call = {}, None
         member.health, member.lost_by = Health.retired, cause
         if all(each.health is Health.retired for each in self._members):
             causes = "\n".join(f"{each.name}: {each.lost_by}" for each in self._members)

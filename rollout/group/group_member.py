@@ -29,7 +29,7 @@ class Health(Enum):
     """The engine was lost more often than rollout.max_restarts and is not restarted."""
 
 
-class Way(Enum):
+class Transport(Enum):
     """Transport by which weights reach an engine."""
 
     mapped = "shared memory"
@@ -48,19 +48,19 @@ class Member:
     node: str
     """Ray node id of the worker."""
     worker: ActorHandle[Any]
-    call: ray.ObjectRef[Any] | None
+    pending_call: ray.ObjectRef[Any] | None
     """Pending call: `start`, `load_weights` or `poll`, depending on `health`; None without a pending call."""
-    due: float
-    """time.monotonic() at which a missing answer to `call` means that the engine is lost."""
+    deadline: float
+    """time.monotonic() at which a missing answer to `pending_call` means that the engine is lost."""
     health: Health = Health.starting
-    held: dict[int, GenerateRequest] = field(default_factory=dict)
+    in_flight: dict[int, GenerateRequest] = field(default_factory=dict)
     """Ticket -> request that the engine has not answered yet."""
     aborting: set[int] = field(default_factory=set)
-    """Tickets of the held requests that the engine was told to abort."""
+    """Tickets of the requests in flight that the engine was told to abort."""
     processes: tuple[ProcessMark, ...] = ()
-    asked: int = -1
+    requested_version: int = -1
     """Policy version of the weights that the engine was last told to load; -1 before the first."""
-    way: Way = Way.mapped
+    transport: Transport = Transport.mapped
     """Transport of the weights that the engine was last told to load."""
     report: WeightReport | None = None
     sampled_s: float = 0.0
@@ -77,13 +77,13 @@ class Member:
 
     def take(self, answer: Sequence[Completion]) -> list[Completion]:
         """Completions of a `poll` answer that are still awaited here; another engine may have answered the others."""
-        taken = [completion for completion in answer if completion.ticket in self.held]
+        taken = [completion for completion in answer if completion.ticket in self.in_flight]
         self.forget({completion.ticket for completion in taken})
         return taken
 
     def forget(self, tickets: set[int]) -> None:
         """Remove requests that nobody waits for any more."""
-        self.held = {ticket: request for ticket, request in self.held.items() if ticket not in tickets}
+        self.in_flight = {ticket: request for ticket, request in self.in_flight.items() if ticket not in tickets}
         self.aborting -= tickets
 
 
@@ -102,12 +102,12 @@ class Published:
         """The weights in the object store, as PackedWeights; copied when an engine first needs a copy."""
         return copy_weights(self.shared, node=self.node)
 
-    def for_engine(self, member: Member) -> tuple[Way, SharedWeights | ray.ObjectRef[Any]]:
+    def for_engine(self, member: Member) -> tuple[Transport, SharedWeights | ray.ObjectRef[Any]]:
         """(transport, argument for the worker) for an engine: weights in the memory of its machine, or copies."""
         if member.node == self.node:
-            return Way.mapped, self.shared
+            return Transport.mapped, self.shared
         there = self.received.get(member.node)
         # The lost worker of this engine may be the receiver, and the received weights are lost with its memory.
         if there is None or member.health is not Health.serving:
-            return Way.copied, self.copies
-        return Way.broadcast, there
+            return Transport.copied, self.copies
+        return Transport.broadcast, there

@@ -1,8 +1,8 @@
-"""Sharing of GPUs between engines and policy: two sides take turns, moved only by `with side.resident():`.
+"""Sharing of GPUs between engines and policy: two tenants take turns, moved only by `with tenant.resident():`.
 
-The groups (`rollout/group/engine_group.py`, `trainer/cluster/policy_group.py`) are the sides;
-`trainer/cluster/placement.py` decides whether the sides take turns at all. Leaving a block moves nothing: a side stays
-on the GPU until the other side needs the memory, so consecutive blocks of one side cost nothing. Not yet run on a GPU.
+The groups (`rollout/group/engine_group.py`, `trainer/cluster/policy_group.py`) are the tenants;
+`trainer/cluster/placement.py` decides if the tenants take turns at all. Leaving a block moves nothing: a tenant stays
+on the GPU until the other needs the memory, so consecutive blocks of one tenant cost nothing. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 
-class Side(Protocol):
+class GpuTenant(Protocol):
     """One of the two users of a shared GPU: the engines or the policy."""
 
     def sleep(self) -> None:
@@ -28,56 +28,58 @@ class Side(Protocol):
         ...
 
 
-class Turns:
-    """Turns on a shared GPU: at most one side is awake. Without turns, all sides are always awake."""
+class SharedGpu:
+    """Turns of two tenants of a GPU: at most one is awake. Unless enabled, all tenants are always awake."""
 
     def __init__(self) -> None:
-        self._awake: Side | None = None
-        self._taken = False
-        self._inside: Side | None = None
-        self._moving_s = 0.0
+        self._awake: GpuTenant | None = None
+        self._enabled = False
+        self._inside: GpuTenant | None = None
+        self._swap_s = 0.0
 
-    def take(self, *, awake: Side) -> None:
-        """Let the sides take turns from now on; `awake` is the only side on the GPU."""
-        self._taken, self._awake = True, awake
+    def enable(self, *, awake: GpuTenant) -> None:
+        """Let the tenants take turns from now on; `awake` is the only tenant on the GPU."""
+        self._enabled, self._awake = True, awake
 
     @property
-    def are_taken(self) -> bool:
-        """True if the sides take turns."""
-        return self._taken
+    def is_enabled(self) -> bool:
+        """True if the tenants take turns."""
+        return self._enabled
 
     @contextmanager
-    def resident(self, side: Side) -> Iterator[None]:
-        """Keep `side` awake, and the other side asleep, for the block and until the block of another side begins.
+    def resident(self, tenant: GpuTenant) -> Iterator[None]:
+        """Keep `tenant` awake, and the other asleep, for the block and until the block of the other begins.
 
-        If a sleep or wake fails, the side counts as unmoved and the next block tries again. Raises RuntimeError inside
-        the block of another side.
+        If a sleep or wake fails, the tenant counts as unmoved and the next block tries again. Raises RuntimeError
+        inside the block of the other tenant.
         """
-        if not self._taken:
+        if not self._enabled:
             yield
             return
-        if self._inside is not None and self._inside is not side:
-            raise RuntimeError("the sides of a shared GPU take turns: leave the block of one before entering the other")
-        outer, self._inside = self._inside, side
+        if self._inside is not None and self._inside is not tenant:
+            raise RuntimeError(
+                "policy and engines take turns on a shared GPU: leave the block of one before entering the other"
+            )
+        outer, self._inside = self._inside, tenant
         try:
-            self._move(side)
+            self._move(tenant)
             yield
         finally:
             self._inside = outer
 
     def metrics(self) -> dict[str, float | None]:
-        """Seconds spent on sleep and wake since the last call; empty if the sides do not take turns."""
-        moving_s, self._moving_s = self._moving_s, 0.0
-        return {"perf/turns_s": moving_s} if self._taken else {}
+        """Seconds spent on sleep and wake since the last call; empty if the tenants do not take turns."""
+        swap_s, self._swap_s = self._swap_s, 0.0
+        return {"perf/gpu_swap_s": swap_s} if self._enabled else {}
 
-    def _move(self, side: Side) -> None:
-        if self._awake is side:
+    def _move(self, tenant: GpuTenant) -> None:
+        if self._awake is tenant:
             return
         started = time.perf_counter()
         if self._awake is not None:
             self._awake.sleep()
             self._awake = None
-        side.wake()
-        self._awake = side
-        self._moving_s += time.perf_counter() - started
-        logger.debug("%s is on the GPU after %.2f s", type(side).__name__, time.perf_counter() - started)
+        tenant.wake()
+        self._awake = tenant
+        self._swap_s += time.perf_counter() - started
+        logger.debug("%s is on the GPU after %.2f s", type(tenant).__name__, time.perf_counter() - started)

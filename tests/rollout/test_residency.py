@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout.group.residency import Turns
+from rollout.group.residency import SharedGpu
 
 
 class Recorder:
@@ -32,77 +32,85 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def sides(calls: list[str]) -> tuple[Turns, Recorder, Recorder]:
-    turns, policy, engines = Turns(), Recorder("policy", calls), Recorder("engines", calls)
-    turns.take(awake=engines)
-    return turns, policy, engines
+def sides(calls: list[str]) -> tuple[SharedGpu, Recorder, Recorder]:
+    shared_gpu, policy, engines = SharedGpu(), Recorder("policy", calls), Recorder("engines", calls)
+    shared_gpu.enable(awake=engines)
+    return shared_gpu, policy, engines
 
 
 def test_the_other_side_sleeps_first_and_nobody_moves_twice(
-    sides: tuple[Turns, Recorder, Recorder], calls: list[str]
+    sides: tuple[SharedGpu, Recorder, Recorder], calls: list[str]
 ) -> None:
-    turns, policy, engines = sides
+    shared_gpu, policy, engines = sides
     for _ in range(2):
-        with turns.resident(engines):
+        with shared_gpu.resident(engines):
             assert calls == []
-    with turns.resident(policy):
+    with shared_gpu.resident(policy):
         assert calls == ["engines sleep", "policy wake"]
-        with turns.resident(policy):
+        with shared_gpu.resident(policy):
             pass
-    with turns.resident(policy):
+    with shared_gpu.resident(policy):
         pass
-    with turns.resident(engines):
+    with shared_gpu.resident(engines):
         assert calls == ["engines sleep", "policy wake", "policy sleep", "engines wake"]
-    seconds = turns.metrics()["perf/turns_s"]
+    seconds = shared_gpu.metrics()["perf/gpu_swap_s"]
     assert seconds is not None and seconds > 0
-    assert turns.metrics() == {"perf/turns_s": 0.0}
+    assert shared_gpu.metrics() == {"perf/gpu_swap_s": 0.0}
 
 
 def test_without_turns_nothing_moves(calls: list[str]) -> None:
-    turns, policy, engines = Turns(), Recorder("policy", calls), Recorder("engines", calls)
-    with turns.resident(policy), turns.resident(engines):
+    shared_gpu, policy, engines = SharedGpu(), Recorder("policy", calls), Recorder("engines", calls)
+    with shared_gpu.resident(policy), shared_gpu.resident(engines):
         pass
-    assert calls == [] and turns.metrics() == {}
+    assert calls == [] and shared_gpu.metrics() == {}
 
 
 def test_an_error_in_the_block_leaves_the_side_awake_and_usable(
-    sides: tuple[Turns, Recorder, Recorder], calls: list[str]
+    sides: tuple[SharedGpu, Recorder, Recorder], calls: list[str]
 ) -> None:
-    turns, policy, engines = sides
-    with pytest.raises(KeyError), turns.resident(policy):
+    shared_gpu, policy, engines = sides
+    with pytest.raises(KeyError), shared_gpu.resident(policy):
         raise KeyError("inside")
-    with turns.resident(policy):
+    with shared_gpu.resident(policy):
         pass
-    with turns.resident(engines):
+    with shared_gpu.resident(engines):
         assert calls == ["engines sleep", "policy wake", "policy sleep", "engines wake"]
 
 
-def test_a_side_that_could_not_sleep_is_asked_again(sides: tuple[Turns, Recorder, Recorder], calls: list[str]) -> None:
-    turns, policy, engines = sides
+def test_a_side_that_could_not_sleep_is_asked_again(
+    sides: tuple[SharedGpu, Recorder, Recorder], calls: list[str]
+) -> None:
+    shared_gpu, policy, engines = sides
     engines.fails_in = "sleep"
-    with pytest.raises(OSError, match="engines cannot sleep"), turns.resident(policy):
+    with pytest.raises(OSError, match="engines cannot sleep"), shared_gpu.resident(policy):
         pass
     assert calls == []
-    with turns.resident(engines):  # it never left
+    with shared_gpu.resident(engines):  # it never left
         assert calls == []
-    with turns.resident(policy):
+    with shared_gpu.resident(policy):
         assert calls == ["engines sleep", "policy wake"]
 
 
-def test_a_side_that_could_not_wake_is_asked_again(sides: tuple[Turns, Recorder, Recorder], calls: list[str]) -> None:
-    turns, policy, engines = sides
+def test_a_side_that_could_not_wake_is_asked_again(
+    sides: tuple[SharedGpu, Recorder, Recorder], calls: list[str]
+) -> None:
+    shared_gpu, policy, engines = sides
     policy.fails_in = "wake"
-    with pytest.raises(OSError, match="policy cannot wake"), turns.resident(policy):
+    with pytest.raises(OSError, match="policy cannot wake"), shared_gpu.resident(policy):
         pass
-    with turns.resident(engines):
+    with shared_gpu.resident(engines):
         assert calls == ["engines sleep", "engines wake"]
-    with turns.resident(policy):
+    with shared_gpu.resident(policy):
         assert calls[2:] == ["engines sleep", "policy wake"]
 
 
-def test_a_block_of_the_other_side_inside_is_refused(sides: tuple[Turns, Recorder, Recorder]) -> None:
-    turns, policy, engines = sides
-    with pytest.raises(RuntimeError, match="leave the block of one"), turns.resident(policy), turns.resident(engines):
+def test_a_block_of_the_other_side_inside_is_refused(sides: tuple[SharedGpu, Recorder, Recorder]) -> None:
+    shared_gpu, policy, engines = sides
+    with (
+        pytest.raises(RuntimeError, match="leave the block of one"),
+        shared_gpu.resident(policy),
+        shared_gpu.resident(engines),
+    ):
         pass
-    with turns.resident(engines):
+    with shared_gpu.resident(engines):
         pass

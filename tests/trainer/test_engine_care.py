@@ -142,7 +142,7 @@ def test_requests_are_spread_polled_and_aborted(group: EngineGroup, published: P
     tickets = group.submit(requests)
     assert group.unfinished == 8
     # Groups stay together, and both engines have the same to do.
-    held = [sorted(ticket - tickets[0] for ticket in member.held) for member in group._members]
+    held = [sorted(ticket - tickets[0] for ticket in member.in_flight) for member in group._members]
     assert held == [[0, 1, 4, 5], [2, 3, 6, 7]]
     # Others who wait for their own answers meanwhile take none of ours.
     sample_a_little(group)

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.config import LOOPBACK, Quantization
 from rollout.group.engine_group import EngineGroup
-from rollout.group.residency import Turns
+from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
@@ -175,7 +175,7 @@ class Cluster:
         self._placement: PlacementGroup | None = None
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None
-        self._turns = Turns()
+        self._shared_gpu = SharedGpu()
 
     def __enter__(self) -> Cluster:
         with ExitStack() as ends:
@@ -194,7 +194,7 @@ class Cluster:
         """Return the metrics of the step: seconds in which sides moved on and off shared GPUs, which are part of the
         phases too; engines started anew and requests given to another engine."""
         engines = {} if self._engines is None else self._engines.metrics()
-        return self._turns.metrics() | engines
+        return self._shared_gpu.metrics() | engines
 
     def spawn_policy(self, model_path: Path, critic_path: Path | None = None) -> PolicyGroup:
         """Begin to start the FSDP ranks; `wait_ready` of the group returns when they hold the model.
@@ -225,7 +225,7 @@ class Cluster:
             node=self._nodes()[0],
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
-            turns=self._turns,
+            shared_gpu=self._shared_gpu,
         )
         self._ends.callback(self._policy.stop)
         return self._policy
@@ -257,10 +257,14 @@ class Cluster:
             return worker
 
         nodes = self._nodes()[self._config.policy.num_workers :]
+<<<<<<< HEAD
         self._engines = EngineGroup(spawn, nodes=nodes, config=config, turns=self._turns)
         self._ends.callback(self._engines.stop)
+=======
+        self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
+>>>>>>> bb47363 (Name the shared GPU, its tenants, the transport of weights and the state of a member for what they are)
         if takes_turns:
-            self._turns.take(awake=self._engines)
+            self._shared_gpu.enable(awake=self._engines)
         return self._engines
 
     def _policy_sleeps_first(self) -> bool:

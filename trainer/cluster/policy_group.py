@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout.engine import BroadcastError
 from rollout.group.actor_calls import GRACE_S, gather
-from rollout.group.residency import Turns
+from rollout.group.residency import SharedGpu
 from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
@@ -40,17 +40,17 @@ class PolicyGroup:
         node: str,
         start_timeout_s: float,
         step_timeout_s: float,
-        turns: Turns | None = None,
+        shared_gpu: SharedGpu | None = None,
     ) -> None:
-        """`node` is the Ray node id of rank 0, from which the weights go out; `turns` is shared with whoever is on the
-        same GPUs, if anybody."""
+        """`node` is the Ray node id of rank 0, from which the weights go out; `shared_gpu` is given if the engines use
+        the same GPUs."""
         self._workers = list(workers)
         self.node = node
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
         self._starting = [worker.setup.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._turns = turns or Turns()
+        self._shared_gpu = shared_gpu or SharedGpu()
         self._failed: tuple[Receiver, ...] = ()
         """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
 
@@ -122,15 +122,15 @@ class PolicyGroup:
 
     def resident(self) -> AbstractContextManager[None]:
         """Have the ranks on their GPUs for the block."""
-        return self._turns.resident(self)
+        return self._shared_gpu.resident(self)
 
     def sleep(self) -> None:
-        """For `Turns` only: move everything to the host. Checkpoints can be saved meanwhile."""
+        """For `SharedGpu` only: move everything to the host. Checkpoints can be saved meanwhile."""
         refs = [worker.sleep.remote() for worker in self._workers]
         self._gather(refs, phase="policy sleep", deadline_s=self._step_timeout_s)
 
     def wake(self) -> None:
-        """For `Turns` only: move everything back."""
+        """For `SharedGpu` only: move everything back."""
         refs = [worker.wake.remote() for worker in self._workers]
         self._gather(refs, phase="policy wake", deadline_s=self._step_timeout_s)
 

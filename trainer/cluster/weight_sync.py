@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
-from rollout.group.group_member import Published, Way
+from rollout.group.group_member import Published, Transport
 from rollout.types import QuantizationReport, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.cluster.policy_group import PolicyGroup
@@ -65,7 +65,7 @@ class SyncReport:
     def transport(self) -> str:
         """Ways in which the weights reached the engines, with the number of engines of each way."""
         copied = self.num_engines - self.num_mapped - self.num_broadcast
-        counts = {Way.mapped: self.num_mapped, Way.broadcast: self.num_broadcast, Way.copied: copied}
+        counts = {Transport.mapped: self.num_mapped, Transport.broadcast: self.num_broadcast, Transport.copied: copied}
         return " and ".join(f"{way.value} ({count})" for way, count in counts.items() if count)
 
     def __str__(self) -> str:
@@ -100,8 +100,8 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         num_tensors=reports[0].num_tensors,
         num_bytes=reports[0].num_bytes,
         num_engines=len(reports),
-        num_mapped=engines.num_by(Way.mapped),
-        num_broadcast=engines.num_by(Way.broadcast),
+        num_mapped=engines.num_by(Transport.mapped),
+        num_broadcast=engines.num_by(Transport.broadcast),
         seconds=time.perf_counter() - started,
         gather_s=gathered - started,
         load_s=max(report.load_s for report in reports),
