@@ -1,4 +1,4 @@
-"""The linear layers of a training call on a CPU by themselves: torch's own product against `rollout/torch/products.py`.
+"""The linear layers of a training call on a CPU by themselves: torch's own product against `rollout/torch/onednn_linear.py`.
 
     python benchmarks/cpu_products.py [--rows 8576] [--width 256] [--layers 3] [--threads 2] [--repeats 5]
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rollout.torch.products import linear, prefers_onednn
+from rollout.torch.onednn_linear import linear, prefers_onednn
 
 TOLERANCE = 1e-4
 """Relative difference between the variants, at most."""
@@ -48,7 +48,7 @@ def main() -> None:
     sizes = [(args.width, args.width)] * 4 + [(wide, args.width)] * 2 + [(args.width, wide)]
     weights = [torch.randn(size, requires_grad=True) for size in sizes * args.layers]
     states = torch.randn(args.rows, wide)
-    variants = {"torch": functional.linear, "rollout/torch/products.py": linear}
+    variants = {"torch": functional.linear, "rollout/torch/onednn_linear.py": linear}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     found = []
     for repeat in range(args.repeats + 1):

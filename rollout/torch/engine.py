@@ -21,7 +21,7 @@ from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder
-from rollout.torch.products import use_fast_products
+from rollout.torch.onednn_linear import use_fast_products
 from rollout.torch.quantized_activations import input_rounding, round_inputs
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.packing import DTYPES, check_weights, dtype_name, tensor_digest, unpack

@@ -258,7 +258,7 @@ class Cluster:
 
         nodes = self._nodes()[self._config.policy.num_workers :]
 <<<<<<< HEAD
-        self._engines = EngineGroup(spawn, nodes=nodes, config=config, turns=self._turns)
+        self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
         self._ends.callback(self._engines.stop)
 =======
         self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from rollout.config import DType
-from rollout.torch.products import linear
+from rollout.torch.onednn_linear import linear
 from rollout.weights.packing import DTYPES
 from trainer.rundir.cache import default_cache_dir
 

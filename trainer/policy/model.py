@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rollout.config import DType
 from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from rollout.torch.products import use_fast_products
+from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import DTYPES, TensorShape
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rollout.torch.products
-from rollout.torch.products import (
+import rollout.torch.onednn_linear
+from rollout.torch.onednn_linear import (
     MAX_FILLED_ROWS,
     ROWS_STEP,
     Linear,
@@ -30,15 +30,15 @@ pytestmark = pytest.mark.skipif(
 def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """The products that oneDNN was asked for, on every processor."""
     asked: list[Tensor] = []
-    product = rollout.torch.products._product
+    product = rollout.torch.onednn_linear._product
 
     def counted(*arguments: Tensor) -> Tensor:
         assert all(matrix.is_contiguous() or matrix.T.is_contiguous() for matrix in arguments[:2])
         asked.append(product(*arguments))
         return asked[-1]
 
-    monkeypatch.setattr(rollout.torch.products, "prefers_onednn", lambda: True)
-    monkeypatch.setattr(rollout.torch.products, "_product", counted)
+    monkeypatch.setattr(rollout.torch.onednn_linear, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(rollout.torch.onednn_linear, "_product", counted)
     yield asked
 
 
@@ -147,9 +147,9 @@ def test_a_packed_weight_multiplies_as_the_weight_does(dtype: torch.dtype, count
     generator = torch.Generator().manual_seed(4)
     rows, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (count, 160))
     added = torch.randn(160, generator=generator).to(dtype) if bias else None
-    rollout.torch.products.packs.cache_clear()
+    rollout.torch.onednn_linear.packs.cache_clear()
     packed = Projection(weight, added, may_pack=True)
-    rollout.torch.products.packs.cache_clear()
+    rollout.torch.onednn_linear.packs.cache_clear()
     assert (packed._packed is not None) == (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     expected = functional.linear(rows.double(), weight.double(), None if added is None else added.double())
     tolerance = 1e-4 if dtype == torch.float32 else 0.3
