@@ -1,4 +1,4 @@
-"""The linear layers of a training call on a CPU by themselves: torch's own product against `rollout/torch/onednn_linear.py`.
+"""Linear layers of a training call on a CPU: torch's own product against `rollout/torch/onednn_linear.py`.
 
     python benchmarks/cpu_products.py [--rows 8576] [--width 256] [--layers 3] [--threads 2] [--repeats 5]
 

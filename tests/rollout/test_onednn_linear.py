@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import rollout.torch.onednn_linear
-from rollout.torch.onednn_linear import (
-    MAX_FILLED_ROWS,
-    ROWS_STEP,
-    Linear,
-    Projection,
-    filled_rows,
-    linear,
-    use_fast_products,
-)
+from rollout.torch.onednn_linear import Linear, linear, use_fast_products
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -68,7 +60,6 @@ def test_products_and_gradients_are_those_of_torch(
     assert len(onednn_everywhere) == 3  # forward, and two products of the backward
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-        assert mine.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -80,31 +71,6 @@ def test_single_rows_no_rows_and_other_types_are_multiplied_by_torch(
     given, weight = torch.randn(states).to(dtype), torch.randn(8, 16).to(dtype)
     assert torch.equal(linear(given, weight), functional.linear(given, weight))
     assert not onednn_everywhere
-
-
-@pytest.mark.parametrize("count", [2, 15, 16, 17, 250, 256, 257, 300])
-def test_few_rows_are_filled_up_to_few_different_numbers(count: int, onednn_everywhere: list[Tensor]) -> None:
-    states, weight = torch.randn(count, 16), torch.randn(8, 16)
-    found = linear(states, weight)
-    assert found.shape == (count, 8) and found.is_contiguous()
-    torch.testing.assert_close(found, functional.linear(states, weight))
-    (product,) = onednn_everywhere
-    assert len(product) == filled_rows(count)
-
-
-@pytest.mark.parametrize("count", [2, 15, 16, 17, 256, 257])
-def test_few_rows_are_filled_up_in_bfloat16_too(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    states, weight = torch.randn(count, 16).bfloat16(), torch.randn(8, 16).bfloat16()
-    expected, multiplied = functional.linear(states, weight), []
-    product = functional.linear
-
-    def counted(rows: Tensor, *rest: Tensor) -> Tensor:
-        multiplied.append(len(rows))
-        return product(rows, *rest)
-
-    monkeypatch.setattr(functional, "linear", counted)
-    assert torch.equal(linear(states, weight), expected)
-    assert multiplied == [filled_rows(count)]
 
 
 def test_operands_of_other_strides_are_written_out_first(onednn_everywhere: list[Tensor]) -> None:
@@ -138,29 +104,3 @@ def test_linear_layers_of_a_model_change_their_arithmetic_and_nothing_else(onedn
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(states), expected)
     assert len(onednn_everywhere) == 1
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("count", [4, 8, 48, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_weight_multiplies_as_the_weight_does(dtype: torch.dtype, count: int, bias: bool) -> None:
-    generator = torch.Generator().manual_seed(4)
-    rows, weight = (torch.randn(n, 96, generator=generator).to(dtype) for n in (count, 160))
-    added = torch.randn(160, generator=generator).to(dtype) if bias else None
-    rollout.torch.onednn_linear.packs.cache_clear()
-    packed = Projection(weight, added, may_pack=True)
-    rollout.torch.onednn_linear.packs.cache_clear()
-    assert (packed._packed is not None) == (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    expected = functional.linear(rows.double(), weight.double(), None if added is None else added.double())
-    tolerance = 1e-4 if dtype == torch.float32 else 0.3
-    for projection in (packed, Projection(weight, added, may_pack=False)):
-        found = projection(rows)
-        assert found.shape == (count, 160) and found.dtype == dtype
-        assert (found.double() - expected).abs().max() < tolerance
-
-
-def test_a_step_has_few_different_numbers_of_rows() -> None:
-    counts = range(1, MAX_FILLED_ROWS + 1)
-    assert all(count <= filled_rows(count) < count + ROWS_STEP for count in counts)
-    assert len({filled_rows(count) for count in counts}) == 2 + MAX_FILLED_ROWS // ROWS_STEP
-    assert [filled_rows(count) for count in (1, 4, 5, 9, 17, 256, 257)] == [4, 4, 8, 16, 32, 256, 257]
