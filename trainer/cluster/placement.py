@@ -257,12 +257,8 @@ class Cluster:
             return worker
 
         nodes = self._nodes()[self._config.policy.num_workers :]
-<<<<<<< HEAD
         self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
         self._ends.callback(self._engines.stop)
-=======
-        self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
->>>>>>> bb47363 (Name the shared GPU, its tenants, the transport of weights and the state of a member for what they are)
         if takes_turns:
             self._shared_gpu.enable(awake=self._engines)
         return self._engines
