@@ -102,8 +102,9 @@ def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again
         threading.Timer(1.0, os.kill, (receiver, signal.SIGKILL)).start()
         return to_other_nodes(*arguments)
 
-    monkeypatch.setattr(trainer.cluster.weight_sync, "to_other_nodes", send_and_kill)
-    report = sync_weights(policy, engines, policy_version=version)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.cluster.weight_sync, "to_other_nodes", send_and_kill)
+        report = sync_weights(policy, engines, policy_version=version)
     assert report.gather_s > 0.9  # it was under way
     assert "through shared memory (1) and Ray objects (2) in" in str(report)
     assert "engine 0 is lost" in caplog.text and "phase weight broadcast: engine 0 died" in caplog.text
