@@ -47,7 +47,7 @@ def weights(directory: Path) -> bytes:
     return (directory / WEIGHTS).read_bytes()
 
 
-def refuse(step: int, num_steps: int, loss: float) -> None:
+def refuse(step: int, num_steps: int, detail: str) -> None:
     pytest.fail("a cached model was trained again")
 
 
@@ -88,11 +88,11 @@ def test_the_directory_loads_as_a_hugging_face_model(built: Path, tokenizer: Pre
 
 
 def test_training_lowers_the_loss_and_reports_every_step(tmp_path: Path) -> None:
-    calls: list[tuple[int, int, float]] = []
+    calls: list[tuple[int, int, str]] = []
     model = ArithmeticModelConfig(hidden_size=64, num_layers=1, num_steps=60)
     build_base_model(model, cache_dir=tmp_path, progress=lambda *call: calls.append(call))
     assert [(step, total) for step, total, _ in calls] == [(step, 60) for step in range(1, 61)]
-    losses = [loss for *_, loss in calls]
+    losses = [float(detail.removeprefix("loss ")) for *_, detail in calls]
     assert losses[0] > 2.5  # ln 16 = 2.77: the untrained model knows nothing
     assert losses[-1] < 1.8  # the frequencies of the tokens alone give about 2.4
 
@@ -173,7 +173,7 @@ def test_a_damaged_entry_is_built_again(
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    def stop(step: int, num_steps: int, loss: float) -> None:
+    def stop(step: int, num_steps: int, detail: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -182,7 +182,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_build_that_lost_a_file_is_not_published(tmp_path: Path) -> None:
-    def remove_tokenizer(step: int, num_steps: int, loss: float) -> None:
+    def remove_tokenizer(step: int, num_steps: int, detail: str) -> None:
         for lost in tmp_path.glob("*/tokenizer.json"):
             lost.unlink()
 
@@ -194,7 +194,7 @@ def test_a_build_that_lost_a_file_is_not_published(tmp_path: Path) -> None:
 def test_of_two_builds_at_the_same_time_the_first_to_end_is_kept(tmp_path: Path) -> None:
     inner: list[tuple[Path, int]] = []
 
-    def overtake(step: int, num_steps: int, loss: float) -> None:
+    def overtake(step: int, num_steps: int, detail: str) -> None:
         if step == 1:
             entry = build_base_model(MODEL, cache_dir=tmp_path)
             inner.append((entry, (entry / WEIGHTS).stat().st_ino))

@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,12 +24,7 @@ import transformers
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
 from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from trainer.config.components import ArithmeticModelConfig
-from trainer.rundir.cache import cached_directory, default_cache_dir
-
-logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int, float], None]
-"""Called with (completed optimizer steps, all steps, loss in nats per response token)."""
+from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 FORMAT_VERSION = 2
 """Part of the cache key; raise it when the task, the model or its training changes."""
@@ -54,7 +47,6 @@ SEED = 0
 PEAK_LR = 3e-3
 WARMUP_STEPS = 50
 MAX_GRAD_NORM = 1.0
-LOG_EVERY = 100
 IGNORED = -100
 """Label of a position without loss."""
 
@@ -79,12 +71,7 @@ def build_base_model(
         save_tokenizer(directory)
         _train(model, directory=directory, progress=progress)
 
-    entry = (cache_dir or default_cache_dir()) / f"arithmetic-{_cache_key(model)}"
-    return cached_directory(entry, FILES, make)
-
-
-def _cache_key(model: ArithmeticModelConfig) -> str:
-    """Hash everything that decides the weights, as 16 hex digits."""
+    # Everything that decides the weights.
     parts = {
         "format": FORMAT_VERSION,
         # Without what is at its default of no effect, so that a new option leaves the cached models valid.
@@ -92,7 +79,8 @@ def _cache_key(model: ArithmeticModelConfig) -> str:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cached_directory((cache_dir or default_cache_dir()) / f"arithmetic-{key}", FILES, make)
 
 
 @contextmanager
@@ -154,11 +142,8 @@ def _train(model: ArithmeticModelConfig, *, directory: Path, progress: Progress 
     """Train on demonstrations and save into `directory`, which already holds the tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     stream = demonstrations(wrong_fraction=WRONG_FRACTION, seed=SEED, calculator=model.calculator)
-    started = time.monotonic()
     with _deterministic():
         network = _new_model(model, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-        size = sum(parameter.numel() for parameter in network.parameters())
-        logger.info("base model: training %d parameters for %d steps", size, model.num_steps)
         optimizer = torch.optim.AdamW(network.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, model.num_steps))
         network.train()
@@ -169,17 +154,14 @@ def _train(model: ArithmeticModelConfig, *, directory: Path, progress: Progress 
             torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
-            if step % LOG_EVERY == 0 or step == model.num_steps:
-                logger.info("base model: step %d/%d, loss %.4f", step, model.num_steps, loss.item())
             if progress is not None:
-                progress(step, model.num_steps, loss.item())
+                progress(step, model.num_steps, f"loss {loss.item():.3f}")
         if not math.isfinite(loss.item()):
             raise RuntimeError(
                 f"base model: the loss became {loss.item()} within model.num_steps={model.num_steps}; "
                 "try another model.hidden_size"
             )
         network.save_pretrained(directory)
-    logger.info("base model: trained in %.1f s", time.monotonic() - started)
 
 
 def _lr_factor(step: int, num_steps: int) -> float:

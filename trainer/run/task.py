@@ -41,9 +41,7 @@ def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
     model = config.model
     if isinstance(model, ArithmeticModelConfig):
-        return build_base_model(
-            model, progress=lambda step, num_steps, loss: progress(step, num_steps, f"loss {loss:.3f}")
-        )
+        return build_base_model(model, progress=progress)
     if isinstance(model, SmolLM2ModelConfig):
         return build_smollm2(progress=progress)
     if not isinstance(model, HFModelConfig):
