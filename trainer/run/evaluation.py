@@ -24,7 +24,7 @@ from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
-from rollout.types import Prompt, Sample
+from rollout.types import Sample
 from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.recording import HELDOUT
@@ -51,17 +51,12 @@ class Evaluated:
     result_path: Path
 
 
-def evaluation_sets(config: TrainConfig, task: Task) -> dict[str, list[Prompt]]:
-    """Prompts by name: the task's held-out ones, then those of eval.sets, each cut to eval.max_prompts."""
-    sets = {HELDOUT: task.dataset.heldout, **task.dataset.eval_sets}
-    return {name: prompts[: config.eval.max_prompts] for name, prompts in sets.items()}
-
-
 def evaluate_sets(config: TrainConfig, task: Task, sampler: Sampler) -> dict[str, EvalResult]:
-    """Evaluate on every set, one after the other."""
+    """Evaluate on the task's held-out prompts, then on each of eval.sets; every set is cut to eval.max_prompts."""
+    sets = {HELDOUT: task.dataset.heldout, **task.dataset.eval_sets}
     return {
-        name: evaluate(sampler, prompts, task.scorer, _plan(config, task, name))
-        for name, prompts in evaluation_sets(config, task).items()
+        name: evaluate(sampler, prompts[: config.eval.max_prompts], task.scorer, _plan(config, task, name))
+        for name, prompts in sets.items()
     }
 
 

@@ -113,11 +113,11 @@ def run_steps(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None)
         with ExitStack() as within:
             run, termination = open_run(config, task, tracker, run_dir=run_dir, within=within)
             done, policy_version = restore(run, checkpoint)
-            check_memory(config, run.policy, tracker)
+            with run.policy.resident():  # what does not fit into memory shows in the first minute
+                tracker.console.line(str(run.policy.dry_run(dry_run_lengths(config))))
             tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
-            tracker.console.line(
-                str(probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version))
-            )
+            probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
+            tracker.console.line(str(probe))
             take_steps(run, termination, done=done, policy_version=policy_version)
 
 
@@ -251,13 +251,6 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         guard=run.guard.state_dict(),
         config=flat_config(run.config),
     )
-
-
-def check_memory(config: TrainConfig, policy: PolicyGroup, tracker: Tracker) -> None:
-    """Train on nothing at the token cap: what does not fit shows in the first minute."""
-    with policy.resident():
-        report = policy.dry_run(dry_run_lengths(config))
-    tracker.console.line(str(report))
 
 
 def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:

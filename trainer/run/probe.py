@@ -6,6 +6,7 @@ At the right temperature and position both agree within rounding. `trainer/run/l
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from algorithms.kl import k3
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
 from rollout.config import DType, Quantization
@@ -98,7 +100,7 @@ def probe_logprobs(
         return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
 
     with policy.resident():
-        report = judge(
+        deltas = judge(
             [micro.rollout_logprobs[micro.response_index] for micro in micros],
             scores,
             temperature=config.sampling.temperature,
@@ -109,11 +111,11 @@ def probe_logprobs(
         sync_weights(policy, engines, policy_version=policy_version)
     return ProbeReport(
         num_samples=len(samples),
-        num_tokens=report.numel(),
-        mean_gap=float(report.abs().mean()),
-        max_gap=float(report.abs().max()),
+        num_tokens=deltas.numel(),
+        mean_gap=float(deltas.abs().mean()),
+        max_gap=float(deltas.abs().max()),
         tolerance=tolerance_of(config),
-        k3=float((report.exp() - 1 - report).mean()),
+        k3=float(k3(deltas).mean()),
         seconds=time.perf_counter() - started,
     )
 
@@ -123,15 +125,13 @@ def probe_requests(
 ) -> list[GenerateRequest]:
     """The first training prompts, one response each, enough for every engine."""
     seeds = SeedSource(config.run.seed, step=PROBE_STEP)
-    chosen = prompts[: PROMPTS_PER_ENGINE * config.rollout.num_engines]
     requests = []
-    for prompt in chosen:
-        params = sampling_params(config.sampling, seed=seeds.draw(prompt.prompt_id, 0), stop_token_ids=stop_token_ids)
-        params.max_new_tokens = min(MAX_TOKENS, params.max_new_tokens)
+    for prompt in prompts[: PROMPTS_PER_ENGINE * config.rollout.num_engines]:
+        number, params = prompt.prompt_id, config.sampling
+        sampling = sampling_params(params, seed=seeds.draw(number, 0), stop_token_ids=stop_token_ids)
+        sampling.max_new_tokens = min(MAX_TOKENS, sampling.max_new_tokens)
         requests.append(
-            GenerateRequest(
-                prompt_id=prompt.prompt_id, sample_index=0, prompt_token_ids=prompt.token_ids, sampling=params
-            )
+            GenerateRequest(prompt_id=number, sample_index=0, prompt_token_ids=prompt.token_ids, sampling=sampling)
         )
     return requests
 
@@ -169,20 +169,16 @@ def judge(reported: Sequence[Tensor], scores: Scores, *, temperature: float, tol
         lowest: the coarser of the types in which the two compute.
     """
     scored = scores(temperature)
-    gap = mean_gap(reported, scored)
-    of_samples = [
-        mean_gap([one], [other])
-        for one, other in zip(reported, scored, strict=True)
-        if one.numel() >= MIN_TOKENS_OF_ONE
-    ]
+    gap, deltas = mean_gap(reported, scored), torch.cat(scored) - torch.cat(list(reported))
+    pairs = zip(reported, scored, strict=True)
+    worst = max((mean_gap([a], [b]) for a, b in pairs if a.numel() >= MIN_TOKENS_OF_ONE), default=0.0)
     # The mean over one response scatters more than that over all.
-    worst = max(of_samples, default=0.0)
     if gap <= tolerance / CLEARLY_BETTER and worst <= tolerance:
-        return torch.cat(scored) - torch.cat(list(reported))
+        return deltas
     found, best = _best_explanation(reported, scored, scores, temperature=temperature)
     is_explained = best * CLEARLY_BETTER < gap
     if gap <= tolerance and worst <= 2 * tolerance and not is_explained:
-        return torch.cat(scored) - torch.cat(list(reported))
+        return deltas
     what = _unexplained(gap, worst, tolerance, lowest=lowest, temperature=temperature)
     if is_explained:
         what = f"{found} (then they differ by {best:.1e})"
@@ -230,6 +226,5 @@ def _unexplained(gap: float, worst: float, tolerance: float, *, lowest: DType, t
 
 def mean_gap(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
     """Mean |difference| over all tokens; infinite if there are none."""
-    gaps = [(a - b).abs() for a, b in zip(one, other, strict=True)]
-    joined = torch.cat(gaps)
-    return float(joined.mean()) if joined.numel() else float("inf")
+    gaps = torch.cat([(a - b).abs() for a, b in zip(one, other, strict=True)])
+    return float(gaps.mean()) if gaps.numel() else math.inf
