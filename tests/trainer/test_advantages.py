@@ -10,6 +10,7 @@ from test_packing import make_group, make_sample
 
 from algorithms.config import AdvantageConfig, Estimator
 from trainer.batch.packing import micro_batch, pack
+from trainer.batch.train_batch import present
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
 
 
@@ -23,19 +24,20 @@ def test_advantages_are_relative_to_their_own_group_wherever_it_is_packed() -> N
     for minis in batch.ranks:
         assert set_sample_advantages(config, minis, batch.samples).tolist() == list(expected.values())
         for micro in minis[0].micro_batches:
-            assert not micro.needed_advantages[~micro.response_mask].any()
+            advantages = present(micro.advantages, "advantages")
+            assert not advantages[~micro.response_mask].any()
             for number, key in enumerate(micro.sample_keys):
                 tokens = slice(*micro.cu_seqlens[number : number + 2].tolist())
-                [found[key]] = set(micro.needed_advantages[tokens][micro.response_mask[tokens]].tolist())
+                [found[key]] = set(advantages[tokens][micro.response_mask[tokens]].tolist())
     assert found == expected
 
 
 def test_a_micro_batch_has_no_advantages_before_they_are_set() -> None:
     micro = micro_batch([make_sample()])
     assert micro.advantages is None
-    with pytest.raises(RuntimeError, match="set them before the first update"):
-        _ = micro.needed_advantages
+    with pytest.raises(RuntimeError, match="advantages of a micro-batch must be set before the first update"):
+        present(micro.advantages, "advantages")
     config = make_config(Path("model"), advantage=AdvantageConfig(estimator=Estimator.gae))
     batch = pack([[make_sample()]], num_ranks=1, max_tokens=100, policy_version=0)
-    with pytest.raises(RuntimeError, match="need the values before the first update"):
+    with pytest.raises(RuntimeError, match="old_values of a micro-batch must be set before the first update"):
         set_token_advantages(config, batch.ranks[0], batch.samples)

@@ -27,7 +27,7 @@ from algorithms.config import (
 from algorithms.correction import correct
 from rollout.types import Sample
 from trainer.batch.packing import pack
-from trainer.batch.train_batch import TokenScores
+from trainer.batch.train_batch import TokenScores, present
 from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
 from trainer.policy.step import step_loss
@@ -139,7 +139,7 @@ def test_a_kl_in_the_reward_is_taken_off_before_the_advantage(model_path: Path) 
         mask = micro.response_mask[part]
         penalty = (moved - reference)[part][mask].sum().item()
         assert abs(penalty) > 1e-3
-        found = mini.micro_batches[0].needed_advantages[part][mask]
+        found = present(mini.micro_batches[0].advantages, "advantages")[part][mask]
         torch.testing.assert_close(found, torch.full_like(found, 1.0 - penalty), rtol=1e-4, atol=1e-5)
 
 

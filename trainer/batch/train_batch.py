@@ -72,16 +72,16 @@ class MicroBatch:
             advantages=self.advantages,
         )
 
-    @property
-    def needed_advantages(self) -> Tensor:
-        """`advantages`; raises RuntimeError before they are set."""
-        if self.advantages is None:
-            raise RuntimeError("the loss of a micro-batch needs its advantages: set them before the first update")
-        return self.advantages
-
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
         return replace(self, **_tensors_on(device, self))
+
+
+def present(tensor: Tensor | None, name: str) -> Tensor:
+    """A tensor of a micro-batch that the worker sets; RuntimeError with its `name` if it is read before."""
+    if tensor is None:
+        raise RuntimeError(f"{name} of a micro-batch must be set before the first update, and is read already")
+    return tensor
 
 
 def _tensors_on(device: torch.device, record: MicroBatch | StepSamples) -> dict[str, Any]:

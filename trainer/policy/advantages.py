@@ -23,7 +23,7 @@ from algorithms.masked import segment_expand, segment_sum
 from algorithms.reference import reference_kl_penalty
 from algorithms.returns import Moments, gae, moments, token_rewards, whiten
 from algorithms.stats import merged
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, present
 from trainer.config.train import TrainConfig
 
 EPSILON = 1e-6
@@ -69,8 +69,6 @@ def set_token_advantages(
     """
     parts: list[Moments] = []
     for micro in _micros(minis):
-        if micro.old_values is None:
-            raise RuntimeError("advantages of tokens need the values before the first update")
         rewards = token_rewards(
             samples.rewards[micro.sample_numbers],
             penalty=kl_in_reward(config, micro),
@@ -79,7 +77,7 @@ def set_token_advantages(
         )
         micro.advantages, micro.returns = gae(
             rewards,
-            micro.old_values,
+            present(micro.old_values, "old_values"),
             response_mask=micro.response_mask,
             cu_seqlens=micro.cu_seqlens,
             gamma=config.advantage.gamma,
@@ -89,24 +87,23 @@ def set_token_advantages(
     unwhitened = merged(parts)
     reduce(unwhitened.sums)
     for micro in _micros(minis):
-        micro.advantages = whiten(micro.needed_advantages, micro.response_mask, epsilon=EPSILON, over=unwhitened)
+        advantages = present(micro.advantages, "advantages")
+        micro.advantages = whiten(advantages, micro.response_mask, epsilon=EPSILON, over=unwhitened)
     return unwhitened
 
 
 def kept_tokens(config: TrainConfig, micro: MicroBatch) -> Tensor:
     """The tokens [T] bool that the correction keeps before the first update."""
-    return correct(config.correction.spec(), micro.tokens(_old_logprobs(micro))).keep
+    return correct(config.correction.spec(), micro.tokens(present(micro.old_logprobs, "old_logprobs"))).keep
 
 
 def kl_in_reward(config: TrainConfig, micro: MicroBatch) -> Tensor | None:
     """The KL to the reference that is taken off the reward of each token -> [T] in units of reward; None for none."""
     if not config.has_kl_in_reward:
         return None
-    if micro.ref_logprobs is None:
-        raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
     return reference_kl_penalty(
-        _old_logprobs(micro),
-        ref_logprobs=micro.ref_logprobs,
+        present(micro.old_logprobs, "old_logprobs"),
+        ref_logprobs=present(micro.ref_logprobs, "ref_logprobs"),
         response_mask=micro.response_mask,
         config=config.reference,
     )
@@ -137,12 +134,6 @@ def _set(
 
 def _micros(minis: Sequence[RankMiniBatch]) -> list[MicroBatch]:
     return [micro for mini in minis for micro in mini.micro_batches]
-
-
-def _old_logprobs(micro: MicroBatch) -> Tensor:
-    if micro.old_logprobs is None:
-        raise RuntimeError("advantages that depend on pi_old need it before the first update")
-    return micro.old_logprobs
 
 
 def _kept_and_penalty(config: TrainConfig, micro: MicroBatch) -> Tensor:

@@ -27,7 +27,7 @@ from algorithms.returns import Moments
 from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from rollout.hf.transformers import PreTrainedModel
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, present
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
@@ -133,8 +133,6 @@ class Critic:
 
 def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, mini: RankMiniBatch) -> ValueLossOutput:
     """The loss of `values` [T] of one micro-batch of `mini`, a sum; its denominators are those of the mini-batch."""
-    if micro.old_values is None or micro.returns is None:
-        raise RuntimeError("the critic learns from returns, which need the values before the first update")
     coefficients = token_coefficients(
         Aggregation.token_mean,  # as in verl and OpenRLHF
         mask=micro.response_mask,
@@ -145,8 +143,8 @@ def micro_value_loss(config: TrainConfig, micro: MicroBatch, values: Tensor, *, 
     )
     return value_loss(
         values,
-        old_values=micro.old_values,
-        returns=micro.returns,
+        old_values=present(micro.old_values, "old_values"),
+        returns=present(micro.returns, "returns"),
         response_mask=micro.response_mask,
         coefficients=coefficients,
         clip=config.critic.value_clip,

@@ -39,7 +39,7 @@ from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.packing import DTYPES
 from trainer.batch.token_deltas import SampleKey
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores, present
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
@@ -269,7 +269,7 @@ def step_loss(
     output = policy_loss(
         scores.logprobs,
         entropy=scores.entropy,
-        advantages=micro.needed_advantages,
+        advantages=present(micro.advantages, "advantages"),
         response_mask=micro.response_mask,
         cu_seqlens=micro.cu_seqlens,
         correction=correction,
@@ -278,14 +278,12 @@ def step_loss(
     )
     if not config.has_reference or config.has_kl_in_reward:
         return output
-    if micro.ref_logprobs is None:
-        raise RuntimeError("reference.coef > 0 needs the log-probs of the reference")
     # Over the same tokens with the same weight and anchor as the policy loss: a token that the correction rejects or
     # bounds would otherwise come back through an unbounded pi_theta / mu. Without a ratio the anchor is pi_theta.
     ratio_free = config.correction.spec().anchor is Anchor.none
     kl = reference_kl_loss(
         scores.logprobs,
-        ref_logprobs=micro.ref_logprobs,
+        ref_logprobs=present(micro.ref_logprobs, "ref_logprobs"),
         anchor_logprobs=scores.logprobs.detach() if ratio_free else correction.anchor,
         response_mask=correction.keep,
         coefficients=coefficients * correction.weight,
