@@ -129,23 +129,18 @@ class OwnPathJob(JobConfig):
 
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
+    options = {"job_config": OwnPathJob(), "log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
-        ray.init(address=address, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
-        end_at_sigterm()
-        return
-    # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
-    # Both must be set, because Ray read the variable when it was imported.
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with _sessions_of_their_own():
-        ray.init(
-            address="local",  # or Ray would follow the environment variable RAY_ADDRESS to another cluster
-            job_config=OwnPathJob(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        ray.init(address=address, **options)
+    else:
+        # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
+        # Both must be set, because Ray read the variable when it was imported.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        with _sessions_of_their_own():
+            # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
+            ray.init(address="local", include_dashboard=False, **options)
     end_at_sigterm()
 
 
@@ -328,26 +323,22 @@ class Cluster:
     def _reserve(self) -> PlacementGroup:
         """Reserve all workers together, or say within the deadline what is missing."""
         bundles = required_bundles(self._config)
-        required = total(bundles)
+        required, present = total(bundles), ray.cluster_resources()
         names = sorted(required)
-        present = ray.cluster_resources()
         remedy = (
             "Lower policy.num_workers or rollout.num_engines (on GPUs policy.gpus_per_worker, "
             "rollout.gpus_per_engine; both 0 for a run on the CPU), or end other runs on this cluster."
         )
+        needs, has = f"the run requires {describe(required, names)}", describe(present, names)
         if any(present.get(name, 0.0) < amount for name, amount in required.items()):
-            raise PlacementError(
-                f"phase placement: the run requires {describe(required, names)}; "
-                f"the cluster has {describe(present, names)}. {remedy}"
-            )
+            raise PlacementError(f"phase placement: {needs}; the cluster has {has}. {remedy}")
         group: PlacementGroup = placement_group(bundles, strategy="PACK")
         ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not ready:
-            free = ray.available_resources()
+            free = describe(ray.available_resources(), names)
             remove_placement_group(group)
             raise PlacementError(
-                f"phase placement: no placement within {PLACEMENT_TIMEOUT_S:.0f} s: the run requires "
-                f"{describe(required, names)}; free are {describe(free, names)} "
-                f"of {describe(present, names)}. {remedy}"
+                f"phase placement: no placement within {PLACEMENT_TIMEOUT_S:.0f} s: {needs}; free are {free} of {has}. "
+                f"{remedy}"
             )
         return group

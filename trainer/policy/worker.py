@@ -7,7 +7,6 @@ ceilings and send_weights. What `train` does stands in `trainer/policy/step.py`.
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -42,8 +41,6 @@ from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shard
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import Trainable
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
