@@ -97,10 +97,10 @@ def trained(
     )
     assert len(batch.ranks[0][0].micro_batches) > 1, "the order of micro-batches would not matter"
     with lone_worker(config, model_path) as worker:
-        dumper = StepDumper(run_dir, say=([] if say is None else say).append)
-        path = dumper.begin(config, step)
+        dumper = StepDumper(config, run_dir, say=([] if say is None else say).append)
+        path = dumper.begin(step)
         report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-        cost = dumper.commit(path, TrainReport([report]), config=config, step=step, policy_version=7)
+        cost = dumper.commit(path, TrainReport([report]), step=step, policy_version=7)
     with (run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **report.metrics, **cost}) + "\n")
     return report
@@ -205,12 +205,12 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
     config, lines = config_of(model_path, keep=2), list[str]()
     batch = pack([close_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
     with lone_worker(config, model_path) as worker:
-        dumper = StepDumper(tmp_path, say=lines.append)
+        dumper = StepDumper(config, tmp_path, say=lines.append)
 
         def save(step: int) -> dict[str, float | None]:
-            path = dumper.begin(config, step)
+            path = dumper.begin(step)
             report = worker.train(batch.ranks[0], batch.samples, step, dump_dir=path)
-            return dumper.commit(path, TrainReport([report]), config=config, step=step, policy_version=step - 1)
+            return dumper.commit(path, TrainReport([report]), step=step, policy_version=step - 1)
 
         for step in (1, 2, 3):
             metrics = save(step)
@@ -227,8 +227,9 @@ def test_dumps_are_replaced_bounded_and_a_full_disk_costs_one_only(model_path: P
         assert dumped_steps(tmp_path) == [2]
         assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step_000002"]
         not_due = replace(config, dump=DumpConfig(every=5))
-        assert dumper.begin(not_due, 4) is None
-        assert dumper.commit(None, TrainReport([]), config=not_due, step=4, policy_version=0) == {}
+        dumper = StepDumper(not_due, tmp_path, say=lines.append)
+        assert dumper.begin(4) is None
+        assert dumper.commit(None, TrainReport([]), step=4, policy_version=0) == {}
 
 
 # ---------------------------------------------------------------- the command

@@ -129,7 +129,7 @@ class OwnPathJob(JobConfig):
 
 def start_ray(address: str | None) -> None:
     """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
-    options = {"job_config": OwnPathJob(), "log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"job_config": OwnPathJob(), "log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
         ray.init(address=address, **options)
     else:

@@ -22,15 +22,16 @@ Metrics = dict[str, float | None]
 class StepDumper:
     """Dumps of a run. A disk that does not take one costs that dump and a warning, never the run."""
 
-    def __init__(self, run_dir: Path, *, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, run_dir: Path, *, say: Callable[[str], None]) -> None:
         """`say` shows a line to the user."""
+        self._config = config
         self._run_dir = run_dir
         self._say = say
         self._failures = 0
 
-    def begin(self, config: TrainConfig, step: int) -> Path | None:
+    def begin(self, step: int) -> Path | None:
         """Make the directory to which the ranks write `step`; None if it is not due or the disk does not take it."""
-        if not config.dump.is_due(step):
+        if not self._config.dump.is_due(step):
             return None
         try:
             return begin_dump(self._run_dir, step).resolve()
@@ -38,22 +39,16 @@ class StepDumper:
             self._fail(step, error)
             return None
 
-    def commit(
-        self, path: Path | None, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
-    ) -> Metrics:
-        """Make the dump of `step` count, if it is due; returns what it cost, as metrics.
+    def commit(self, path: Path | None, report: TrainReport, *, step: int, policy_version: int) -> Metrics:
+        """Make the dump of `step` in the directory that `begin` made count, if it is due; what it cost, as metrics.
 
-        Args:
-            path: the directory that `begin` made.
-            report: what the training of the step returned.
-            config: of the run.
-            policy_version: of the weights that the step started with.
+        `policy_version` is that of the weights that the step started with.
         """
-        if not config.dump.is_due(step):
+        if not self._config.dump.is_due(step):
             return {}
         if path is not None:
             try:
-                return self._committed(path, report, config=config, step=step, policy_version=policy_version)
+                return self._committed(path, report, step=step, policy_version=policy_version)
             except (OSError, DumpError) as error:
                 shutil.rmtree(path, ignore_errors=True)
                 self._fail(step, error)
@@ -65,10 +60,8 @@ class StepDumper:
         logger.warning("%s. The run goes on without it; free space, or lower dump.keep.", problem)
         self._say(problem)
 
-    def _committed(
-        self, path: Path, report: TrainReport, *, config: TrainConfig, step: int, policy_version: int
-    ) -> Metrics:
-        started = time.perf_counter()
+    def _committed(self, path: Path, report: TrainReport, *, step: int, policy_version: int) -> Metrics:
+        started, config = time.perf_counter(), self._config
         if errors := [each.error for each in report.dumps if each.error is not None]:
             raise DumpError(errors[0])
         files = tuple(each.rank_file for each in report.dumps if each.rank_file is not None)

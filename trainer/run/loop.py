@@ -149,7 +149,7 @@ def open_run(
         collector=build_collector(config, task, sampler, prompts),
         saver=saver,
         guard=build_guard(config),
-        dumper=StepDumper(run_dir, say=tracker.console.line),
+        dumper=StepDumper(config, run_dir, say=tracker.console.line),
         tracker=tracker,
     )
     return run, termination
@@ -170,12 +170,12 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
         with timer.phase("pack"):
             batch = build_batch(config, collected, policy_version, cost=accounting.sequence_cost)
-        dump_dir = run.dumper.begin(config, step)
+        dump_dir = run.dumper.begin(step)
         with timer.phase("train"), policy.resident():
             report = policy.train(batch, step=step, dump_dir=dump_dir)
         timer.reassign(report.dump_s, source="train", target="dump")
         with timer.phase("dump"):
-            dumped = run.dumper.commit(dump_dir, report, config=config, step=step, policy_version=policy_version)
+            dumped = run.dumper.commit(dump_dir, report, step=step, policy_version=policy_version)
         with timer.phase("rollout"):
             schedule.finish_next(step, policy_version)  # one_step_off: before the engines get new weights
         policy_version += report.num_optimizer_steps
