@@ -75,46 +75,39 @@ def pack(
     balanced over ranks.
     """
     ranks: list[list[RankMiniBatch]] = [[] for _ in range(num_ranks)]
-    samples = [sample for mini_batch in mini_batches for sample in mini_batch]
-    lengths = [len(sample.token_ids) for sample in samples]
-    plans: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    costs = [0.0] * num_ranks
     first = 0
     for mini_batch in mini_batches:
-        end = first + len(mini_batch)
+        lengths = [len(sample.token_ids) for sample in mini_batch]
         num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
-        for rank, bins in enumerate(plan(lengths[first:end], cap=max_tokens, num_ranks=num_ranks, cost=cost)):
-            numbers = [[first + i for i in indices] for indices in bins]
+        for rank, bins in enumerate(plan(lengths, cap=max_tokens, num_ranks=num_ranks, cost=cost)):
+            costs[rank] += sum(cost.of(lengths[i]) for indices in bins for i in indices)
             ranks[rank].append(
                 RankMiniBatch(
                     micro_batches=[
-                        micro_batch([samples[i] for i in bin_], bin_, policy_version=policy_version) for bin_ in numbers
+                        micro_batch(
+                            [mini_batch[i] for i in indices],
+                            [first + i for i in indices],
+                            policy_version=policy_version,
+                        )
+                        for indices in bins
                     ],
                     num_response_tokens=num_response_tokens,
                     num_sequences=len(mini_batch),
                 )
             )
-            plans[rank] += numbers
-        first = end
+        first += len(mini_batch)
+    micros = [micro for minis in ranks for mini in minis for micro in mini.micro_batches]
+    num_tokens = sum(micro.num_tokens for micro in micros)
     return TrainBatch(
         ranks=ranks,
-        samples=step_samples(samples, policy_version=policy_version),
-        stats=_packing_stats(plans, lengths, max_tokens=max_tokens, cost=cost),
-    )
-
-
-def _packing_stats(
-    plans: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int], *, max_tokens: int, cost: SequenceCost
-) -> PackingStats:
-    """`plans[rank]` holds all bins of the rank, over all mini-batches, as positions in `lengths`."""
-    bins = [indices for rank_bins in plans for indices in rank_bins]
-    costs = [sum(cost.of(lengths[i]) for indices in rank_bins for i in indices) for rank_bins in plans]
-    # An empty bin still runs one masked token.
-    num_tokens = sum(sum(lengths[i] for i in indices) or 1 for indices in bins)
-    return PackingStats(
-        num_micro_batches=len(plans[0]),
-        num_tokens=num_tokens,
-        fill_frac=num_tokens / (len(bins) * max_tokens),
-        imbalance=max(costs) * len(costs) / sum(costs) - 1,
+        samples=step_samples([sample for part in mini_batches for sample in part], policy_version=policy_version),
+        stats=PackingStats(
+            num_micro_batches=len(micros) // num_ranks,
+            num_tokens=num_tokens,
+            fill_frac=num_tokens / (len(micros) * max_tokens),
+            imbalance=max(costs) * num_ranks / sum(costs) - 1,
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ LEAST_SCALE = 1.0
 NO_SCALE = torch.zeros(2, dtype=torch.float64)
 """State of a run that needs no loss scale."""
 
-StateDict = dict[str, object]
+StateDict = dict[str, Any]
 """Nested names to tensors and numbers, as torch.distributed.checkpoint takes it."""
 
 
@@ -252,10 +252,6 @@ class Trainable(Generic[ModelT]):
     def load_state_dict(self, state: StateDict) -> None:
         """Take what `state_dict` returned, filled by torch.distributed.checkpoint."""
         model, optimizer, bad_steps, scale = (state[key] for key in ("model", "optimizer", "bad_steps", "loss_scale"))
-        if not isinstance(model, dict) or not isinstance(optimizer, dict):
-            raise TypeError("a state has a model and an optimizer")
-        if not isinstance(bad_steps, Tensor) or not isinstance(scale, Tensor):
-            raise TypeError("a state has a count of bad steps and a loss scale")
         self._bad_steps = int(bad_steps)
         if self._scale is not None:
             self._scale.load(scale)

@@ -24,7 +24,6 @@ from rollout.engine import EngineInfo
 from rollout.episodes.sampler import with_episodes
 from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
-from rollout.types import Sample
 from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.recording import HELDOUT
@@ -194,7 +193,14 @@ def _rows(name: str, result: EvalResult, scorer: Scorer, plan: EvalPlan) -> list
     for position, group in enumerate(result.groups):
         asked = requests[position * len(group.samples) :][: len(group.samples)]
         responses = [
-            {"seed": request.sampling.seed, **_response(sample, scorer)}
+            {
+                "seed": request.sampling.seed,
+                "response": sample.text,
+                "extracted": scorer.answer(sample.text),
+                "correct": sample.correct,
+                "num_response_tokens": sample.num_response_tokens,
+                "finish_reason": sample.finish_reason.name,
+            }
             for request, sample in zip(asked, group.samples, strict=True)
         ]
         rows.append(
@@ -210,13 +216,3 @@ def _rows(name: str, result: EvalResult, scorer: Scorer, plan: EvalPlan) -> list
             }
         )
     return rows
-
-
-def _response(sample: Sample, scorer: Scorer) -> dict[str, object]:
-    return {
-        "response": sample.text,
-        "extracted": scorer.answer(sample.text),
-        "correct": sample.correct,
-        "num_response_tokens": sample.num_response_tokens,
-        "finish_reason": sample.finish_reason.name,
-    }

@@ -36,7 +36,12 @@ def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: b
 
 def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
     """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
-    checkpoint = _best_checkpoint(config, run_dir) if best else newest_checkpoint(run_dir)
+    metric = config.checkpoint.best_metric
+    if best and metric is None:
+        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
+    checkpoint = best_checkpoint(run_dir, metric) if best and metric else newest_checkpoint(run_dir)
+    if checkpoint is None and best:
+        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
     return checkpoint
@@ -68,16 +73,6 @@ def load_policy(config: TrainConfig, start: Path, checkpoint: Checkpoint | None)
         dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
         set_model_state_dict(model, state)
     return model
-
-
-def _best_checkpoint(config: TrainConfig, run_dir: Path) -> Checkpoint:
-    metric = config.checkpoint.best_metric
-    if metric is None:
-        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
-    checkpoint = best_checkpoint(run_dir, metric)
-    if checkpoint is None:
-        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
-    return checkpoint
 
 
 def _dtype_of(model_path: Path) -> torch.dtype:
