@@ -82,22 +82,19 @@ def pack(
         num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
         for rank, bins in enumerate(plan(lengths, cap=max_tokens, num_ranks=num_ranks, cost=cost)):
             costs[rank] += sum(cost.of(lengths[i]) for indices in bins for i in indices)
+            micros = [
+                micro_batch(
+                    [mini_batch[i] for i in indices], [first + i for i in indices], policy_version=policy_version
+                )
+                for indices in bins
+            ]
             ranks[rank].append(
                 RankMiniBatch(
-                    micro_batches=[
-                        micro_batch(
-                            [mini_batch[i] for i in indices],
-                            [first + i for i in indices],
-                            policy_version=policy_version,
-                        )
-                        for indices in bins
-                    ],
-                    num_response_tokens=num_response_tokens,
-                    num_sequences=len(mini_batch),
+                    micro_batches=micros, num_response_tokens=num_response_tokens, num_sequences=len(mini_batch)
                 )
             )
         first += len(mini_batch)
-    micros = [micro for minis in ranks for mini in minis for micro in mini.micro_batches]
+    micros = [micro for rank in ranks for mini in rank for micro in mini.micro_batches]
     num_tokens = sum(micro.num_tokens for micro in micros)
     return TrainBatch(
         ranks=ranks,
