@@ -94,7 +94,7 @@ def pack(
                 )
             )
         first += len(mini_batch)
-    micros = [micro for rank in ranks for mini in rank for micro in mini.micro_batches]
+    micros = [micro for minis in ranks for mini in minis for micro in mini.micro_batches]
     num_tokens = sum(micro.num_tokens for micro in micros)
     return TrainBatch(
         ranks=ranks,
