@@ -52,8 +52,6 @@ class DumpReport:
     """None after an error, as `record`."""
     record: FileRecord | None
     error: str | None
-    num_tokens: int
-    """Tokens of the rank, prompts included."""
     write_s: float
 
 
@@ -71,14 +69,12 @@ class StepRecorder:
             for mini in minis
         )
         self._device = samples.rewards.device.type
-        self._num_tokens = 0
         self._tensors: dict[str, Tensor] = {}
         if rank == 0:
             self._tensors = {f"samples/{name}": getattr(samples, name).cpu().contiguous() for name in SAMPLES}
 
     def add(self, micro: MicroBatch, scores: TokenScores, *, index: int, position: int) -> None:
         """Keep micro-batch `position` of optimizer step `index` as it enters the loss."""
-        self._num_tokens += micro.num_tokens
         found = {name: getattr(micro, name) for name in OF_BATCH}
         found |= {name: getattr(scores, name).detach() for name in OF_SCORES}
         tensors = {name: value[micro.response_index] for name, value in found.items() if value is not None}
@@ -101,9 +97,7 @@ class StepRecorder:
         """Write this rank's file to `directory`. What the disk does not take is in the report: no error gets past."""
         started = time.perf_counter()
         path = directory / f"rank_{self._rank:05d}.safetensors"
-        written: RankFile | None = None
-        record: FileRecord | None = None
-        problem = None
+        written, record, problem = None, None, None
         try:
             save_file(self._tensors, path)
             record = describe_file(path)
@@ -116,4 +110,4 @@ class StepRecorder:
         except (OSError, SafetensorError) as error:
             problem = f"rank {self._rank}: {error}"
         seconds = time.perf_counter() - started
-        return DumpReport(rank_file=written, record=record, error=problem, num_tokens=self._num_tokens, write_s=seconds)
+        return DumpReport(rank_file=written, record=record, error=problem, write_s=seconds)

@@ -97,11 +97,6 @@ class LossScale:
         self.value = INITIAL_SCALE
         self._good_steps = 0
 
-    @property
-    def at_floor(self) -> bool:
-        """True if the scale cannot shrink any more."""
-        return self.value <= LEAST_SCALE
-
     def after_overflow(self) -> None:
         """Shrink: some gradient left the range of float16."""
         self.value = max(LEAST_SCALE, self.value * BACKOFF)
@@ -172,12 +167,6 @@ class Trainable(Generic[ModelT]):
             group["lr"] = rate
         return rate
 
-    @property
-    def loss_factor(self) -> float:
-        """Factor by which `backward` multiplies a loss. FSDP averages gradients over ranks, but the denominators are
-        global, so the factor turns the average into a sum. In float16 the factor includes the loss scale."""
-        return float(dist.get_world_size()) * (self.loss_scale or 1.0)
-
     def zero_grad(self) -> None:
         """Begin an optimizer step."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -190,7 +179,8 @@ class Trainable(Generic[ModelT]):
         if not isinstance(self.model, FSDPModule):
             raise TypeError("the model is not sharded yet")
         self.model.set_requires_gradient_sync(last)
-        (loss * self.loss_factor).backward()
+        # FSDP averages gradients over ranks; the denominators of the loss are global, so the gradient must be the sum.
+        (loss * dist.get_world_size() * (self.loss_scale or 1.0)).backward()
 
     def gradient_norm(self, factor: float) -> float:
         """Multiply the gradients by `factor`, equal on every rank, and clip them; their global L2 norm before that."""
@@ -203,7 +193,7 @@ class Trainable(Generic[ModelT]):
 
     def overflowed(self, norm: float) -> bool:
         """True if the gradient `norm` is not finite and the loss scale can still shrink to correct the overflow."""
-        return self._scale is not None and not self._scale.at_floor and not math.isfinite(norm)
+        return self._scale is not None and self._scale.value > LEAST_SCALE and not math.isfinite(norm)
 
     def update(self, norm: float) -> bool:
         """Take the optimizer step unless the gradient `norm` is not finite; whether it was taken.
