@@ -97,17 +97,16 @@ class StepRecorder:
         """Write this rank's file to `directory`. What the disk does not take is in the report: no error gets past."""
         started = time.perf_counter()
         path = directory / f"rank_{self._rank:05d}.safetensors"
-        written, record, problem = None, None, None
         try:
             save_file(self._tensors, path)
             record = describe_file(path)
-            written = RankFile(
-                file=path.name,
-                optimizer_steps=self._steps,
-                num_threads=torch.get_num_threads(),
-                device=self._device,
-            )
         except (OSError, SafetensorError) as error:
             problem = f"rank {self._rank}: {error}"
-        seconds = time.perf_counter() - started
-        return DumpReport(rank_file=written, record=record, error=problem, write_s=seconds)
+            return DumpReport(rank_file=None, record=None, error=problem, write_s=time.perf_counter() - started)
+        written = RankFile(
+            file=path.name,
+            optimizer_steps=self._steps,
+            num_threads=torch.get_num_threads(),
+            device=self._device,
+        )
+        return DumpReport(rank_file=written, record=record, error=None, write_s=time.perf_counter() - started)
