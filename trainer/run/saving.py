@@ -11,7 +11,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.recording import CheckpointConfig
@@ -23,7 +22,6 @@ from trainer.rundir.checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
 )
-from trainer.rundir.sealed import FileRecord
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
@@ -61,13 +59,14 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._settle(wait=True, last=True)
         elif isinstance(error, Exception):
-            self._rescue()
+            try:  # the run has failed, and its own error must stay the one that is seen
+                self._settle(wait=True, last=True)
+            except Exception as lost:
+                logger.warning("the save that was under way when the run failed is lost: %s", lost)
 
     def save(self, policy: PolicyGroup, state: RunState, *, last: bool) -> None:
         """Save `state` and what the ranks hold; the `last` save of a run is complete on return, or an error."""
@@ -126,9 +125,7 @@ class Saver:
         if errors:
             # Every rank reports the error of the one that had it.
             raise CheckpointError(errors[0])
-        records: dict[str, FileRecord] = {}
-        for report in reports:
-            records |= {f"{POLICY}/{name}": record for name, record in report.files.items()}
+        records = {f"{POLICY}/{name}": record for report in reports for name, record in report.files.items()}
         keep, best_metric = self._config.keep, self._config.best_metric
         commit_checkpoint(save.path, save.state, keep=keep, best_metric=best_metric, records=records)
 
@@ -143,13 +140,6 @@ class Saver:
             )
         logger.warning("%s. The run goes on; %d more may fail.", problem, MAX_CONSECUTIVE_FAILURES - self._failures - 1)
         self._tracker.console.line(f"{problem}; the next one is tried when it is due")
-
-    def _rescue(self) -> None:
-        """Commit what is under way although the run has failed; the first error must stay the one that is seen."""
-        try:
-            self._settle(wait=True, last=True)
-        except Exception as error:
-            logger.warning("the save that was under way when the run failed is lost: %s", error)
 
 
 def _free(path: Path) -> str:
