@@ -166,7 +166,7 @@ class Cluster:
         self._config = config
         self._log_dir = log_dir
         self._ends = ExitStack()
-        """What ends the run, last in, first out; each part is tried whatever happened to the others."""
+        """Ends the parts of the run, last in, first out; each end is tried whatever happened to the others."""
         self._placement: PlacementGroup | None = None
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None

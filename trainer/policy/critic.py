@@ -116,7 +116,8 @@ class Critic:
             self.trainable.model.reshard()  # no backward has followed: the root still holds its gathered weights
 
     def _optimizer_step(self, mini: RankMiniBatch) -> tuple[ValueStats, float | None, bool]:
-        """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, whether taken.
+        """Forward, backward and update of one mini-batch: statistics of this rank, gradient norm, and True if it
+        was taken.
 
         The norm is None where float16 overflowed.
         """

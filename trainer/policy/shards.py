@@ -40,7 +40,7 @@ class ShardReport:
     files: dict[str, FileRecord]
     """Every file that this rank wrote, by name; on the disk. Empty after an error."""
     error: str | None
-    """Why it could not be written."""
+    """The reason why the part could not be written; None if it was written."""
     write_s: float
     """Seconds from the call until the files were on the disk and described."""
 

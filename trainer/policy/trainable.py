@@ -196,7 +196,7 @@ class Trainable(Generic[ModelT]):
         return self._scale is not None and self._scale.value > LEAST_SCALE and not math.isfinite(norm)
 
     def update(self, norm: float) -> bool:
-        """Take the optimizer step unless the gradient `norm` is not finite; whether it was taken.
+        """Take the optimizer step unless the gradient `norm` is not finite; True if it was taken.
 
         In float16 an overflow halves the loss scale. It counts as a bad step only once the scale is at its floor.
 

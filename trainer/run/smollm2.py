@@ -191,7 +191,7 @@ def _run(words: list[str], *, beat: Callable[[float], None]) -> tuple[int, str]:
 
 
 def _reason(code: int, output: str) -> str:
-    """Why a command failed: its last line, or the one that pip marks, without a full stop."""
+    """The reason why a command failed: its last line, or the line that pip marks, without a full stop."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     marked = [line for line in lines if line.startswith("ERROR:")]
     return (marked or lines or [f"exit status {code}"])[-1].rstrip(".")
