@@ -58,12 +58,10 @@ class PlacementError(RuntimeError):
     """The resources of the run cannot be had: says what is required and what is available."""
 
 
-def worker_resources(config: TrainConfig) -> list[dict[str, float]]:
-    """Ray resources of every worker: the FSDP ranks first, then the engines."""
-    policy = {"CPU": CPUS_PER_WORKER, "GPU": config.policy.gpus_per_worker}
-    engine = {"CPU": CPUS_PER_WORKER, "GPU": config.rollout.gpus_per_engine}
-    workers = [policy] * config.policy.num_workers + [engine] * config.rollout.num_engines
-    return [{name: amount for name, amount in worker.items() if amount > 0} for worker in workers]
+def worker_gpus(config: TrainConfig) -> list[float]:
+    """GPUs of every worker: the FSDP ranks first, then the engines."""
+    ranks, engines = config.policy.num_workers, config.rollout.num_engines
+    return [config.policy.gpus_per_worker] * ranks + [config.rollout.gpus_per_engine] * engines
 
 
 def bundle_numbers(config: TrainConfig) -> list[int]:
@@ -76,10 +74,11 @@ def bundle_numbers(config: TrainConfig) -> list[int]:
 def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
     """Return the resources of the bundles that Ray has to reserve together; a bundle is on one machine."""
     numbers = bundle_numbers(config)
-    bundles: list[list[dict[str, float]]] = [[] for _ in range(max(numbers) + 1)]
-    for number, resources in zip(numbers, worker_resources(config), strict=True):
-        bundles[number].append(resources)
-    return [total(members) for members in bundles]
+    bundles = [{"CPU": 0.0, "GPU": 0.0} for _ in range(max(numbers) + 1)]
+    for number, gpus in zip(numbers, worker_gpus(config), strict=True):
+        bundles[number]["CPU"] += CPUS_PER_WORKER
+        bundles[number]["GPU"] += gpus
+    return [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in bundles]
 
 
 def engines_only(config: TrainConfig) -> TrainConfig:
@@ -98,12 +97,6 @@ def engines_only(config: TrainConfig) -> TrainConfig:
 def engine_threads(config: TrainConfig) -> int:
     """Compute threads of one engine on a CPU."""
     return max(1, num_cores() // config.rollout.num_engines)
-
-
-def total(bundles: list[dict[str, float]]) -> dict[str, float]:
-    """Sum of bundles by resource."""
-    names = sorted({name for bundle in bundles for name in bundle})
-    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
 
 
 def describe(resources: dict[str, float], names: list[str]) -> str:
@@ -296,7 +289,6 @@ class Cluster:
     def _options(self, worker: int, threads: int) -> dict[str, object]:
         if self._placement is None:
             raise RuntimeError("workers are spawned inside `with Cluster(...)`")
-        resources = worker_resources(self._config)[worker]
         environment = {
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -310,8 +302,8 @@ class Cluster:
         if self._config.cluster.address is None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         return {
-            "num_cpus": resources.get("CPU", 0),
-            "num_gpus": resources.get("GPU", 0),
+            "num_cpus": CPUS_PER_WORKER,
+            "num_gpus": worker_gpus(self._config)[worker],
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self._placement, placement_group_bundle_index=bundle_numbers(self._config)[worker]
             ),
@@ -323,8 +315,9 @@ class Cluster:
     def _reserve(self) -> PlacementGroup:
         """Reserve all workers together, or say within the deadline what is missing."""
         bundles = required_bundles(self._config)
-        required, present = total(bundles), ray.cluster_resources()
-        names = sorted(required)
+        names = sorted({name for bundle in bundles for name in bundle})
+        required = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
+        present = ray.cluster_resources()
         remedy = (
             "Lower policy.num_workers or rollout.num_engines (on GPUs policy.gpus_per_worker, "
             "rollout.gpus_per_engine; both 0 for a run on the CPU), or end other runs on this cluster."
