@@ -40,38 +40,33 @@ def is_secret_name(name: str) -> bool:
     return last not in _HARMLESS_NAMES and _SECRET_NAME.search(last) is not None
 
 
-def redact(value: object) -> object:
-    """A copy of `value` without secrets; mappings, sequences and dataclasses are walked (dataclasses become dicts).
+def redact(value: object, *, name: str = "") -> object:
+    """A copy of `value`, which stands under the key `name`, without secrets; dataclasses become dicts.
 
-    Numbers, booleans and None are kept, except numbers under names such as `password`. In a sequence of strings the
-    item after a flag such as `--api-key` is redacted as well.
+    Under a secret key every string is replaced, at any depth. Numbers, booleans and None are kept, except numbers under
+    names such as `password`. In a sequence of strings the item after a flag such as `--api-key` is redacted as well.
     """
+    is_secret = is_secret_name(name)
     if isinstance(value, str):
-        return redact_text(value)
-    if isinstance(value, Mapping):
-        return {key: _redact_member(str(key), member) for key, member in value.items()}
+        return (REDACTED if value else value) if is_secret else redact_text(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _redact_member(f.name, getattr(value, f.name)) for f in fields(value)}
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: redact(member, name=name if is_secret else str(key)) for key, member in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_redact_items(value)) if type(value) in (list, tuple) else _redact_items(value)
+        items = [redact(item, name=name) for item in value] if is_secret else _redact_items(value)
+        return tuple(items) if type(value) is tuple else items
     if isinstance(value, (set, frozenset)):
-        return type(value)(redact(item) for item in value)
-    return value
+        return {redact(item, name=name) for item in value}
+    if not is_secret or value is None or isinstance(value, (bool, Enum)):
+        return value
+    is_harmless = isinstance(value, (int, float)) and not _SECRET_NUMBER_NAME.search(name)
+    return value if is_harmless else REDACTED
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without secrets: `--api-key X`, `--api-key=X`, `+a.b.api_key=X`, `a={api_key:X}`, URLs."""
-    shown: list[str] = []
-    hide_next = False
-    for item in argv:
-        if hide_next:
-            shown.append(REDACTED)
-            hide_next = False
-            continue
-        flag = _FLAG.fullmatch(item)
-        hide_next = flag is not None and is_secret_name(flag["name"])
-        shown.append(_redact_argument(item))
-    return shown
+    return [str(item) for item in _redact_items(argv)]
 
 
 def redact_text(text: str) -> str:
@@ -82,62 +77,37 @@ def redact_text(text: str) -> str:
     return _KNOWN_PREFIX.sub(REDACTED, text)
 
 
-def _redact_argument(item: str) -> str:
-    assignment = _ASSIGNMENT.fullmatch(item)
-    if assignment is None:
-        return redact_text(item)
-    name, value = assignment["name"], assignment["value"]
-    if is_secret_name(name) and value and not (_NUMBER.fullmatch(value) and not _SECRET_NUMBER_NAME.search(name)):
-        return f"{name}={REDACTED}"
-    return f"{name}={redact_text(_INNER_PAIR.sub(_redact_inner_pair, value))}"
-
-
-def _redact_inner_pair(match: re.Match[str]) -> str:
-    """One `api_key: X` inside a Hydra dict override."""
-    name, value = match["name"], match["value"]
-    harmless_number = _NUMBER.fullmatch(value) is not None and not _SECRET_NUMBER_NAME.search(name)
-    if not is_secret_name(name) or harmless_number:
-        return match[0]
-    return f"{name}{match['mid']}{REDACTED}"
-
-
-def _redact_member(name: str, value: object) -> object:
-    return _redact_all(value, name=name) if is_secret_name(name) else redact(value)
-
-
-def _redact_all(value: object, *, name: str) -> object:
-    """A value under a secret key with every string replaced, at any depth."""
-    if isinstance(value, str):
-        return REDACTED if value else value
-    if isinstance(value, bytes):
-        return REDACTED
-    if isinstance(value, Enum) or value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, (int, float)):
-        return REDACTED if _SECRET_NUMBER_NAME.search(name) else value
-    if isinstance(value, Mapping):
-        return {key: _redact_all(member, name=name) for key, member in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_redact_all(item, name=name) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _redact_all(getattr(value, f.name), name=name) for f in fields(value)}
-    return REDACTED
-
-
 def _redact_items(items: Sequence[object]) -> list[object]:
+    """A list, or a command line: the item after a secret flag is hidden."""
     shown: list[object] = []
     previous: object = None
     for item in items:
         flag = _FLAG.fullmatch(previous) if isinstance(previous, str) else None
-        after_secret_flag = flag is not None and is_secret_name(flag["name"])
-        hidden = isinstance(item, str) and after_secret_flag
-        shown.append(REDACTED if hidden else _redact_item(item))
+        if not isinstance(item, str):
+            shown.append(redact(item))
+        else:
+            shown.append(REDACTED if flag is not None and is_secret_name(flag["name"]) else _redact_argument(item))
         previous = item
     return shown
 
 
-def _redact_item(item: object) -> object:
-    """An item of a list without secrets: `--api-key=X` is treated as an argument, other items are walked."""
-    if isinstance(item, str):
-        return _redact_argument(item) if _ASSIGNMENT.fullmatch(item) else redact_text(item)
-    return redact(item)
+def _redact_argument(item: str) -> str:
+    """An argument `name=value`, or other text."""
+    assignment = _ASSIGNMENT.fullmatch(item)
+    if assignment is None:
+        return redact_text(item)
+    name, value = assignment["name"], assignment["value"]
+    if value and _is_hidden(name, value):
+        return f"{name}={REDACTED}"
+    # A Hydra dict override holds pairs `api_key: X` of its own.
+    inner = _INNER_PAIR.sub(
+        lambda pair: f"{pair['name']}{pair['mid']}{REDACTED}" if _is_hidden(pair["name"], pair["value"]) else pair[0],
+        value,
+    )
+    return f"{name}={redact_text(inner)}"
+
+
+def _is_hidden(name: str, value: str) -> bool:
+    """True for text under a secret name; a number is hidden under names such as `password` only."""
+    is_harmless = _NUMBER.fullmatch(value) is not None and not _SECRET_NUMBER_NAME.search(name)
+    return is_secret_name(name) and not is_harmless
