@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollout.collect.filters import GROUP_DROP_REASONS, SAMPLE_FILTERS
+from rollout.collect.filters import DropReason, InvalidReason
 from rollout.engine import continuation
 from rollout.rewards import ScoreStats
 from rollout.types import FinishReason, GenerateRequest, Sample, SampleGroup
@@ -41,13 +41,13 @@ class CollectStats:
     groups_generated: int = 0
     """Groups whose prompts were submitted for the first time."""
     groups_dropped: Counter[str] = field(default_factory=Counter)
-    """Dropped groups by reason, one of rollout.collect.filters.GROUP_DROP_REASONS."""
+    """Dropped groups by reason, the name of a rollout.collect.filters.DropReason."""
     groups_left_over: int = 0
     """Groups that are unfinished or waiting, for the next steps."""
     samples_generated: int = 0
     """Responses that ended without being aborted."""
     samples_dropped: Counter[str] = field(default_factory=Counter)
-    """Invalid samples by name of the filter in rollout.collect.filters.SAMPLE_FILTERS."""
+    """Invalid samples by the name of their rollout.collect.filters.InvalidReason."""
     samples_aborted: int = 0
     """Responses that were aborted because the step had all its groups."""
     samples_resumed: int = 0
@@ -104,10 +104,10 @@ class CollectStats:
             "rounds": self.rounds,
             "groups_generated": self.groups_generated,
             "groups_kept": len(self.kept),
-            **{f"groups_dropped/{reason}": self.groups_dropped[reason] for reason in GROUP_DROP_REASONS},
+            **{f"groups_dropped/{reason}": self.groups_dropped[reason] for reason in DropReason.__members__},
             "groups_left_over": self.groups_left_over,
             "samples_generated": self.samples_generated,
-            **{f"samples_dropped/{each.name}": self.samples_dropped[each.name] for each in SAMPLE_FILTERS},
+            **{f"samples_dropped/{name}": self.samples_dropped[name] for name in InvalidReason.__members__},
             "samples_aborted": self.samples_aborted,
             "samples_resumed": self.samples_resumed,
             "resumed_tokens": self.resumed_tokens,

@@ -18,15 +18,7 @@ from typing import NamedTuple
 
 from rollout.collect.collect_stats import CollectStats, Served
 from rollout.collect.dispatch import Dispatcher, Sampler
-from rollout.collect.filters import (
-    GROUP_DROP_REASONS,
-    SAMPLE_FILTERS,
-    SURPLUS,
-    TOO_OLD,
-    ZERO_VARIANCE,
-    GroupFilter,
-    too_small,
-)
+from rollout.collect.filters import DropReason, InvalidReason, is_zero_variance
 from rollout.collect.pending import CollectorState, PendingGroup, PendingResponse, pack_groups, unpack_groups
 from rollout.collect.requests import SeedSource, sampling_params
 from rollout.config import CollectConfig, CollectOrder, DynamicCollectConfig, SamplingConfig
@@ -95,10 +87,8 @@ class Collector:
         self._plan = plan
         self._scorer = scorer
         self._dispatcher = Dispatcher(sampler, scorer)
-        self._filters: tuple[GroupFilter, ...] = (too_small(plan.min_group_size),)
         self._max_rounds, self._least = 1, 1
         if isinstance(collect, DynamicCollectConfig):
-            self._filters = (*self._filters, ZERO_VARIANCE)
             self._max_rounds = collect.max_rounds
             self._least = min(collect.min_prompts or plan.prompts_per_step, plan.prompts_per_step)
         self._pending: list[PendingGroup] = []
@@ -253,11 +243,12 @@ class Collector:
             scored = group.valid_samples()
             stats.samples_decided += len(scored.samples)
             stats.samples_correct += sum(sample.correct is True for sample in scored.samples)
-            reasons = [each.name for each in self._filters if each.rejects(scored)]
             if self._is_too_old(group, step):
-                reasons.insert(0, TOO_OLD)
-            if reasons:
-                self._drop(group, reasons[0])
+                self._drop(group, DropReason.too_old)
+            elif len(scored.samples) < self._plan.min_group_size:
+                self._drop(group, DropReason.too_small)
+            elif isinstance(self._collect, DynamicCollectConfig) and is_zero_variance(scored):
+                self._drop(group, DropReason.zero_variance)
             else:
                 self._kept.append(group)
                 stats.wasted_tokens += group.num_tokens - sum(s.num_response_tokens for s in scored.samples)
@@ -275,15 +266,15 @@ class Collector:
         allowed = self._versions.get(step - self._plan.max_lag_steps, min(known, default=0))
         return oldest is not None and oldest < allowed
 
-    def _drop(self, group: PendingGroup, reason: str) -> None:
+    def _drop(self, group: PendingGroup, reason: DropReason) -> None:
         group.is_dropped = True
-        self._stats.groups_dropped[reason] += 1
+        self._stats.groups_dropped[reason.name] += 1
         self._stats.wasted_tokens += group.num_tokens
 
     def _drop_too_old(self, step: int) -> None:
         old = [group for group in self._pending if self._is_too_old(group, step)]
         for group in old:
-            self._drop(group, TOO_OLD)
+            self._drop(group, DropReason.too_old)
             self._pending.remove(group)
         self._dispatcher.stop(old, step=step, stats=self._stats)
 
@@ -293,7 +284,7 @@ class Collector:
         if self._plan.surplus is Surplus.drop:
             self._pending = []
             for group in surplus:
-                self._drop(group, SURPLUS)
+                self._drop(group, DropReason.surplus)
         if self._plan.surplus is not Surplus.run:
             self._dispatcher.stop(surplus, step=step, stats=self._stats)
         if self._collect.order is CollectOrder.completion:
@@ -307,9 +298,9 @@ class Collector:
         if stats.samples_dropped.total() <= self._collect.max_invalid_fraction * stats.samples_generated:
             return
         reasons = "; ".join(
-            f"{each.name} {stats.samples_dropped[each.name]} ({each.meaning})"
-            for each in SAMPLE_FILTERS
-            if stats.samples_dropped[each.name]
+            f"{reason.name} {stats.samples_dropped[reason.name]} ({reason.value})"
+            for reason in InvalidReason
+            if stats.samples_dropped[reason.name]
         )
         raise RuntimeError(
             f"step {step}: {stats.samples_dropped.total()} of {stats.samples_generated} samples are invalid, more than "
@@ -320,7 +311,7 @@ class Collector:
 
     def _too_few(self, step: int) -> str:
         stats = self._stats
-        dropped = ", ".join(f"{reason} {stats.groups_dropped[reason]}" for reason in GROUP_DROP_REASONS)
+        dropped = ", ".join(f"{reason} {stats.groups_dropped[reason]}" for reason in DropReason.__members__)
         text = (
             f"step {step}: {len(stats.kept)} of {self._least} needed groups after {stats.rounds} rounds, "
             f"{stats.groups_generated} groups and {stats.samples_generated} samples ({dropped}; accuracy of all "

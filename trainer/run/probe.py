@@ -91,7 +91,7 @@ def probe_logprobs(
     for request, generation in zip(requests, generations, strict=True):
         reason = invalid_reason(request, generation, policy_version=policy_version)
         if reason is not None:
-            raise ProbeError(f"phase probe: a response of the engine is invalid: {reason.name} ({reason.meaning})")
+            raise ProbeError(f"phase probe: a response of the engine is invalid: {reason.name} ({reason.value})")
         samples.append(make_sample(request, generation))
     micros = [micro_batch([sample]) for sample in samples]
 
