@@ -74,10 +74,7 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
 
 def segment_min(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Minimum of values [T] over each sequence -> [N], same dtype; +inf for an empty sequence."""
-    num_segments = cu_seqlens.numel() - 1
-    minima = values.new_full((num_segments + 1,), math.inf)
-    minima = minima.scatter_reduce(0, _segment_ids(cu_seqlens, values.shape[0]), values, reduce="amin")
-    return minima[:num_segments]
+    return torch.segment_reduce(values, "min", offsets=cu_seqlens, initial=math.inf, unsafe=True)
 
 
 def segment_max(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -92,16 +89,5 @@ def segment_expand(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Te
     device.
     """
     padded = torch.cat([values, values.new_zeros(1)])
-    return padded.repeat_interleave(_lengths(cu_seqlens, num_tokens), output_size=num_tokens)
-
-
-def _segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Sequence of each token [T] int64; N for padding. Empty sequences own no token."""
-    num_segments = cu_seqlens.numel() - 1
-    ids = torch.arange(num_segments + 1, device=cu_seqlens.device)
-    return ids.repeat_interleave(_lengths(cu_seqlens, num_tokens), output_size=num_tokens)
-
-
-def _lengths(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Number of tokens of each sequence, then of the padding -> [N+1]."""
-    return torch.cat([cu_seqlens, cu_seqlens.new_full((1,), num_tokens)]).diff()
+    lengths = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), num_tokens)]).diff()
+    return padded.repeat_interleave(lengths, output_size=num_tokens)
