@@ -59,7 +59,8 @@ class RunningEpisode:
     ticket: int
     request: GenerateRequest
     worker: EpisodeWorker
-    attempt: int = 1
+    attempt: int
+    """Number of this start of the episode, from 1."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] | None = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class RunningEpisode:
     last: FinishReason = FinishReason.failed
     engine_ticket: int | None = None
     """Ticket of the turn that the engines are sampling; None between turns."""
-    since: float = 0.0
+    since: float
     """Time (time.monotonic()) at which the rollout function received its last turn."""
 
     @property

@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +65,6 @@ class EpisodeSampler:
 
     def __init__(self, sampler: Sampler, config: EpisodeConfig, *, tokenizer_file: Path) -> None:
         """`tokenizer_file` is the path of the model's tokenizer.json."""
-        if config.function is None:
-            raise ValueError("episode.function is null: responses of one turn need no EpisodeSampler")
         self._sampler = sampler
         self._config = config
         self._function = f"{config.function}{SEPARATOR}{tokenizer_file}"
@@ -88,11 +86,8 @@ class EpisodeSampler:
         for request in requests:
             if request.resumed is not None:
                 raise ValueError("an episode cannot be resumed: the rollout function does not remember its first part")
-            ticket = next(self._tickets)
-            self._episodes[ticket] = self._begun(
-                RunningEpisode(ticket=ticket, request=request, worker=self._worker(ticket))
-            )
-            tickets.append(ticket)
+            tickets.append(next(self._tickets))
+            self._begin(tickets[-1], request)
         return tickets
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -154,49 +149,39 @@ class EpisodeSampler:
             worker.kill()
         self._workers = []
 
-    def _worker(self, ticket: int) -> EpisodeWorker:
-        """The worker of an episode, round robin; the first episode starts all workers."""
+    def _begin(self, ticket: int, request: GenerateRequest, *, attempt: int = 1) -> None:
+        """Start an episode in one of the workers, round robin; the first episode starts all workers."""
         while len(self._workers) < self._config.num_workers:
-            self._workers.append(self._start())
-        return self._workers[ticket % len(self._workers)]
-
-    def _start(self) -> EpisodeWorker:
-        return EpisodeWorker(self._function, memory_bytes=EPISODE_MEMORY_BYTES, inbox=self._inbox)
-
-    def _begun(self, episode: RunningEpisode) -> RunningEpisode:
-        request = episode.request
-        episode.worker.tell(
+            worker = EpisodeWorker(self._function, memory_bytes=EPISODE_MEMORY_BYTES, inbox=self._inbox)
+            self._workers.append(worker)
+        worker = self._workers[ticket % len(self._workers)]
+        worker.tell(
             {
-                "start": episode.ticket,
+                "start": ticket,
                 "token_ids": request.prompt_token_ids,
                 "answer": request.answer,
                 "row": request.row,
                 "max_new_tokens": request.sampling.max_new_tokens,
             }
         )
-        episode.since = time.monotonic()
-        return episode
+        self._episodes[ticket] = RunningEpisode(
+            ticket=ticket, request=request, worker=worker, attempt=attempt, since=time.monotonic()
+        )
 
     def _hear_workers(self, timeout_s: float) -> None:
         """Act on messages of rollout functions; waits for the first message only if the engines have no request."""
-        self._heed_all(timeout_s)
+        with suppress(queue.Empty):
+            said = self._inbox.get(timeout=min(max(timeout_s, 0.0), self._config.timeout_s))
+            while True:
+                if said.worker in self._workers:
+                    self._heed(said.worker, said.message)
+                said = self._inbox.get_nowait()
         if self._turns:  # one call for all of them: each is a round trip to the engines
             numbers, turns = list(self._turns), list(self._turns.values())
             self._turns = {}
             for number, engine_ticket in zip(numbers, self._sampler.submit(turns), strict=True):
                 self._episodes[number].engine_ticket = engine_ticket
                 self._of_engine_ticket[engine_ticket] = number
-
-    def _heed_all(self, timeout_s: float) -> None:
-        wait_s = min(max(timeout_s, 0.0), self._config.timeout_s)
-        try:
-            said = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
-            while True:
-                if said.worker in self._workers:
-                    self._heed(said.worker, said.message)
-                said = self._inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def _heed(self, worker: EpisodeWorker, message: dict[str, Any] | None) -> None:
         if message is None:
@@ -292,10 +277,7 @@ class EpisodeSampler:
             self._stats_of(episode).restarted += 1
             # With a blamed episode the cause is gone; without one this episode may be the cause, so the attempt counts.
             attempt = episode.attempt + (not blamed)
-            anew = RunningEpisode(
-                ticket=episode.ticket, request=episode.request, worker=self._worker(episode.ticket), attempt=attempt
-            )
-            self._episodes[episode.ticket] = self._begun(anew)
+            self._begin(episode.ticket, episode.request, attempt=attempt)
 
 
 @contextmanager

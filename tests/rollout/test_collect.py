@@ -67,7 +67,9 @@ def scorer_of(reward, decode):
     return SCORERS[key]
 
 
-def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_size=3, seed=0, **scoring):
+def make_collector(
+    sampler, collect=None, *, prompts=None, num_prompts=8, group_size=3, min_group_size=2, seed=0, **scoring
+):
     return Collector(
         sampler=sampler,
         prompts=PromptStream(prompts or make_prompts(), seed=seed),
@@ -75,7 +77,11 @@ def make_collector(sampler, collect=None, *, prompts=None, num_prompts=8, group_
         collect=collect or FixedCollectConfig(),
         sampling=SamplingConfig(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
         plan=CollectPlan(
-            prompts_per_step=num_prompts, group_size=group_size, seed=seed, stop_token_ids=STOP, min_group_size=2
+            prompts_per_step=num_prompts,
+            group_size=group_size,
+            seed=seed,
+            stop_token_ids=STOP,
+            min_group_size=min_group_size,
         ),
     )
 
@@ -310,6 +316,9 @@ def test_a_group_of_one_is_dropped(engine):
     assert collected.stats.groups_dropped == Counter({"too_small": 1})
     assert collected.stats.samples_dropped == Counter({"no_logprobs": 2})
     assert collected.stats.metrics()["rollout/wasted_tokens"] > 0
+    sampler = Faulty(engine, lambda position, g: replace(g, logprobs=None) if position in (3, 5) else g)
+    lone = make_collector(sampler, FixedCollectConfig(max_invalid_fraction=0.1), min_group_size=1).collect(1, 0)
+    assert sorted(len(group.samples) for group in lone.groups) == [1, *[3] * 7], "without a group baseline it is kept"
     config = DynamicCollectConfig(max_invalid_fraction=0.1, max_rounds=20)
     sampler = Faulty(engine, lambda position, g: replace(g, logprobs=None) if position in (3, 5) else g)
     replaced = make_collector(sampler, config).collect(1, 0)
