@@ -4,17 +4,7 @@
 `rollout/collect/evaluate.py` call the `Scorer`.
 """
 
-from rollout.rewards.overlong import overlong_penalty
-from rollout.rewards.rules import RULES, Rule, rule_names
+from rollout.rewards.rules import RULES, rule_names
 from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, function_problem
 
-__all__ = [
-    "RULES",
-    "RewardError",
-    "Rule",
-    "ScoreStats",
-    "Scorer",
-    "function_problem",
-    "overlong_penalty",
-    "rule_names",
-]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "function_problem", "rule_names"]

@@ -16,7 +16,6 @@ from typing import Any
 
 from rollout.data.data_files import plain_text
 from rollout.processes.custom_code import custom_problem, is_custom
-from rollout.rewards.overlong import overlong_penalty
 from rollout.rewards.pool import Failure, Outcome, RewardPool
 from rollout.rewards.rules import RULES, rule_names
 from rollout.task_config import RewardConfig
@@ -218,3 +217,16 @@ def function_problem(function: str) -> str | None:
     if is_custom(function):
         return custom_problem(function)
     return None if function in RULES else f"must be one of {', '.join(rule_names())}, or path.py:function"
+
+
+def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """The soft overlong penalty, added to the reward: 0 up to max - buffer tokens, then falling linearly to -penalty at
+    max; 0 everywhere with a buffer of 0.
+
+    With L = num_tokens: -penalty * min(1, (L - (max - buffer)) / buffer) where L > max - buffer.
+    Source: DAPO, arXiv:2503.14476, equation 13.
+    """
+    excess = num_tokens - (max_new_tokens - buffer_tokens)
+    if buffer_tokens == 0 or excess <= 0:
+        return 0.0
+    return -penalty * min(1.0, excess / buffer_tokens)

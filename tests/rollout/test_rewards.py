@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.rewards import RULES, RewardError, Scorer, overlong_penalty, rule_names
+from rollout.rewards import RULES, RewardError, Scorer, rule_names
+from rollout.rewards.scorer import overlong_penalty
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 
