@@ -54,7 +54,7 @@ def _prob_diff(tokens: Tokens, bounds: Sequence[float]) -> Tensor:
 def _dppo_tv(tokens: Tokens, bound: float) -> Tensor:
     """|pi_train - mu| <= bound, or the advantage pushes the token back towards mu.
 
-    |pi_train - mu| is the total variation of the token's Bernoulli law. Source: DPPO, as in `algorithms.surrogate`.
+    |pi_train - mu| is the total variation of the token's Bernoulli law. Source: DPPO, as in `algorithms.loss`.
     """
     pushes_outwards = _advantages(tokens, criterion="dppo_tv") * tokens.delta > 0
     return ~pushes_outwards | (_probability_gap(tokens).abs() <= bound)

@@ -55,7 +55,7 @@ class LossConfig(Checked):
     """Keys of every surrogate: aggregation of the per-token losses, and entropy bonus."""
 
     surrogate: ClassVar[str] = ""
-    """Name in `algorithms.surrogate.SURROGATES`; this base has none."""
+    """Name in `algorithms.loss.SURROGATES`; this base has none."""
     aggregation: Aggregation = Aggregation.token_mean
     """Aggregation of per-token losses into one number. Vetted: token_mean (DAPO), seq_mean_token_mean (GRPO)."""
     fixed_length_tokens: int | None = None

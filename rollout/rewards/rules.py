@@ -7,6 +7,7 @@ new rule is two functions and a row of `RULES`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,10 +66,23 @@ def same_normalised(extracted: str, answer: str) -> bool:
 
 
 def same_mathematics(extracted: str, answer: str) -> bool:
-    """True if math-verify finds two expressions equal."""
-    from rollout.rewards.mathematics import equal_expressions
+    """True if math-verify finds two expressions equal: 1/2 is 0.5, {1, 2} is {2, 1}.
 
-    return equal_expressions(extracted, answer)
+    math-verify bounds its own work with SIGALRM, which a computation in C ignores. So its timeouts are off, and
+    `rollout/rewards/pool.py` kills the process at the deadline. Raises ValueError for a reference that it cannot read.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # math-verify logs with every call that its timeouts are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    config = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    # The reference is boxed, because parts of a bare reference would be taken for the whole.
+    boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    reference = parse(boxed, extraction_config=config, parsing_timeout=None)
+    if not reference:
+        raise ValueError(f"reward.function=math cannot read the reference answer {answer[-80:]!r}")
+    found = parse(extracted, extraction_config=config, parsing_timeout=None)
+    return bool(found) and bool(verify(reference, found, timeout_seconds=None))
 
 
 RULES: dict[str, Rule] = {

@@ -5,8 +5,7 @@ import torch
 from algorithm_cases import packed
 
 from algorithms.config.loss import PPOClipConfig
-from algorithms.loss import loss_stats
-from algorithms.surrogate import SURROGATES, SurrogateTokens
+from algorithms.loss import SURROGATES, SurrogateTokens, loss_stats
 
 
 def test_loss_statistics_by_hand() -> None:

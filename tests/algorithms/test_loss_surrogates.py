@@ -23,8 +23,7 @@ from algorithms.config import (
     TISConfig,
 )
 from algorithms.correction import Correction
-from algorithms.loss import LossOutput, policy_loss
-from algorithms.surrogate import SURROGATES
+from algorithms.loss import SURROGATES, LossOutput, policy_loss
 
 LOG2 = math.log(2)
 SURROGATE_CONFIGS: list[LossConfig] = [

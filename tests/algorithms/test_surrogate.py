@@ -18,7 +18,7 @@ from algorithms.config.loss import (
     ReinforceConfig,
     SAPOConfig,
 )
-from algorithms.surrogate import SURROGATES, Surrogate, SurrogateTokens
+from algorithms.loss import SURROGATES, Surrogate, SurrogateTokens
 
 CONFIGS: dict[str, LossConfig] = {
     config.surrogate: config
