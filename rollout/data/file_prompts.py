@@ -45,6 +45,10 @@ class SourceReport:
     has_text: bool = False
     has_messages: bool = False
 
+    def refuse(self, number: int, problem: str, values: dict[str, Any]) -> None:
+        """Note a row that cannot become a prompt."""
+        self.bad.append(BadRow(source=self.source, number=number, problem=problem, values=plain(values)))
+
     def lines(self, config: FileDataConfig) -> list[str]:
         """Lines about the source for the console."""
         lines = [f"{self.source}: {self.columns}; {self.num_rows:,} rows, {self.num_prompts:,} prompts"]
@@ -109,13 +113,9 @@ def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]
             prompt = _prompt_value(columns.prompt(row.values), columns.prompt_key)
             answer = _answer_text(columns.answer(row.values), columns.answer_key)
         except ValueError as error:
-            report.bad.append(_bad(report, row.number, str(error), row.values))
+            report.refuse(row.number, str(error), row.values)
             continue
         yield _Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
-
-
-def _bad(report: SourceReport, number: int, problem: str, values: dict[str, Any]) -> BadRow:
-    return BadRow(source=report.source, number=number, problem=problem, values=plain(values))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,7 +168,7 @@ def _templated(
         try:
             row.text, row.templated = _prompt_text(row.prompt, config, tokenizer)
         except ValueError as error:
-            report.bad.append(_bad(report, row.number, str(error), {"prompt": row.prompt, "answer": row.answer}))
+            report.refuse(row.number, str(error), {"prompt": row.prompt, "answer": row.answer})
             continue
         done.append(row)
     return done
@@ -183,22 +183,15 @@ def _tokenized(
         # A chat template already contains the special tokens.
         token_ids = tokenize([row.text for row in chosen], tokenizer, add_special_tokens=not templated)
         for row, ids in zip(chosen, token_ids, strict=True):
-            if problem := _length_problem(len(ids), report.columns, config):
-                values = {"prompt": row.prompt, "answer": row.answer}
-                report.bad.append(_bad(report, row.number, problem, values))
+            if not 0 < len(ids) <= config.max_prompt_tokens:
+                limit = f"{len(ids)} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
+                problem = limit if ids else f"{report.columns.prompt_key} has no tokens"
+                report.refuse(row.number, problem, {"prompt": row.prompt, "answer": row.answer})
                 continue
             prompts.append(
                 Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))
             )
     return sorted(prompts, key=lambda prompt: prompt.prompt_id)
-
-
-def _length_problem(num_tokens: int, columns: Columns, config: FileDataConfig) -> str | None:
-    if not num_tokens:
-        return f"{columns.prompt_key} has no tokens"
-    if num_tokens > config.max_prompt_tokens:
-        return f"{num_tokens} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
-    return None
 
 
 def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
