@@ -63,10 +63,10 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
         keep = keep & ~criterion
     weight = rho = torch.ones_like(tokens.delta)
     if spec.weight is not None:
-        log_ratio, known = LEVELS[spec.weight.level](tokens)
-        rho = bounded_exp(torch.where(known, log_ratio, 0.0))
+        log_ratio, has_weight = LEVELS[spec.weight.level](tokens)
+        rho = bounded_exp(torch.where(has_weight, log_ratio, 0.0))
         weight, inside = BOUNDS[spec.weight.bound](rho, log_ratio, spec.weight)
-        keep = keep & known & inside
+        keep = keep & has_weight & inside
     return Correction(
         anchor=tokens.train if spec.anchor is Anchor.old else tokens.rollout,
         weight=torch.where(tokens.response_mask, torch.where(keep, weight, 0.0), 1.0),

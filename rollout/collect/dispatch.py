@@ -61,7 +61,7 @@ class Dispatcher:
     def __init__(self, sampler: Sampler, scorer: Scorer) -> None:
         self._sampler = sampler
         self._scorer = scorer
-        self._asked: dict[int, tuple[PendingGroup, PendingResponse]] = {}
+        self._in_flight: dict[int, tuple[PendingGroup, PendingResponse]] = {}
         """Ticket -> response that an engine is sampling."""
         self._unscored: dict[int, tuple[PendingGroup, PendingResponse]] = {}
         """id() of the sample -> response that is being scored."""
@@ -76,37 +76,39 @@ class Dispatcher:
         A resumed response gets a new seed: the random numbers of its old seed are used up.
         """
         self._engine_version = policy_version
-        asked: list[tuple[PendingGroup, PendingResponse]] = []
+        requested: list[tuple[PendingGroup, PendingResponse]] = []
         for group in groups:
             for response in group.responses:
-                if response.generation is not None or response.is_asked:
+                if response.generation is not None or response.in_flight:
                     continue
-                request, begun = response.request, response.request.resumed
-                if begun is not None:
+                request, resumed = response.request, response.request.resumed
+                if resumed is not None:
                     seed = seeds.draw(request.prompt_id, request.sample_index)
                     response.request = replace(request, sampling=replace(request.sampling, seed=seed))
                     stats.samples_resumed += 1
-                    stats.resumed_tokens += len(begun.token_ids)
-                response.is_asked, response.since = True, policy_version
-                asked.append((group, response))
-        if asked:
-            tickets = self._sampler.submit([response.request for _, response in asked])
-            self._asked.update(zip(tickets, asked, strict=True))
+                    stats.resumed_tokens += len(resumed.token_ids)
+                response.in_flight, response.since = True, policy_version
+                requested.append((group, response))
+        if requested:
+            tickets = self._sampler.submit([response.request for _, response in requested])
+            self._in_flight.update(zip(tickets, requested, strict=True))
 
     def look(self, step: int, stats: CollectStats) -> None:
         """Receive finished responses and scored samples; waits at most POLL_S seconds for the first."""
-        if self._asked:
+        if self._in_flight:
             for completion in self._sampler.poll(TURN_S if self._unscored else POLL_S):
-                if completion.ticket in self._asked:
-                    self._receive(*self._asked.pop(completion.ticket), completion.generation, stats)
+                if completion.ticket in self._in_flight:
+                    self._receive(*self._in_flight.pop(completion.ticket), completion.generation, stats)
         if self._unscored:
             begin = time.monotonic()
-            for sample in self._scorer.poll(0.0 if self._asked else POLL_S):
+            for sample in self._scorer.poll(0.0 if self._in_flight else POLL_S):
                 if id(sample) in self._unscored:  # not one that nobody wants any more
                     self._set_done(*self._unscored.pop(id(sample)))
             stats.reward_s += time.monotonic() - begin
-        if self._asked and not self._sampler.unfinished:
-            raise RuntimeError(f"step {step}: {len(self._asked)} of the responses that were asked for never came back")
+        if self._in_flight and not self._sampler.unfinished:
+            raise RuntimeError(
+                f"step {step}: {len(self._in_flight)} of the responses that were asked for never came back"
+            )
 
     def score(self, group: PendingGroup, response: PendingResponse) -> None:
         """Submit a valid finished response to the scorer."""
@@ -119,17 +121,17 @@ class Dispatcher:
     def stop(self, groups: Sequence[PendingGroup], *, step: int, stats: CollectStats) -> None:
         """Abort the unfinished responses of `groups`, and wait until the engines return them: dropped, or resumable."""
         stopped = {id(group) for group in groups}
-        tickets = [ticket for ticket, (group, _) in self._asked.items() if id(group) in stopped]
+        tickets = [ticket for ticket, (group, _) in self._in_flight.items() if id(group) in stopped]
         self._unscored = {key: each for key, each in self._unscored.items() if not each[0].is_dropped}
         if not tickets:
             return
         for ticket in tickets:
-            self._asked[ticket][1].is_stopping = True
+            self._in_flight[ticket][1].is_stopping = True
         self._sampler.abort(tickets)
         deadline = time.monotonic() + ABORT_TIMEOUT_S
-        while any(ticket in self._asked for ticket in tickets):
+        while any(ticket in self._in_flight for ticket in tickets):
             if time.monotonic() > deadline:
-                left = sum(ticket in self._asked for ticket in tickets)
+                left = sum(ticket in self._in_flight for ticket in tickets)
                 raise RuntimeError(
                     f"step {step}: {left} of {len(tickets)} aborted responses did not come back within "
                     f"{ABORT_TIMEOUT_S:.0f} s. Look at the engine's log."
@@ -141,7 +143,7 @@ class Dispatcher:
     ) -> None:
         """Take in a response that has ended or was stopped."""
         request, stopping = response.request, response.is_stopping
-        response.is_asked = response.is_stopping = False
+        response.in_flight = response.is_stopping = False
         num_begun = 0 if request.resumed is None else len(request.resumed.token_ids)
         num_new = max(0, generation.num_sampled - num_begun)
         stats.generated_tokens += num_new

@@ -40,14 +40,14 @@ def invalid_reason(
     limits the age of tokens for training (see `DropReason.too_old`).
     """
     tokens, logprobs, versions = generation.token_ids, generation.logprobs, generation.token_versions
-    begun = [] if request.resumed is None else request.resumed.token_ids
+    resumed = [] if request.resumed is None else request.resumed.token_ids
     oldest = policy_version if oldest_version is None else oldest_version
     found: InvalidReason | None = None
     if generation.finish_reason is FinishReason.abort:
         found = InvalidReason.abort
     elif generation.finish_reason is FinishReason.failed:
         found = InvalidReason.failed
-    elif any(not oldest <= version <= policy_version for version in set(versions[len(begun) :])):
+    elif any(not oldest <= version <= policy_version for version in set(versions[len(resumed) :])):
         found = InvalidReason.wrong_version
     elif not tokens:
         found = InvalidReason.empty
@@ -59,7 +59,7 @@ def invalid_reason(
         found = InvalidReason.wrong_length
     elif not are_logprobs(np.array(logprobs, dtype=np.float64)).all():
         found = InvalidReason.bad_logprob
-    elif tokens[: len(begun)] != begun:
+    elif tokens[: len(resumed)] != resumed:
         found = InvalidReason.lost_resumed
     return found
 

@@ -26,7 +26,7 @@ class PendingResponse:
     """The request; `resumed` holds the tokens of an aborted part."""
     since: int = 0
     """Version of the engines' weights at the last submission: no new token can be older."""
-    is_asked: bool = False
+    in_flight: bool = False
     """True while an engine has the request."""
     is_stopping: bool = False
     """True if the engine was told to abort the request."""
@@ -72,9 +72,9 @@ class PendingGroup:
     @property
     def oldest_version(self) -> int | None:
         """Oldest policy version of all known tokens; None without tokens."""
-        known = [response.tokens_so_far for response in self.responses]
+        so_far = [response.tokens_so_far for response in self.responses]
         return min(
-            (min(each.token_versions) for each in known if each is not None and each.token_versions), default=None
+            (min(each.token_versions) for each in so_far if each is not None and each.token_versions), default=None
         )
 
     def valid_samples(self) -> SampleGroup:
@@ -146,17 +146,17 @@ def unpack_groups(
         group = PendingGroup(prompt=found)
         if len(state["responses"]) == group_size:
             for index, packed in enumerate(state["responses"]):
-                asked = request(found, index, packed["seed"])
-                group.responses.append(_unpack(packed, asked) if keeps_tokens else PendingResponse(request=asked))
+                anew = request(found, index, packed["seed"])
+                group.responses.append(_unpack(packed, anew) if keeps_tokens else PendingResponse(request=anew))
         groups.append(group)
     return groups
 
 
 def _pack(response: PendingResponse) -> ResponseState:
-    known, ended = response.tokens_so_far, response.generation
-    tokens = [] if known is None else known.token_ids
-    logprobs = [] if known is None else known.logprobs
-    versions = [] if known is None else known.token_versions
+    so_far, ended = response.tokens_so_far, response.generation
+    tokens = [] if so_far is None else so_far.token_ids
+    logprobs = [] if so_far is None else so_far.logprobs
+    versions = [] if so_far is None else so_far.token_versions
     return ResponseState(
         seed=response.request.sampling.seed,
         tokens=_text(np.asarray(tokens, dtype="<i4")),

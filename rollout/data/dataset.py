@@ -177,16 +177,16 @@ class PromptStream:
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; continues with the next epoch at the end of the current one."""
-        taken: list[Prompt] = []
-        while len(taken) < count:
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
             if self._position == len(self._prompts):
                 self._epoch += 1
                 self._position = 0
                 self._order = self._permutation(self._epoch)
-            chosen = self._order[self._position : self._position + count - len(taken)]
-            taken += [self._prompts[index] for index in chosen]
+            chosen = self._order[self._position : self._position + count - len(prompts)]
+            prompts += [self._prompts[index] for index in chosen]
             self._position += len(chosen)
-        return taken
+        return prompts
 
     def prompt(self, prompt_id: int) -> Prompt:
         """A prompt that was taken earlier. Raises KeyError for an id that is not in the data."""

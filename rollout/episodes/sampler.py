@@ -140,8 +140,8 @@ class EpisodeSampler:
 
     def take_stats(self) -> EpisodeStats:
         """Statistics since the last call; resets them."""
-        taken, self._stats = self._stats, EpisodeStats()
-        return taken
+        stats, self._stats = self._stats, EpisodeStats()
+        return stats
 
     def close(self) -> None:
         """End the workers; safe to call twice. The workers start again with the next episode."""

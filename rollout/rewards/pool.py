@@ -63,7 +63,7 @@ class _Task(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Work:
+class _PoolState:
     """State shared by threads and pool. The threads do not reference the pool, or an unclosed pool would never end."""
 
     function: str
@@ -81,8 +81,8 @@ class _Work:
 
     def take(self, count: int) -> list[_Task]:
         """Up to `count` further tasks, without waiting for new tasks."""
-        taken: list[_Task] = []
-        while len(taken) < count and not self.tasks.empty():
+        batch: list[_Task] = []
+        while len(batch) < count and not self.tasks.empty():
             try:
                 task = self.tasks.get_nowait()
             except queue.Empty:  # another thread was faster
@@ -90,8 +90,8 @@ class _Work:
             if task is None:
                 self.tasks.put(None)
                 break
-            taken.append(task)
-        return taken
+            batch.append(task)
+        return batch
 
 
 class RewardPool:
@@ -99,17 +99,17 @@ class RewardPool:
 
     def __init__(self, function: str, *, num_workers: int, timeout_s: float, memory_bytes: int) -> None:
         """`timeout_s` is the deadline of one call of the function; `memory_bytes` bounds a worker's address space."""
-        self._work = _Work(function=function, memory_bytes=memory_bytes, timeout_s=timeout_s)
+        self._state = _PoolState(function=function, memory_bytes=memory_bytes, timeout_s=timeout_s)
         self._num_workers = num_workers
         self._threads: list[threading.Thread] = []
-        weakref.finalize(self, self._work.close, num_workers)
+        weakref.finalize(self, self._state.close, num_workers)
 
     def check(self) -> None:
         """Load the function once, in a process that ends at once. Raises RewardPoolError when it cannot be loaded."""
         try:
-            _Worker(self._work).kill()
+            _Worker(self._state).kill()
         except (_WorkerFailed, OSError) as error:
-            raise _not_started(self._work.function, error) from error
+            raise _not_started(self._state.function, error) from error
 
     def submit(self, key: int, item: Mapping[str, Any]) -> None:
         """Queue `item`, a mapping with response, answer and prompt; `key` comes back with its outcome."""
@@ -117,11 +117,11 @@ class RewardPool:
             line = orjson.dumps(item)
         except TypeError as error:  # JSON cannot hold the item, such as a row nested hundreds deep
             message = f"the prompt's row cannot be sent to the function: {error}"
-            self._work.done.put((key, Outcome(failure=Failure.error, message=message)))
+            self._state.done.put((key, Outcome(failure=Failure.error, message=message)))
             return
         if not self._threads:
             self._start()
-        self._work.tasks.put(_Task(key, line))
+        self._state.tasks.put(_Task(key, line))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
         """Keys and outcomes finished since the last call; waits at most `timeout_s` seconds for the first.
@@ -130,72 +130,72 @@ class RewardPool:
         """
         found: list[tuple[int, Outcome]] = []
         try:
-            entry = self._work.done.get(timeout=max(0.0, timeout_s))
+            entry = self._state.done.get(timeout=max(0.0, timeout_s))
             while True:
                 if isinstance(entry, RewardPoolError):
                     raise entry
                 found.append(entry)
-                entry = self._work.done.get_nowait()
+                entry = self._state.done.get_nowait()
         except queue.Empty:
             return found
 
     @property
     def patience_s(self) -> float:
         """Seconds after which a waiting response must have a verdict: a start, a call and the grace period."""
-        return START_TIMEOUT_S + self._work.timeout_s + GRACE_S
+        return START_TIMEOUT_S + self._state.timeout_s + GRACE_S
 
     def close(self) -> None:
         """End every worker; safe to call twice. Waits for the running call of each worker, at most its deadline."""
-        self._work.close(len(self._threads))
+        self._state.close(len(self._threads))
         for thread in self._threads:
-            thread.join(timeout=self._work.timeout_s + START_TIMEOUT_S)
+            thread.join(timeout=self._state.timeout_s + START_TIMEOUT_S)
         self._threads = []
 
     def _start(self) -> None:
         for number in range(self._num_workers):
             name = f"parity-reward-{number}"
-            thread = threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True)
+            thread = threading.Thread(target=_serve, args=(self._state,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
 
-def _serve(work: _Work) -> None:
+def _serve(state: _PoolState) -> None:
     """Body of a thread: take tasks and let a worker answer them, until the pool is closed; replace a lost worker."""
     worker: _Worker | None = None
     try:
-        while (task := work.tasks.get()) is not None and not work.closing.is_set():
+        while (task := state.tasks.get()) is not None and not state.closing.is_set():
             batch = [task]
             try:
-                worker = worker or _started(work)
-                batch += work.take(worker.at_once - 1)
+                worker = worker or _started(state)
+                batch += state.take(worker.at_once - 1)
                 outcomes = worker.score([each.item for each in batch])
             except Exception as error:  # the thread must survive any error: the pool has only a few threads
                 if worker is not None:
                     worker.kill()
                     worker = None
                 if isinstance(error, RewardPoolError):
-                    work.done.put(error)
+                    state.done.put(error)
                 lost = error if isinstance(error, _WorkerFailed) else _WorkerFailed(Failure.crash, described(error))
                 outcomes = [Outcome(failure=lost.failure, message=str(lost))] * len(batch)
             for scored, outcome in zip(batch, outcomes, strict=True):
-                work.done.put((scored.key, outcome))
+                state.done.put((scored.key, outcome))
     finally:
         if worker is not None:
             worker.kill()
 
 
-def _started(work: _Work) -> _Worker:
+def _started(state: _PoolState) -> _Worker:
     """A new worker. Raises RewardPoolError after START_TRIES starts without success."""
     failed_starts = 0
     while True:
         try:
-            return _Worker(work)
+            return _Worker(state)
         except (_WorkerFailed, OSError) as error:
             failed_starts += 1
             # A function that did not load within the whole timeout will not load in a second try.
             out_of_time = isinstance(error, _WorkerFailed) and error.failure is Failure.timeout
-            if failed_starts == START_TRIES or out_of_time or work.closing.wait(RETRY_S):
-                raise _not_started(work.function, error) from error
+            if failed_starts == START_TRIES or out_of_time or state.closing.wait(RETRY_S):
+                raise _not_started(state.function, error) from error
 
 
 def _not_started(function: str, error: Exception) -> RewardPoolError:
@@ -213,12 +213,12 @@ class _WorkerFailed(Exception):
 class _Worker:
     """A process with its function loaded, which answers one request at a time."""
 
-    def __init__(self, work: _Work) -> None:
+    def __init__(self, state: _PoolState) -> None:
         """Start the process and wait until the function is loaded. Raises _WorkerFailed, and OSError of the start."""
-        self._timeout_s = work.timeout_s
+        self._timeout_s = state.timeout_s
         self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._process = ChildProcess(
-            "rollout.rewards.child", work.function, memory_bytes=work.memory_bytes, hear=self._heard.put
+            "rollout.rewards.child", state.function, memory_bytes=state.memory_bytes, hear=self._heard.put
         )
         try:
             greeting = self._answer(START_TIMEOUT_S)

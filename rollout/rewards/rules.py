@@ -21,19 +21,16 @@ from rollout.data.answers import (
     to_number,
 )
 
-MANY = 64
-"""Responses per call of a rule whose work is bounded."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class RewardRule:
     """A way to judge a response: extract its answer, compare it with the reference."""
 
     extract: Callable[[str], str | None]
     """Response -> the answer stated in the required form; None if the response has no such answer."""
     equal: Callable[[str, str], bool]
     """(extracted, reference) -> True if both are the same answer. Raises ValueError for an unusable reference."""
-    at_once: int = MANY
+    at_once: int = 64
     """Responses per call of a worker: 1 for a rule that may spend the whole deadline on one response."""
 
     def judge(self, response: str, answer: str) -> bool:
@@ -85,12 +82,12 @@ def same_mathematics(extracted: str, answer: str) -> bool:
     return bool(found) and bool(verify(reference, found, timeout_seconds=None))
 
 
-RULES: dict[str, Rule] = {
-    "exact_match": Rule(extract=str.strip, equal=same_text),
-    "gsm8k": Rule(extract=marked_number, equal=same_number),
-    "gsm8k_flexible": Rule(extract=last_number, equal=same_number),
-    "math": Rule(extract=boxed_or_tail, equal=same_mathematics, at_once=1),
-    "math_dapo": Rule(extract=dapo_answer, equal=same_normalised),
+RULES: dict[str, RewardRule] = {
+    "exact_match": RewardRule(extract=str.strip, equal=same_text),
+    "gsm8k": RewardRule(extract=marked_number, equal=same_number),
+    "gsm8k_flexible": RewardRule(extract=last_number, equal=same_number),
+    "math": RewardRule(extract=boxed_or_tail, equal=same_mathematics, at_once=1),
+    "math_dapo": RewardRule(extract=dapo_answer, equal=same_normalised),
 }
 """Name of a built-in choice of `reward.function` -> rule; path.py:function is the other choice."""
 

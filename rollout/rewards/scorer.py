@@ -175,8 +175,8 @@ class Scorer:
 
     def take_stats(self) -> ScoreStats:
         """Statistics since the last call; resets them."""
-        taken, self._stats = self._stats, ScoreStats()
-        return taken
+        stats, self._stats = self._stats, ScoreStats()
+        return stats
 
     def close(self) -> None:
         """End the workers; safe to call twice. The workers start again with the next sample."""
