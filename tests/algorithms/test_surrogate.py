@@ -2,11 +2,11 @@
 
 import math
 
+import algorithms.surrogate as surrogate_module
 import pytest
 import torch
 from algorithm_cases import packed
 
-import algorithms.surrogate as surrogate_module
 from algorithms.config import ConfigError
 from algorithms.config.loss import (
     CISPOConfig,
