@@ -2,11 +2,11 @@
 
 import math
 
-import algorithms.surrogate as surrogate_module
 import pytest
 import torch
 from algorithm_cases import packed
 
+import algorithms.loss as loss_module
 from algorithms.config import ConfigError
 from algorithms.config.loss import (
     CISPOConfig,
@@ -289,7 +289,7 @@ def test_dppo_tv_leaves_rare_tokens_free_that_ppo_would_clip() -> None:
 
 @pytest.mark.parametrize("config", [DPPOTVConfig(), DPPOKLConfig(threshold=2.0)])
 def test_dppo_caps_the_ratio_and_keeps_its_gradient(config: LossConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surrogate_module, "RATIO_CAP", 4.0)
+    monkeypatch.setattr(loss_module, "RATIO_CAP", 4.0)
     surrogate, gradient = surrogate_between(config, [0.02, 0.02, 0.02], [0.16, 0.16, 0.06], [1.0, -1.0, 1.0])
     assert_close(surrogate.loss, [-4.0, 4.0, -3.0])
     assert_close(gradient, [-4.0, 4.0, -3.0])
@@ -332,7 +332,7 @@ def test_dppo_kl_near_probability_one_is_finite_and_bounded() -> None:
 
 
 def test_sapo_closes_the_gate_smoothly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surrogate_module, "TAU_NEGATIVE", 2.0)
+    monkeypatch.setattr(loss_module, "TAU_NEGATIVE", 2.0)
     surrogate, gradient = surrogate_at(SAPOConfig(), [2.0, 2.0, 0.5, 0.5], [1.0, -1.0, 3.0, -3.0])
     # sigmoid(1) = 0.7310586, sigmoid(2) = 0.8807971, sigmoid(-0.5) = 0.3775407, sigmoid(-1) = 0.2689414.
     assert_close(surrogate.loss, [-4 * 0.7310586, 2 * 0.8807971, -12 * 0.3775407, 6 * 0.2689414])
