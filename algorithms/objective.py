@@ -115,9 +115,8 @@ def _criteria(reject: RejectConfig, rho: str) -> list[str]:
     lines = []
     for name in reject.active():
         value = getattr(reject, name)
-        low, high = value if isinstance(value, list) else (0.0, 0.0)
-        bound = 0.0 if isinstance(value, list) else value
-        lines.append(indicators[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=bound))
+        low, high = value if isinstance(value, list) else (value, value)
+        lines.append(indicators[name].format(rho=rho, train=rho.removesuffix("/mu"), low=low, high=high, bound=value))
     return lines
 
 
@@ -142,22 +141,17 @@ def _surrogate(loss: LossConfig, *, anchor: str) -> str:
 
 def _divisor(spec: CorrectionSpec, loss: LossConfig) -> str:
     kept = "_kept" if _drops(spec) else ""
-    normaliser = "Z" if spec.self_normalize is SelfNormalize.mean_one else ""
-    match loss.aggregation:
-        case Aggregation.token_mean:
-            parts = [normaliser, f"N_tokens{kept}"]
-        case Aggregation.seq_mean_token_mean:
-            parts = [normaliser, f"N_sequences{kept}", f"|y{kept}|"]
-        case Aggregation.seq_mean_token_sum:
-            parts = [normaliser, f"N_sequences{kept}"]
-        case Aggregation.fixed_length:
-            parts = [normaliser, f"N_sequences{kept}", f"{loss.fixed_length_tokens}"]
-        case Aggregation.token_sum:
-            parts = [normaliser]
-    given = [part for part in parts if part]
-    if not given:
+    counts = {
+        Aggregation.token_mean: [f"N_tokens{kept}"],
+        Aggregation.seq_mean_token_mean: [f"N_sequences{kept}", f"|y{kept}|"],
+        Aggregation.seq_mean_token_sum: [f"N_sequences{kept}"],
+        Aggregation.fixed_length: [f"N_sequences{kept}", f"{loss.fixed_length_tokens}"],
+        Aggregation.token_sum: [],
+    }
+    parts = [*(["Z"] if spec.self_normalize is SelfNormalize.mean_one else []), *counts[loss.aggregation]]
+    if not parts:
         return ""
-    return f" / {given[0]}" if len(given) == 1 else f" / ({' * '.join(given)})"
+    return f" / {parts[0]}" if len(parts) == 1 else f" / ({' * '.join(parts)})"
 
 
 def _drops(spec: CorrectionSpec) -> bool:

@@ -216,12 +216,10 @@ class Collector:
             self._stats.served.append(Served())
         for group in self._pending:
             if not group.responses:
-                group.responses = [self._first(group.prompt, index) for index in range(self._plan.group_size)]
+                seeds = [self._seeds.draw(group.prompt.prompt_id, index) for index in range(self._plan.group_size)]
+                requests = [self._request(group.prompt, index, seed) for index, seed in enumerate(seeds)]
+                group.responses = [PendingResponse(request=request) for request in requests]
         self._dispatcher.submit(self._pending, policy_version=policy_version, seeds=self._seeds, stats=self._stats)
-
-    def _first(self, prompt: Prompt, sample_index: int) -> PendingResponse:
-        seed = self._seeds.draw(prompt.prompt_id, sample_index)
-        return PendingResponse(request=self._request(prompt, sample_index, seed))
 
     def _request(self, prompt: Prompt, sample_index: int, seed: int) -> GenerateRequest:
         return GenerateRequest(

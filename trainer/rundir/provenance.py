@@ -17,11 +17,11 @@ from dataclasses import fields
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
+from typing import cast
 
 import psutil
 import yaml
 
-from algorithms.config import Checked
 from trainer.config.paths import MAIN_CONFIG
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.redact import redact, redact_argv
@@ -36,7 +36,7 @@ _COMMAND_TIMEOUT_S = 10.0
 
 def config_record(config: TrainConfig) -> dict[str, dict[str, object]]:
     """The config as plain values: enums by name, secrets redacted. Group choices are in `group_choices`."""
-    return {f.name: _plain_component(getattr(config, f.name)) for f in fields(config)}
+    return {f.name: cast("dict[str, object]", _plain(redact(getattr(config, f.name)))) for f in fields(config)}
 
 
 def group_choices(config: TrainConfig) -> dict[str, str]:
@@ -83,12 +83,6 @@ def environment_record(argv: Sequence[str]) -> dict[str, object]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
     }
-
-
-def _plain_component(component: Checked) -> dict[str, object]:
-    shown = redact(component)
-    assert isinstance(shown, dict)
-    return {key: _plain(value) for key, value in shown.items()}
 
 
 def _plain(value: object) -> object:
