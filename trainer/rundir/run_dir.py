@@ -62,9 +62,9 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
         _check_aside(run_dir, found, resume)
         aside = _set_aside(run_dir)
     except BaseException:
-        _unlock(lock, run_dir)
+        release_directory(lock, run_dir)
         raise
-    _unlock(lock, aside)
+    release_directory(lock, aside)
     return lock_directory(run_dir, key="run.dir"), aside
 
 
@@ -137,11 +137,6 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-def release_directory(lock: TextIO, run_dir: Path) -> None:
-    """Let another process take `run_dir`."""
-    _unlock(lock, run_dir)
-
-
 def lock_directory(directory: Path, *, key: str) -> TextIO:
     """Make `directory`, the value of `key`, and lock it for this process; the lock is held until the file is closed.
 
@@ -168,7 +163,8 @@ def lock_directory(directory: Path, *, key: str) -> TextIO:
     return lock
 
 
-def _unlock(lock: TextIO, run_dir: Path) -> None:
+def release_directory(lock: TextIO, run_dir: Path) -> None:
+    """Let another process take `run_dir`."""
     try:
         (run_dir / LOCK_FILE).unlink(missing_ok=True)
     finally:
