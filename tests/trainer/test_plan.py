@@ -35,7 +35,7 @@ from trainer.config.train import TrainConfig
 from trainer.limits.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.limits.machine import Machine
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.rundir.wording import size
+from trainer.rundir.text import size
 
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 

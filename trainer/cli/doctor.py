@@ -24,7 +24,7 @@ import psutil
 
 from rollout.config import SGLANG_REMEDY
 from trainer.limits.machine import num_cores
-from trainer.rundir.wording import size
+from trainer.rundir.text import size
 
 SGLANG_FLOOR = (0, 5, 23)
 """Oldest allowed release of SGLang; earlier releases have known remote-code-execution holes in weight-update routes."""

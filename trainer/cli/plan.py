@@ -20,7 +20,7 @@ from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.run_dir import needs_no_step, newest_saved_step
-from trainer.rundir.wording import counted, size
+from trainer.rundir.text import counted, size
 
 LABEL_WIDTH = 11
 

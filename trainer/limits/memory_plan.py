@@ -25,7 +25,7 @@ from trainer.limits.estimate import (
     rank_memory,
 )
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.rundir.wording import counted, size
+from trainer.rundir.text import counted, size
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import write_whole
-from trainer.rundir.wording import counted
+from trainer.rundir.text import counted
 
 RESULT_FILE = "replay.json"
 FORMAT = 2

@@ -26,7 +26,7 @@ _BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environmen
 """Files of a run that was killed before it wrote environment.json."""
 
 
-class Status(Enum):
+class RunStatus(Enum):
     """State of a run that has ended."""
 
     completed = "completed"
@@ -94,7 +94,7 @@ def completed_steps(directory: Path) -> int | None:
     """Number of steps of a completed run in `directory`; None if the run did not complete, or there is no run."""
     try:
         status = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-        return int(status["last_step"]) if status["status"] == Status.completed.value else None
+        return int(status["last_step"]) if status["status"] == RunStatus.completed.value else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

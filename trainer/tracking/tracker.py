@@ -42,14 +42,14 @@ from trainer.rundir.run_dir import (
     METRICS_FILE,
     ROW_FILES,
     STATUS_FILE,
-    Status,
+    RunStatus,
     keep_config,
     release_directory,
     take_directory,
 )
 from trainer.rundir.run_dir import write_whole as _write
 from trainer.rundir.termination import RunTerminated, StoppedByGuard
-from trainer.rundir.wording import counted
+from trainer.rundir.text import counted
 from trainer.tracking.console import Console
 from trainer.tracking.sample_tokens import SampleTokens, TokenLog
 from trainer.tracking.tensorboard_sink import TensorBoardSink
@@ -208,7 +208,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.close(Status.completed)
+            self.close(RunStatus.completed)
         else:
             self.close(_ended_by(error))
 
@@ -294,20 +294,20 @@ class Tracker:
                 descriptor = file.fileno()
                 self._guard(file.name, lambda descriptor=descriptor: os.fsync(descriptor))  # type: ignore[misc]
 
-    def close(self, status: Status) -> None:
+    def close(self, status: RunStatus) -> None:
         """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
         if self._lock is None:
             return
         wandb = self._wandb
         try:
             if wandb is not None:
-                self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == Status.completed else 1))
+                self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == RunStatus.completed else 1))
                 self.errors += wandb.errors
         finally:  # also when a second signal ends the wait for W&B
             if self._tensorboard is not None:
                 self._guard("TensorBoard", self._tensorboard.close)
             self._guard(STATUS_FILE, lambda: self._write_status(status))
-            self._guard("console", lambda: self.console.close(failed=status != Status.completed))
+            self._guard("console", lambda: self.console.close(failed=status != RunStatus.completed))
             self._release()
 
     def _open_tensorboard(self) -> None:
@@ -348,7 +348,7 @@ class Tracker:
         if self._tensorboard is not None:
             self._tensorboard.log_event(event)
 
-    def _write_status(self, status: Status) -> None:
+    def _write_status(self, status: RunStatus) -> None:
         record = {
             "status": status.value,
             "last_step": self._last_step,
@@ -379,10 +379,12 @@ class Tracker:
             self._guard("lock", lambda: release_directory(lock, self._run_dir))
 
 
-def _ended_by(error: BaseException) -> Status:
+def _ended_by(error: BaseException) -> RunStatus:
     if isinstance(error, StoppedByGuard):
-        return Status.stopped
-    return Status.interrupted if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else Status.failed
+        return RunStatus.stopped
+    return (
+        RunStatus.interrupted if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else RunStatus.failed
+    )
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
