@@ -7,6 +7,7 @@ prompts come from a list and not from the stream, and seeds belong to `EVALUATIO
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -127,7 +128,9 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
 
 def evaluation_requests(prompts: Sequence[Prompt], plan: EvalPlan) -> list[GenerateRequest]:
     """Per prompt the greedy request, then the sampled ones."""
-    seeds = SeedSource(plan.seed, step=_seed_step(plan.name))
+    # A negative step number, different for every name.
+    name_hash = xxhash.xxh3_64_intdigest(plan.name.encode()) >> 2 if plan.name else 0
+    seeds = SeedSource(plan.seed, step=EVALUATION_STEP - name_hash)
     requests: list[GenerateRequest] = []
     for prompt in prompts:
         for index in range(GREEDY, GREEDY + 1 + plan.num_samples):
@@ -200,13 +203,4 @@ def majority_vote(votes: Sequence[tuple[str | None, bool]]) -> float:
 
 def standard_error(values: Sequence[float]) -> float | None:
     """Standard deviation (n - 1) of the values over the root of n; None for one value."""
-    count = len(values)
-    if count < 2:
-        return None
-    mean = sum(values) / count
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-
-
-def _seed_step(name: str) -> int:
-    """Step number in the seeds of a set: negative, and different for every name."""
-    return EVALUATION_STEP - (xxhash.xxh3_64_intdigest(name.encode()) >> 2 if name else 0)
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

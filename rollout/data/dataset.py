@@ -73,8 +73,11 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
         held[name], report = file_prompts(source, config, tokenizer)
         reports.append(report)
     bad = [row for report in reports for row in report.bad]
-    if config.on_bad_row is OnBadRow.fail:
-        _refuse(bad)
+    if bad and config.on_bad_row is OnBadRow.fail:
+        shown = [str(row) for row in bad[:LISTED_ROWS]]
+        more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
+        way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+        raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, *more, way_out]))
     if empty := [report.source for report in reports if not report.num_prompts]:
         raise ValueError(f"no usable rows are left of {', '.join(empty)}")
     if config.instruction and not any(report.has_text for report in reports):
@@ -102,17 +105,6 @@ def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) 
         raise ValueError(
             f"data.chat_template_kwargs.{unknown[0]} has no effect: the chat template of the model does not mention it"
         )
-
-
-def _refuse(bad: list[BadRow]) -> None:
-    """Raise ValueError if there are bad rows."""
-    if not bad:
-        return
-    shown = [str(row) for row in bad[:LISTED_ROWS]]
-    if len(bad) > LISTED_ROWS:
-        shown.append(f"and {len(bad) - LISTED_ROWS} more")
-    way_out = "Mend them, or leave them out with data.on_bad_row=skip."
-    raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, way_out]))
 
 
 def bad_rows_text(rows: Sequence[BadRow]) -> str:
