@@ -60,7 +60,7 @@ class Surrogate(NamedTuple):
 
 
 class SurrogateTokens(NamedTuple):
-    """What every surrogate reads of N packed sequences. Off the mask log-prob, anchor and advantage are 0."""
+    """The input of a surrogate: N packed sequences. Off the mask log-prob, anchor and advantage are 0."""
 
     logprobs: Tensor
     """[T] float32 with gradient, log pi_theta."""

@@ -64,15 +64,15 @@ def write_manifest(directory: Path, *, layout: int, records: Mapping[str, FileRe
 
     Raises OSError if the disk rejects the data, or if a file of `records` is missing.
     """
-    known = dict(records or {})
+    described = dict(records or {})
     names = [str(path.relative_to(directory)) for path in _files(directory)]
-    if absent := sorted(known.keys() - set(names)):
+    if absent := sorted(described.keys() - set(names)):
         raise FileNotFoundError(f"{directory} lacks {', '.join(absent)}, which a rank wrote: is it a shared disk?")
     for name in names:
-        if name not in known:
-            known[name] = describe_file(directory / name)
+        if name not in described:
+            described[name] = describe_file(directory / name)
             to_disk(directory / name)
-    manifest = {"format": layout, "files": {name: asdict(record) for name, record in known.items()}}
+    manifest = {"format": layout, "files": {name: asdict(record) for name, record in described.items()}}
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     for path in (directory / MANIFEST, *(path for path in directory.rglob("*") if path.is_dir()), directory):
         to_disk(path)
