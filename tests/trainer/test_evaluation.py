@@ -21,6 +21,7 @@ from rollout.torch.engine import TorchEngine
 from rollout.types import Prompt
 from trainer.cli.evaluate import render_results
 from trainer.cluster.placement import engines_only, required_bundles
+from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.run.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
 from trainer.run.task import Task, data_notes
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
@@ -111,7 +112,7 @@ def test_a_cluster_for_evaluation_has_engines_only() -> None:
     words = ("policy.num_workers=4", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
     config = config_of(*words, "rollout.num_engines=2")
     alone = engines_only(config)
-    assert required_bundles(alone) == [{"CPU": 0.5, "GPU": 0.5}] * 2
+    assert required_bundles(alone) == [{"CPU": CPUS_PER_WORKER, "GPU": 0.5}] * 2
     assert (config.policy.num_workers, config.policy.gpus_per_worker) == (4, 0.5)
     assert replace(alone.rollout) == config.rollout
 

@@ -28,6 +28,7 @@ from trainer.config.components import (
 from trainer.config.rules import sharing_problems
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
+from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import USABLE, may_take_turns, memory_plan
 from trainer.policy.dry_run import _sample
 
@@ -79,10 +80,10 @@ def test_the_key_decides_where_it_is_set() -> None:
 def test_rank_and_engine_of_a_gpu_are_in_one_bundle() -> None:
     config = shared()
     assert bundle_numbers(config) == [0, 1, 0, 1]
-    assert required_bundles(config) == [{"CPU": 1.0, "GPU": pytest.approx(1.0)}] * 2
+    assert required_bundles(config) == [{"CPU": 2 * CPUS_PER_WORKER, "GPU": pytest.approx(1.0)}] * 2
     apart = replace(config, policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
     assert bundle_numbers(apart) == [0, 1, 2]
-    assert required_bundles(apart) == [{"CPU": 0.5, "GPU": 1.0}] * 3
+    assert required_bundles(apart) == [{"CPU": CPUS_PER_WORKER, "GPU": 1.0}] * 3
 
 
 def test_rules_of_sharing() -> None:
