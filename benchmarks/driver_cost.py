@@ -33,7 +33,7 @@ from rollout.collect.requests import make_sample, sampling_params
 from rollout.config import SamplingConfig
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, Sample, SampleGroup
 from trainer.batch.packing import pack
-from trainer.tracking.tracker import sample_rows
+from trainer.tracking.samples import sample_rows
 
 VOCABULARY = 150_000
 VERSION = 3

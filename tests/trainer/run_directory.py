@@ -19,8 +19,8 @@ from trainer.config.components import ArithmeticModelConfig, RunConfig
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.config.train import SamplingConfig, TrainConfig
 from trainer.tracking.console import Console
-from trainer.tracking.sample_tokens import SampleTokens
-from trainer.tracking.tracker import SampleRow, Tracker
+from trainer.tracking.samples import SampleRow, SampleTokens
+from trainer.tracking.tracker import Tracker
 
 ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked=2'>{{ 7*7 }}<!--"
 """What a model, a dataset or a name may try to get onto the page."""

@@ -168,7 +168,7 @@ def test_a_terminal_gets_a_bar_below_permanent_lines() -> None:
     raw = run_on_terminal({})
     text = ESCAPE.sub("", raw)
     assert "\x1b[" in raw and "━" in text, "no bar was drawn"
-    assert re.search(r"step 2/3.*ETA 0:0\d.*reward 0\.50  K3 1\.0e-06", text), text
+    assert re.search(r"step 2/3.*ETA 0:00:0\d.*reward 0\.50  K3 1\.0e-06", text), text
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     assert sum(line.startswith("step 1/3 | reward 0.50") for line in lines) == 1
     assert "WARNING engine: late answer" in lines

@@ -36,7 +36,8 @@ from trainer.rundir.run_dir import (
     take_directory,
 )
 from trainer.rundir.termination import RunTerminated, end_at_sigterm, termination_requests
-from trainer.tracking.tracker import SampleRow, Tracker
+from trainer.tracking.samples import SampleRow
+from trainer.tracking.tracker import Tracker
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OFF = TrackingConfig(wandb=WandbMode.disabled)

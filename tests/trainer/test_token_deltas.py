@@ -12,8 +12,7 @@ from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch
 from trainer.batch.token_deltas import MAX_TOKENS, choose, merge_ranks, worst_and_others
 from trainer.batch.train_batch import MicroBatch
-from trainer.tracking.sample_tokens import TokenLog
-from trainer.tracking.tracker import sample_rows, select_rows
+from trainer.tracking.samples import TokenLog, sample_rows, select_rows
 
 
 def make_sample(prompt_id: int, index: int, *, num_response: int = 3, tool: int = 0) -> Sample:

@@ -38,7 +38,8 @@ from trainer.config.train import MISConfig, SamplingConfig, TrainConfig
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
-from trainer.tracking.tracker import SampleRow, Tracker, sample_rows, select_rows
+from trainer.tracking.samples import SampleRow, sample_rows, select_rows
+from trainer.tracking.tracker import Tracker
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
@@ -221,18 +222,21 @@ def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
         pass  # the lock of a killed run is gone
 
 
+def fill_disk(tracker: Tracker, name: str) -> None:
+    """No more can be written to this file."""
+    tracker._files[name].close()
+    tracker._files[name] = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+
+
 def test_a_full_disk_stops_the_run_only_for_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker, stream = make_tracker(make_config(), tmp_path / "run")
     with pytest.raises(OSError, match="No space left"), tracker:
-        assert tracker._samples is not None and tracker._metrics is not None
-        tracker._samples.close()
-        tracker._samples = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        fill_disk(tracker, "samples.jsonl")
         tracker.log(1, {"reward/mean": 0.5}, [row(1, 0)])
         tracker.log(2, {"reward/mean": 0.5}, [row(1, 0)])
         assert tracker.errors == 2
         assert stream.getvalue().count("samples.jsonl failed and the run goes on") == 1
-        tracker._metrics.close()
-        tracker._metrics = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+        fill_disk(tracker, "metrics.jsonl")
         tracker.log(3, {"reward/mean": 0.5})
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
@@ -495,7 +499,7 @@ def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pyte
     tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
     with tracker:
         tracker.log(1, {"reward/mean": 0.25})
-    assert "W&B: off (the package wandb cannot be imported: ImportError: no such package here)" in stream.getvalue()
+    assert "W&B: off (offline: ImportError: no such package here)" in stream.getvalue()
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
 
 

@@ -48,8 +48,8 @@ from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.rundir.run_dir import RunDirectoryError, needs_no_step
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
-from trainer.tracking.sample_tokens import TokenLog
-from trainer.tracking.tracker import Tracker, sample_rows
+from trainer.tracking.samples import TokenLog, sample_rows
+from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 

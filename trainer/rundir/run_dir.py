@@ -21,7 +21,10 @@ ENVIRONMENT_FILE = "environment.json"
 STATUS_FILE = "status.json"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
-ROW_FILES = (METRICS_FILE, "samples.jsonl", "histograms.jsonl", "events.jsonl")
+SAMPLES_FILE = "samples.jsonl"
+HISTOGRAMS_FILE = "histograms.jsonl"
+EVENTS_FILE = "events.jsonl"
+ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 _BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", LOCK_FILE})
 """Files of a run that was killed before it wrote environment.json."""
 

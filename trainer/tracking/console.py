@@ -18,15 +18,17 @@ from types import MappingProxyType, TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
 MISSING = "-"
-_EMPTY: Mapping[str, Any] = MappingProxyType({"count": "", "values": "", "ends_at": None})
+_EMPTY: Mapping[str, Any] = MappingProxyType({"count": "", "values": ""})
 """The fields of a bar that has nothing to say yet; rich forgets those that a reset leaves out."""
 _BASE_MODEL = "building the base model (kept for the next runs)"
+_SPEED_PERIOD_S = 24 * 3600.0
+"""Seconds of past steps from which the time left is estimated."""
 _PLAIN_PROGRESS_S = 10.0
 """At most one progress line per this many seconds where there is no bar."""
 
@@ -35,8 +37,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
     """One step in one line; a value that is absent or null is shown as "-"."""
 
     def show(key: str, form: str) -> str:
-        value = metrics.get(key)
-        return MISSING if value is None else format(value, form)
+        return _shown(metrics, key, form)
 
     share = metrics.get("perf/step_floor_frac")
     limit = "" if share is None else f", {100 * share:.2g} % of the limit"
@@ -50,9 +51,14 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         f"{show('time/step_s', '.1f')} s{limit} (rollout {show('time/rollout_s', '.1f')}, "
         f"train {show('time/train_s', '.1f')}, sync {show('time/sync_s', '.1f')})",
     ]
-    if show("eval/accuracy", ".3f") != MISSING:
+    if metrics.get("eval/accuracy") is not None:
         parts.append(f"held-out {show('eval/accuracy', '.3f')} (sampled {show('eval/accuracy_sampled', '.3f')})")
     return " | ".join(parts)
+
+
+def _shown(metrics: Mapping[str, float | None], key: str, form: str) -> str:
+    value = metrics.get(key)
+    return MISSING if value is None else format(value, form)
 
 
 class Console:
@@ -76,7 +82,6 @@ class Console:
         self._phase: str | None = None
         self._phase_started = 0.0
         self._phase_reported = 0.0
-        self._first_step: tuple[int, float] | None = None
         self._broken = False
 
     def __enter__(self) -> Console:
@@ -87,11 +92,13 @@ class Console:
                 BarColumn(bar_width=20),
                 TextColumn("{task.fields[count]}"),
                 TimeElapsedColumn(),
-                _Remaining(),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
                 TextColumn("{task.fields[values]}", style="dim"),
                 console=self._rich,
                 transient=True,
                 refresh_per_second=4,
+                speed_estimate_period=_SPEED_PERIOD_S,
             )
             self._bar.add_task("starting", total=None, **_EMPTY)
             self._bar.start()
@@ -168,8 +175,7 @@ class Console:
                     task,
                     completed=step,
                     count=f"step {step}/{self._num_steps}",
-                    values=_bar_values(metrics),
-                    ends_at=self._ends_at(step, metrics),
+                    values=f"reward {_shown(metrics, 'reward/mean', '.2f')}  K3 {_shown(metrics, 'mismatch/k3', '.1e')}",
                 )
             self.line(step_line(step, self._num_steps, metrics))
 
@@ -184,36 +190,11 @@ class Console:
                     self._broken = True
                     logger.warning("the console cannot be written any more and stays silent: %s", error)
 
-    def _ends_at(self, step: int, metrics: Mapping[str, float | None]) -> float | None:
-        """The moment at which the last step will end: from the mean seconds between steps, the first from its own."""
-        now = time.monotonic()
-        if self._first_step is None:
-            self._first_step = (step, now)
-        first, first_at = self._first_step
-        if step > first:
-            seconds_per_step: float | None = (now - first_at) / (step - first)
-        else:
-            seconds_per_step = metrics.get("time/step_s")
-        return None if seconds_per_step is None else now + seconds_per_step * (self._num_steps - step)
-
     def _end_phase(self, *, outcome: str) -> None:
         if self._phase is not None:
             text, seconds = self._phase, time.monotonic() - self._phase_started
             self._phase = None
             self.line(f"{text}: {outcome} in {seconds:.1f} s", style="dim")
-
-
-class _Remaining(ProgressColumn):
-    """Time left until the moment in the task's field `ends_at`; empty while unknown."""
-
-    def render(self, task: Task) -> Text:
-        ends_at = task.fields["ends_at"]
-        if ends_at is None:
-            return Text("")
-        seconds = max(0, round(ends_at - time.monotonic()))
-        hours, minutes = divmod(seconds // 60, 60)
-        clock = f"{hours}:{minutes:02d}:{seconds % 60:02d}" if hours else f"{minutes}:{seconds % 60:02d}"
-        return Text(f"ETA {clock}", style="cyan")
 
 
 class _LogLines(logging.Handler):
@@ -250,14 +231,6 @@ class _LogLines(logging.Handler):
 def _writes_to_terminal_streams(handler: logging.Handler) -> bool:
     standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return isinstance(handler, logging.StreamHandler) and any(handler.stream is stream for stream in standard)
-
-
-def _bar_values(metrics: Mapping[str, float | None]) -> str:
-    shown = []
-    for key, name, form in (("reward/mean", "reward", ".2f"), ("mismatch/k3", "K3", ".1e")):
-        value = metrics.get(key)
-        shown.append(f"{name} {MISSING if value is None else format(value, form)}")
-    return "  ".join(shown)
 
 
 def _without_control_characters(text: str) -> str:

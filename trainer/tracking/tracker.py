@@ -17,20 +17,20 @@ an error there is one warning and a count. The directory of a run:
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Concatenate, ParamSpec, TextIO
 
 from algorithms.histograms import HistogramArrays
-from rollout.types import FinishReason, SampleGroup
 from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.events import Event, Severity, events_of_row
@@ -39,92 +39,28 @@ from trainer.rundir.rows import DAMAGED_SUFFIX, forget_after
 from trainer.rundir.run_dir import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
+    EVENTS_FILE,
+    HISTOGRAMS_FILE,
     METRICS_FILE,
     ROW_FILES,
+    SAMPLES_FILE,
     STATUS_FILE,
     RunStatus,
     keep_config,
     release_directory,
     take_directory,
+    write_whole,
 )
-from trainer.rundir.run_dir import write_whole as _write
 from trainer.rundir.termination import RunTerminated, StoppedByGuard
 from trainer.rundir.text import counted
 from trainer.tracking.console import Console
-from trainer.tracking.sample_tokens import SampleTokens, TokenLog
+from trainer.tracking.samples import SampleRow, select_rows
 from trainer.tracking.tensorboard_sink import TensorBoardSink
-from trainer.tracking.wandb_panels import Panels, mismatch_by_bin
+from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleRow:
-    """One sample as it is written to samples.jsonl; None means unknown."""
-
-    prompt_id: int
-    sample_index: int
-    prompt: str
-    response: str
-    answer: str
-    """The reference answer."""
-    reward: float | None
-    correct: bool | None
-    advantage: float | None
-    num_response_tokens: int
-    finish_reason: FinishReason
-    policy_version: int
-    rollout_logprob_mean: float
-    """Mean log pi_rollout over the response, nats per token."""
-    k3: float | None = None
-    """K3 of this sample: mean over its response of expm1(Delta) - Delta."""
-    tokens: SampleTokens | None = None
-    """Delta of its tokens, where it is one of those that have it; else the row has no such key."""
-
-
-def sample_rows(
-    groups: Sequence[SampleGroup],
-    *,
-    advantages: Mapping[tuple[int, int], float] | None = None,
-    k3: Mapping[tuple[int, int], float] | None = None,
-    tokens: TokenLog | None = None,
-) -> list[SampleRow]:
-    """The samples of a step as rows; `advantages` and `k3` are by (prompt_id, sample_index)."""
-    rows = []
-    for group in groups:
-        for sample in group.samples:
-            place = (sample.prompt_id, sample.sample_index)
-            rows.append(
-                SampleRow(
-                    prompt_id=sample.prompt_id,
-                    sample_index=sample.sample_index,
-                    prompt=group.prompt.text,
-                    response=sample.text,
-                    answer=group.prompt.answer,
-                    reward=sample.reward,
-                    correct=sample.correct,
-                    advantage=None if advantages is None else advantages.get(place),
-                    num_response_tokens=sample.num_response_tokens,
-                    finish_reason=sample.finish_reason,
-                    policy_version=sample.policy_version,
-                    rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
-                    k3=None if k3 is None else k3.get(place),
-                    tokens=None if tokens is None else tokens.of(sample),
-                )
-            )
-    return rows
-
-
-def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """At most `count` rows: the worst by K3 fill half of the places, then come those with tokens, and the rest go round
-    over the prompts."""
-    by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
-    worst = by_k3[: count // 2]
-    taken = {(row.prompt_id, row.sample_index) for row in worst}
-    others = [row for row in rows if (row.prompt_id, row.sample_index) not in taken]
-    ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
-    return worst + ordered[: count - len(worst)]
+P = ParamSpec("P")
 
 
 class Tracker:
@@ -146,10 +82,8 @@ class Tracker:
         self._run_dir = run_dir
         self._resumed = resumed
         self._lock: TextIO | None = None
-        self._metrics: TextIO | None = None
-        self._samples: TextIO | None = None
-        self._histograms: TextIO | None = None
-        self._events: TextIO | None = None
+        self._files: dict[str, TextIO] = {}
+        """The open files of ROW_FILES."""
         self._wandb: WandbSink | None = None
         self._tensorboard: TensorBoardSink | None = None
         self._last_step = None if resumed is None else resumed.step
@@ -161,24 +95,21 @@ class Tracker:
         try:
             config, environment = config_document(self._config), environment_record(sys.argv)
             notes = [] if self._resumed is None else self._take_up(self._resumed, config)
-            _write(self._run_dir / CONFIG_FILE, config)
-            _write(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-            self._metrics = _open(self._run_dir / METRICS_FILE)
-            self._samples = _open(self._run_dir / "samples.jsonl")
-            self._histograms = _open(self._run_dir / "histograms.jsonl")
-            self._events = _open(self._run_dir / "events.jsonl")
+            write_whole(self._run_dir / CONFIG_FILE, config)
+            write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+            for name in ROW_FILES:
+                # A response may hold a lone surrogate, which UTF-8 cannot encode.
+                self._files[name] = (self._run_dir / name).open("a", encoding="utf-8", errors="replace")
         except BaseException:
             self._release()
             raise
         self.console.__enter__()
         self.console.line(f"run directory: {self._run_dir}")
         if aside is not None:
-            self.console.line(f"begins at step 0; the earlier run in this directory was moved to {aside}")
+            notes.insert(0, f"begins at step 0; the earlier run in this directory was moved to {aside}")
         for note in notes:
             self.console.line(note)
-        record: dict[str, object] = dict(config_record(self._config))
-        record["choices"] = group_choices(self._config)
-        record["environment"] = environment
+        record = config_record(self._config) | {"choices": group_choices(self._config), "environment": environment}
         self._wandb = WandbSink(
             self._config.tracking,
             run_dir=self._run_dir.resolve(),
@@ -186,9 +117,9 @@ class Tracker:
             record=record,
             report=self.console.line,
         )
-        self._guard("W&B", self._wandb.start)
+        self._best_effort("W&B", self._wandb.start)
         if self._config.tracking.tensorboard:
-            self._guard("TensorBoard", self._open_tensorboard)
+            self._best_effort("TensorBoard", self._open_tensorboard)
         return self
 
     def _take_up(self, resumed: RunState, config: str) -> list[str]:
@@ -198,19 +129,28 @@ class Tracker:
             damaged = forget_after(self._run_dir / name, resumed.step)
             if damaged:
                 notes.append(f"{counted(damaged, 'damaged line')} of {name} moved to {name}{DAMAGED_SUFFIX}")
-        keep_run_id(self._run_dir, resumed.wandb_run_id)
+        if resumed.wandb_run_id is not None:
+            keep_run_id(self._run_dir, resumed.wandb_run_id)
         kept = keep_config(self._run_dir, config, until_step=resumed.step)
         if kept is not None:
             notes.append(f"the configuration changes; the earlier {CONFIG_FILE} is kept as {kept.name}")
         return notes
 
+    def _open_tensorboard(self) -> None:
+        self._tensorboard = TensorBoardSink(self._run_dir, last_step=self._last_step)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close(RunStatus.completed)
-        else:
-            self.close(_ended_by(error))
+        match error:
+            case None:
+                self.close(RunStatus.completed)
+            case StoppedByGuard():
+                self.close(RunStatus.stopped)
+            case KeyboardInterrupt() | SystemExit() | RunTerminated():
+                self.close(RunStatus.interrupted)
+            case _:
+                self.close(RunStatus.failed)
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -227,21 +167,20 @@ class Tracker:
 
         Raises OSError if metrics.jsonl cannot be written, ValueError or TypeError for a row that makes no sense.
         """
-        if self._metrics is None or self._wandb is None or self._samples is None:
+        if not self._files:
             raise RuntimeError("Tracker.log needs an open tracker: use it inside `with Tracker(...)`")
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step must grow: step {step} came after step {self._last_step}")
         row = _metric_row(step, metrics)
-        self._metrics.write(json.dumps(row, allow_nan=False) + "\n")
-        self._metrics.flush()
+        self._append(METRICS_FILE, row)
         self._last_step = step
-        self._guard("samples.jsonl", lambda: self._write_samples(step, samples))
+        self._best_effort(SAMPLES_FILE, lambda: self._log_samples(step, samples))
         numbers = {key: value for key in metrics if (value := row[key]) is not None}
-        self._guard("W&B", lambda: self._wandb_log(step, numbers))
+        self._send(Panels.log, step, numbers)
         if self._tensorboard is not None:
             board = self._tensorboard
-            self._guard("TensorBoard", lambda: board.log(step, numbers))
-        self._guard("console", lambda: self.console.step(step, metrics))
+            self._best_effort("TensorBoard", lambda: board.log(step, numbers))
+        self._best_effort("console", lambda: self.console.step(step, metrics))
         self.log_events(list(events_of_row(step, numbers)), shown=False)
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
@@ -249,7 +188,7 @@ class Tracker:
         for line in lines:
             self.console.line(line)
         text = json.dumps({"assumptions": list(lines)}, indent=2) + "\n"
-        self._guard("accounting.json", lambda: _write(self._run_dir / "accounting.json", text))
+        self._best_effort("accounting.json", lambda: write_whole(self._run_dir / "accounting.json", text))
 
     def log_histograms(self, step: int, histograms: HistogramArrays) -> None:
         """Write down where the engines differ at `step`; a failure is a warning.
@@ -267,9 +206,8 @@ class Tracker:
             if count
         ]
         row = {"step": step, **axes, "joint_edges": histograms.joint_edges, "joint": joint}
-        self._guard("histograms.jsonl", lambda: self._write_histograms(row))
-        if self._wandb is not None:
-            self._wandb.put(Panels.log_histograms, step, mismatch_by_bin(histograms))
+        self._best_effort(HISTOGRAMS_FILE, lambda: self._append(HISTOGRAMS_FILE, row))
+        self._send(Panels.log_histograms, step, histograms)
 
     def log_events(self, events: Sequence[Event], *, shown: bool = True) -> None:
         """Write down events, show them on the console unless it has them already, and send them to W&B as alerts.
@@ -277,7 +215,11 @@ class Tracker:
         What is merely information is no alert. A failure is a warning.
         """
         for event in events:
-            self._guard("events.jsonl", lambda event=event: self._write_event(event))  # type: ignore[misc]
+            self._best_effort(EVENTS_FILE, functools.partial(self._append, EVENTS_FILE, event.record()))
+            if event.severity is not Severity.info:
+                self._send(Panels.alert, event)
+            if self._tensorboard is not None:
+                self._best_effort("TensorBoard", functools.partial(self._tensorboard.log_event, event))
             if shown:
                 style = {Severity.info: "", Severity.warn: "yellow", Severity.error: "bold red"}[event.severity]
                 self.console.line(event.text, style=style)
@@ -287,12 +229,11 @@ class Tracker:
 
         Raises OSError if metrics.jsonl cannot be written; the failure of another file is a warning.
         """
-        if self._metrics is not None:
-            os.fsync(self._metrics.fileno())
-        for file in (self._samples, self._histograms, self._events):
-            if file is not None:
-                descriptor = file.fileno()
-                self._guard(file.name, lambda descriptor=descriptor: os.fsync(descriptor))  # type: ignore[misc]
+        for name, file in self._files.items():
+            if name == METRICS_FILE:
+                os.fsync(file.fileno())
+            else:
+                self._best_effort(name, functools.partial(os.fsync, file.fileno()))
 
     def close(self, status: RunStatus) -> None:
         """End W&B, the files and the console, and record `status`. Safe to call twice; bounded in time."""
@@ -301,52 +242,37 @@ class Tracker:
         wandb = self._wandb
         try:
             if wandb is not None:
-                self._guard("W&B", lambda: wandb.finish(exit_code=0 if status == RunStatus.completed else 1))
+                self._best_effort("W&B", lambda: wandb.finish(exit_code=0 if status == RunStatus.completed else 1))
                 self.errors += wandb.errors
         finally:  # also when a second signal ends the wait for W&B
             if self._tensorboard is not None:
-                self._guard("TensorBoard", self._tensorboard.close)
-            self._guard(STATUS_FILE, lambda: self._write_status(status))
-            self._guard("console", lambda: self.console.close(failed=status != RunStatus.completed))
+                self._best_effort("TensorBoard", self._tensorboard.close)
+            self._best_effort(STATUS_FILE, lambda: self._write_status(status))
+            self._best_effort("console", lambda: self.console.close(failed=status != RunStatus.completed))
             self._release()
 
-    def _open_tensorboard(self) -> None:
-        last_step = None if self._resumed is None else self._resumed.step
-        self._tensorboard = TensorBoardSink(self._run_dir, last_step=last_step)
-
-    def _wandb_log(self, step: int, numbers: Mapping[str, float]) -> None:
-        assert self._wandb is not None
-        self._wandb.put(Panels.log, step, numbers)
-
-    def _write_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
-        assert self._samples is not None and self._wandb is not None
+    def _log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         written = []
         for sample in select_rows(samples, self._config.tracking.samples_per_step):
             row = {"step": step, **asdict(sample), "finish_reason": sample.finish_reason.name}
-            if sample.tokens is None:
-                del row["tokens"]
             finite = {key: None if _is_nonfinite(value) else value for key, value in row.items()}
-            self._samples.write(json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n")
-            written.append({key: value for key, value in finite.items() if key != "tokens"})
-        self._samples.flush()
+            tokens = finite.pop("tokens")
+            self._append(SAMPLES_FILE, finite if tokens is None else {**finite, "tokens": tokens})
+            written.append(finite)
         if written and self._config.tracking.wandb_samples:
-            self._wandb.put(Panels.log_samples, step, written)
+            self._send(Panels.log_samples, step, written)
 
-    def _write_histograms(self, row: Mapping[str, object]) -> None:
-        if self._histograms is None:
-            raise RuntimeError("Tracker.log_histograms needs an open tracker: use it inside `with Tracker(...)`")
-        self._histograms.write(json.dumps(row, allow_nan=False) + "\n")
-        self._histograms.flush()
+    def _append(self, name: str, row: Mapping[str, object]) -> None:
+        """Write a row to a file of rows, at once."""
+        if name not in self._files:
+            raise RuntimeError(f"{name} needs an open tracker: use it inside `with Tracker(...)`")
+        self._files[name].write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._files[name].flush()
 
-    def _write_event(self, event: Event) -> None:
-        if self._events is None:
-            raise RuntimeError("Tracker.log_events needs an open tracker: use it inside `with Tracker(...)`")
-        self._events.write(json.dumps(event.record(), ensure_ascii=False) + "\n")
-        self._events.flush()
-        if event.severity is not Severity.info and self._wandb is not None:
-            self._wandb.put(Panels.alert, event)
-        if self._tensorboard is not None:
-            self._tensorboard.log_event(event)
+    def _send(self, action: Callable[Concatenate[Panels, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue a call of Panels for W&B."""
+        if self._wandb is not None:
+            self._wandb.put(action, *args, **kwargs)
 
     def _write_status(self, status: RunStatus) -> None:
         record = {
@@ -356,9 +282,9 @@ class Tracker:
             "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "tracker_errors": self.errors,
         }
-        _write(self._run_dir / STATUS_FILE, json.dumps(record, indent=2) + "\n")
+        write_whole(self._run_dir / STATUS_FILE, json.dumps(record, indent=2) + "\n")
 
-    def _guard(self, what: str, action: Callable[[], None]) -> None:
+    def _best_effort(self, what: str, action: Callable[[], object]) -> None:
         """Run `action`; its failure is a warning, once per `what`, and a count, never the end of the run."""
         try:
             action()
@@ -369,22 +295,12 @@ class Tracker:
                 logger.warning("%s failed and the run goes on: %s: %s", what, type(error).__name__, error)
 
     def _release(self) -> None:
-        files = (self._metrics, self._samples, self._histograms, self._events)
-        self._metrics = self._samples = self._histograms = self._events = None
-        for file in files:
-            if file is not None:
-                self._guard(file.name, file.close)
+        files, self._files = self._files, {}
+        for name, file in files.items():
+            self._best_effort(name, file.close)
         if self._lock is not None:
             lock, self._lock = self._lock, None
-            self._guard("lock", lambda: release_directory(lock, self._run_dir))
-
-
-def _ended_by(error: BaseException) -> RunStatus:
-    if isinstance(error, StoppedByGuard):
-        return RunStatus.stopped
-    return (
-        RunStatus.interrupted if isinstance(error, (KeyboardInterrupt, SystemExit, RunTerminated)) else RunStatus.failed
-    )
+            self._best_effort("lock", lambda: release_directory(lock, self._run_dir))
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -412,8 +328,3 @@ def _number(key: str, value: float | None) -> float | None:
 
 def _is_nonfinite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _open(path: Path) -> TextIO:
-    # A response may hold a lone surrogate, which UTF-8 cannot encode.
-    return path.open("a", encoding="utf-8", errors="replace")

@@ -6,7 +6,7 @@ Every function here calls wandb, and only the thread of wandb_sink.py calls thes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +25,6 @@ SUMMARIES = (
 """(metric or group, what the summary of the run keeps of it); of all others it keeps the last value."""
 SHARE_OF_TABLE = 0.1
 """An increment of the table is sent when it holds this share of what was sent: W&B shows the last hundred."""
-
-
-class Histogram(NamedTuple):
-    """Mass by bin."""
-
-    mass: list[float]
-    edges: list[float]
-    """One more than bins, rising, finite."""
 
 
 class Panels:
@@ -63,15 +55,18 @@ class Panels:
             if name == key or (key.endswith("/") and name.startswith(key)):
                 self._run.define_metric(name, step_metric="global_step", summary=summary)
 
-    def log_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Histograms by name."""
+    def log_histograms(self, step: int, histograms: HistogramArrays) -> None:
+        """The sum of |Delta| by octave of mu, and by octave of the position in the response."""
         import wandb
 
-        made = {
-            name: wandb.Histogram(np_histogram=(np.asarray(each.mass), np.asarray(each.edges)))
-            for name, each in histograms.items()
-        }
-        self._run.log({"global_step": step, **made})
+        drawn = {}
+        for name, axis in (("log2_probability", histograms.by_probability), ("log2_position", histograms.by_position)):
+            mass = np.array([count * (mean or 0.0) for count, mean in zip(axis.counts, axis.abs_logdiff, strict=True)])
+            octaves = np.arange(len(axis.edges), dtype=float)
+            if axis.edges[0] > axis.edges[1]:
+                mass, octaves = mass[::-1], -octaves[::-1]
+            drawn[f"mismatch/{name}"] = wandb.Histogram(np_histogram=(mass, octaves))
+        self._run.log({"global_step": step, **drawn})
 
     def alert(self, event: Event) -> None:
         """An event as an alert."""
@@ -99,15 +94,3 @@ class Panels:
         # wandb has copied the increment to run.dir/wandb and would leave the original, prompts and responses, in the
         # temporary directory until the process exits in order.
         self._table._artifact_target.artifact._tmp_dir.cleanup()
-
-
-def mismatch_by_bin(histograms: HistogramArrays) -> dict[str, Histogram]:
-    """Return the mismatch by bin: sum of |Delta| by octave of mu, and by octave of the position in the response."""
-    found = {}
-    for name, axis in (("log2_probability", histograms.by_probability), ("log2_position", histograms.by_position)):
-        mass = [count * (mean or 0.0) for count, mean in zip(axis.counts, axis.abs_logdiff, strict=True)]
-        octaves = [float(number) for number in range(len(axis.edges))]
-        if axis.edges[0] > axis.edges[1]:
-            mass, octaves = mass[::-1], [-number for number in octaves[::-1]]
-        found[f"mismatch/{name}"] = Histogram(mass, octaves)
-    return found

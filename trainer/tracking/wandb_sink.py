@@ -18,8 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
@@ -82,15 +82,23 @@ class WandbSink:
         """Calls that failed and rows that were dropped."""
 
     def start(self) -> None:
-        """Start W&B in the background; the user is told in one line what came of it.
+        """Start W&B in the background; the user is told in one line what came of it. WANDB_MODE decides for `auto`.
 
         Raises OSError if the id of the run cannot be kept.
         """
-        modes, reasons = self._wanted_modes()
-        if modes != [WandbMode.disabled]:
-            run_id(self._run_dir)  # made now: the first checkpoint holds it
-            self._thread = threading.Thread(target=self._work, args=(modes, reasons), name="wandb-calls", daemon=True)
-            self._thread.start()
+        wanted = self._config.wandb
+        if wanted is WandbMode.auto and os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
+            wanted = WandbMode[os.environ["WANDB_MODE"]]
+        if wanted is WandbMode.disabled:
+            return
+        modes, reasons = [WandbMode.offline], []
+        if wanted is not WandbMode.offline and has_wandb_key():  # without a key wandb would ask for one at the terminal
+            modes.insert(0, WandbMode.online)
+        elif wanted is WandbMode.online:
+            reasons.append("online: no key was found")
+        run_id(self._run_dir)  # made now: the first checkpoint holds it
+        self._thread = threading.Thread(target=self._work, args=(modes, reasons), name="wandb-calls", daemon=True)
+        self._thread.start()
 
     def put(self, action: Callable[Concatenate[Panels, P], None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Queue `action`, a method of Panels, with its arguments, which must not change; returns at once."""
@@ -103,17 +111,14 @@ class WandbSink:
 
     def finish(self, *, exit_code: int) -> None:
         """Write everything out and end the W&B run; after a deadline, kill wandb-core and say how to upload."""
-        thread, deadline = self._thread, _FINISH_TIMEOUT_S
+        thread, self._exit_code = self._thread, exit_code
         if thread is None:
             return
-        if self.mode is WandbMode.disabled:
-            deadline += _START_TIMEOUT_S  # it has not started yet
-        self._exit_code = exit_code
+        to_start = _START_TIMEOUT_S if self.mode is WandbMode.disabled else 0.0
         try:
-            self._calls.put_nowait(None)
-            thread.join(deadline)
-        except queue.Full:
-            deadline = 0.0  # wandb has not answered for hundreds of steps
+            with suppress(queue.Full):  # then wandb has not answered for hundreds of steps
+                self._calls.put_nowait(None)
+                thread.join(_FINISH_TIMEOUT_S + to_start)
         finally:  # also when a second signal ends the wait
             in_time = not thread.is_alive()
             self._thread, self._closing = None, True
@@ -124,63 +129,50 @@ class WandbSink:
         thread.join(_KILL_TIMEOUT_S)
         if self.mode is WandbMode.disabled:
             if not in_time:
-                self._failed(f"did not start within {deadline:.0f} s")
+                self._failed("did not start in time")
         elif not self._finished:
-            reason = "ended early" if in_time else f"did not finish within {deadline:.0f} s"
             self.errors += 1
+            reason = "ended early" if in_time else "did not finish in time"
             self._report(f"W&B: {reason}; upload what is on disk with: {self._sync_command}")
         elif self.mode is WandbMode.offline:
             self._report(f"W&B: upload this run with: {self._sync_command}")
 
-    def _wanted_modes(self) -> tuple[list[WandbMode], list[str]]:
-        """Modes in the order in which they are tried, and why online is not among them although it is asked for.
-
-        WANDB_MODE decides if tracking.wandb is auto.
-        """
-        wanted = self._config.wandb
-        if wanted is WandbMode.auto and os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
-            wanted = WandbMode[os.environ["WANDB_MODE"]]
-        if wanted in (WandbMode.offline, WandbMode.disabled):
-            return [wanted], []
-        if has_wandb_key():
-            return [WandbMode.online, WandbMode.offline], []
-        # Without a key wandb would ask for one at the terminal.
-        return [WandbMode.offline], [] if wanted is WandbMode.auto else ["online: no key was found"]
-
     def _work(self, modes: list[WandbMode], reasons: list[str]) -> None:
         """The thread that calls wandb."""
+        # These settings are read from the environment only; a variable that the user has set stays.
+        wanted = {
+            # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
+            "WANDB_DATA_DIR": str(self._run_dir / "wandb"),
+            # Telemetry of the client waits for the network when the process exits.
+            "WANDB_ERROR_REPORTING": "false",
+            "WANDB_SILENT": "true",
+        }
+        added = {name: value for name, value in wanted.items() if name not in os.environ}
+        os.environ.update(added)
         try:
-            with _environment(self._run_dir):
-                self._serve(modes, reasons)
+            run = self._begin(modes, reasons)
+            if run is not None:
+                self._serve(run)
         except Exception as error:
             if not self._closing:
                 self._failed(_one_line(error))
-
-    def _serve(self, modes: list[WandbMode], reasons: list[str]) -> None:
-        try:
-            import wandb
-        except Exception as error:  # broken installations raise more than ImportError
-            self.errors += 1
-            self._report(f"W&B: off (the package wandb cannot be imported: {_one_line(error)})")
-            return
-        try:
-            run = self._begin(modes, reasons)
-            if run is None:
-                return
-            panels = Panels(run)
-            while (call := self._calls.get()) is not None and not self._closing:
-                try:
-                    call(panels)
-                except Exception as error:
-                    self._failed(_one_line(error))
-            if self._closing:
-                return
-            panels.send_samples()
-            run.finish(exit_code=self._exit_code)
-            wandb.teardown()  # only then is everything on the disk
-            self._finished = True
         finally:
             _teardown()
+            for name in added:
+                os.environ.pop(name, None)
+
+    def _serve(self, run: Any) -> None:
+        """Make the calls of the queue until the run ends."""
+        panels = Panels(run)
+        while (call := self._calls.get()) is not None and not self._closing:
+            try:
+                call(panels)
+            except Exception as error:
+                self._failed(_one_line(error))
+        if not self._closing:
+            panels.send_samples()
+            run.finish(exit_code=self._exit_code)
+            self._finished = _teardown()  # only then is everything on the disk
 
     def _begin(self, modes: list[WandbMode], reasons: list[str]) -> Any:
         """The run in the first of `modes` that works, or None."""
@@ -190,8 +182,7 @@ class WandbSink:
             except Exception as error:
                 self.errors += 1
                 reasons.append(f"{mode.name}: {_one_line(error)}")
-                # The next attempt would take up what the failed one has left in the client.
-                _teardown()
+                _teardown()  # the next attempt would take up what the failed one has left in the client
                 if self._closing:
                     return None
                 continue
@@ -205,6 +196,7 @@ class WandbSink:
         return None
 
     def _init(self, mode: WandbMode) -> Any:
+        """Start wandb-core and the run; raises what the client raises."""
         import wandb
 
         settings = wandb.Settings(
@@ -252,33 +244,16 @@ class WandbSink:
             logger.warning("W&B: %s. The run goes on; metrics.jsonl has everything.", reason)
 
 
-@contextmanager
-def _environment(run_dir: Path) -> Iterator[None]:
-    """Set the variables that wandb reads from the environment only; a variable that the user has set stays."""
-    wanted = {
-        # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
-        "WANDB_DATA_DIR": str(run_dir / "wandb"),
-        # Telemetry of the client waits for the network when the process exits.
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_SILENT": "true",
-    }
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
+def _teardown() -> bool:
+    """End the client and wandb-core, if they are there; False if they did not end in order."""
+    wandb = sys.modules.get("wandb")
     try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)
-
-
-def _teardown() -> None:
-    """End the client and wandb-core after a failure, if they are there."""
-    import wandb
-
-    try:
-        wandb.teardown()
+        if wandb is not None:
+            wandb.teardown()
     except (Exception, SystemExit) as error:  # it exits the thread if wandb-core was killed
         logger.info("W&B: the client did not end in order: %s", _one_line(error))
+        return False
+    return True
 
 
 def _end(core: subprocess.Popen[bytes]) -> None:
@@ -299,25 +274,20 @@ def _one_line(error: BaseException) -> str:
 
 def run_id(run_dir: Path) -> str:
     """The W&B id of the run in `run_dir`: read from `wandb_run_id`, or made and written there."""
-    kept = saved_run_id(run_dir)
-    if kept is not None:
-        return kept
-    made = os.urandom(4).hex()
-    keep_run_id(run_dir, made)
-    return made
+    if saved_run_id(run_dir) is None:
+        keep_run_id(run_dir, os.urandom(4).hex())
+    return saved_run_id(run_dir) or ""
 
 
 def saved_run_id(run_dir: Path) -> str | None:
     """The W&B id in `run_dir`; None if W&B was never started there."""
     path = run_dir / RUN_ID_FILE
-    text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
-    return text or None
+    return (path.read_text(encoding="utf-8").strip() or None) if path.is_file() else None
 
 
-def keep_run_id(run_dir: Path, wandb_run_id: str | None) -> None:
-    """Write the id that the W&B run of `run_dir` shall have; None leaves the file as it is."""
-    if wandb_run_id is not None:
-        (run_dir / RUN_ID_FILE).write_text(wandb_run_id + "\n", encoding="utf-8")
+def keep_run_id(run_dir: Path, wandb_run_id: str) -> None:
+    """Write the id that the W&B run of `run_dir` shall have."""
+    (run_dir / RUN_ID_FILE).write_text(wandb_run_id + "\n", encoding="utf-8")
 
 
 def has_wandb_key() -> bool:
@@ -326,8 +296,7 @@ def has_wandb_key() -> bool:
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     named = os.environ.get("NETRC")
-    paths = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    for path in paths:
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
         try:
             if path.is_file() and netrc.netrc(str(path)).authenticators(host):
                 return True
