@@ -171,12 +171,9 @@ class Console:
                 task = self._bar.task_ids[0]
                 if self._bar.tasks[0].description != "training":
                     self._bar.reset(task, description="training", total=self._num_steps, **_EMPTY)
-                self._bar.update(
-                    task,
-                    completed=step,
-                    count=f"step {step}/{self._num_steps}",
-                    values=f"reward {_shown(metrics, 'reward/mean', '.2f')}  K3 {_shown(metrics, 'mismatch/k3', '.1e')}",
-                )
+                reward, k3 = _shown(metrics, "reward/mean", ".2f"), _shown(metrics, "mismatch/k3", ".1e")
+                count, values = f"step {step}/{self._num_steps}", f"reward {reward}  K3 {k3}"
+                self._bar.update(task, completed=step, count=count, values=values)
             self.line(step_line(step, self._num_steps, metrics))
 
     @contextmanager
