@@ -171,8 +171,7 @@ def test_another_correction_scores_what_training_with_it_measures(
     config = config_of(model_path)
     replay = replayed(config, one_step, [name])
     score = next(score for score in replay.scores if score.name == name)
-    mode = next(mode for mode in replay.scored if mode.name == name)
-    assert mode.config is not None
+    mode = next(mode for mode in replay.modes if mode.name == name)
     other = replace(config, correction=mode.config.correction)
     report = trained(other, model_path, tmp_path)
     logged = {key: report.metrics[key] for key in score.metrics if key in report.metrics}

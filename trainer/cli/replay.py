@@ -118,15 +118,14 @@ def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
-    from trainer.replay.page import write_page
-    from trainer.replay.results import record, replay_step, write_record
+    from trainer.replay.page import write_replay
+    from trainer.replay.results import replay_step
 
     try:
         replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
         _write(render_replay(replay))
         arguments.out.mkdir(parents=True, exist_ok=True)
-        result = write_record(record(replay), arguments.out)
-        page = write_page(replay, arguments.out)
+        result, page = write_replay(replay, arguments.out)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
     _write(f"{result}\n{page}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from algorithms.config.spec import CorrectionSpec
+from trainer.compose.keys import nearest
 from trainer.config.train import TrainConfig
 
 RUN = "run"
@@ -43,15 +43,21 @@ class Mode:
     """A correction by name, in the run's config."""
 
     name: str
-    config: TrainConfig | None
-    """The run's config with this correction; None if the correction cannot be used on this step."""
-    refusal: str = ""
-    """Reason why the correction cannot be used; "" if it can."""
+    config: TrainConfig
+    """The run's config with this correction."""
 
     @property
-    def identity(self) -> tuple[CorrectionSpec, LossConfig] | None:
+    def identity(self) -> tuple[CorrectionSpec, LossConfig]:
         """The computation of the mode: two modes with equal identity compute the same."""
-        return None if self.config is None else (self.config.correction.spec(), self.config.policy_loss)
+        return self.config.correction.spec(), self.config.policy_loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedMode:
+    """A correction that cannot be used on a step, and why."""
+
+    name: str
+    refusal: str
 
 
 def all_names() -> list[str]:
@@ -65,8 +71,8 @@ def name_problems(names: Sequence[str]) -> list[Problem]:
     problems = []
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
+            close = nearest(name, known)
+            hint = f"Did you mean {close}? " if close else ""
             remedy = f"{hint}Names: {', '.join(known)}."
             problems.append(Problem(key="modes", rule="must be names of modes and presets", value=name, remedy=remedy))
     return problems
@@ -74,35 +80,32 @@ def name_problems(names: Sequence[str]) -> list[Problem]:
 
 def chosen_modes(
     config: TrainConfig, names: Sequence[str], *, optimizer_steps: int, has_old_logprobs: bool
-) -> list[Mode]:
-    """The modes `names`, the run's own first, in the config of the run.
+) -> tuple[list[Mode], list[RefusedMode]]:
+    """The modes `names` in the config of the run, the run's own first, and those that cannot be used on the step.
 
     `has_old_logprobs`: True if log pi_old of every token was recorded from a separate forward.
     """
-    corrections = {RUN: config.correction, **MODES, **PRESETS}
-    wanted = [RUN, *(name for name in all_names() if name in names and name != RUN)]
-    return [
-        _mode(name, config, corrections[name], optimizer_steps=optimizer_steps, has_old_logprobs=has_old_logprobs)
-        for name in wanted
-    ]
-
-
-def _mode(
-    name: str, config: TrainConfig, correction: CorrectionConfig, *, optimizer_steps: int, has_old_logprobs: bool
-) -> Mode:
-    try:
-        fitted = replace(config, correction=correction)
-    except ConfigError as error:
-        return Mode(name=name, config=None, refusal=" ".join(str(problem) for problem in error.problems))
-    if optimizer_steps > 1 and correction.needs_old_logprobs and not has_old_logprobs:
-        refusal = (
-            f"it needs pi_old of every token, and with correction={config.correction.mode} the run had it for the "
-            f"first of {optimizer_steps} optimizer steps only"
-        )
-        return Mode(name=name, config=None, refusal=refusal)
-    if name != RUN and config.has_critic and config.advantage.baseline_scope is BaselineScope.kept:
-        refusal = (
-            "advantages of gae with advantage.baseline_scope=kept are those of what the run's own correction keeps"
-        )
-        return Mode(name=name, config=None, refusal=refusal)
-    return Mode(name=name, config=fitted)
+    modes: list[Mode] = []
+    refused: list[RefusedMode] = []
+    for name, correction in {RUN: config.correction, **MODES, **PRESETS}.items():
+        if name != RUN and name not in names:
+            continue
+        refusal = ""
+        try:
+            of_mode = replace(config, correction=correction)
+        except ConfigError as error:
+            refusal = " ".join(str(problem) for problem in error.problems)
+        if not refusal and optimizer_steps > 1 and correction.needs_old_logprobs and not has_old_logprobs:
+            refusal = (
+                f"it needs pi_old of every token, and with correction={config.correction.mode} the run had it for the "
+                f"first of {optimizer_steps} optimizer steps only"
+            )
+        if not refusal and name != RUN and config.has_critic and config.advantage.baseline_scope is BaselineScope.kept:
+            refusal = (
+                "advantages of gae with advantage.baseline_scope=kept are those of what the run's own correction keeps"
+            )
+        if refusal:
+            refused.append(RefusedMode(name=name, refusal=refusal))
+        else:
+            modes.append(Mode(name=name, config=of_mode))
+    return modes, refused

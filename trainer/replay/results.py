@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,15 +14,14 @@ import torch
 
 from algorithms.objective import objective, reference_term
 from trainer.config.train import TrainConfig
-from trainer.replay.modes import RUN, Mode, chosen_modes
+from trainer.replay.modes import Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep, read_step
 from trainer.replay.score import MAX_WEIGHT, ModeScore, scored_modes
 from trainer.rundir.dump import Dump
 from trainer.rundir.rows import read_rows
-from trainer.rundir.run_dir import write_whole
+from trainer.rundir.run_dir import METRICS_FILE
 from trainer.rundir.text import counted
 
-RESULT_FILE = "replay.json"
 FORMAT = 2
 COLUMNS: Mapping[str, str] = {
     "loss": "loss/policy",
@@ -72,21 +70,13 @@ class Replay:
     """A step under every mode."""
 
     dump: Dump
-    config: TrainConfig
     step: RecordedStep
     modes: list[Mode]
+    """Modes that can be used on the step, the run's own first."""
     scores: list[ModeScore]
-    """Scores of the modes that are not refused, the run's own first."""
+    """A score for each of `modes`."""
+    refused: list[RefusedMode]
     reproduction: Reproduction
-
-    @property
-    def refused(self) -> list[Mode]:
-        return [mode for mode in self.modes if mode.config is None]
-
-    @property
-    def scored(self) -> list[Mode]:
-        """The modes of `scores`."""
-        return [mode for mode in self.modes if mode.config is not None]
 
     def facts(self) -> list[str]:
         """Facts about the replayed step, one per line."""
@@ -106,26 +96,19 @@ def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_di
     torch.set_num_threads(dump.description.ranks[0].num_threads)
     try:
         step = read_step(dump)
-        modes = chosen_modes(
+        modes, refused = chosen_modes(
             config, names, optimizer_steps=step.num_optimizer_steps, has_old_logprobs=step.has_old_logprobs
         )
         scores = scored_modes(modes, step)
     finally:
         torch.set_num_threads(before)
-    return Replay(
-        dump=dump,
-        config=config,
-        step=step,
-        modes=modes,
-        scores=scores,
-        reproduction=_reproduction(scores[0], run_dir, dump.description.step),
-    )
+    reproduction = _reproduction(scores[0], run_dir / METRICS_FILE, dump.description.step)
+    return Replay(dump=dump, step=step, modes=modes, scores=scores, refused=refused, reproduction=reproduction)
 
 
 def record(replay: Replay) -> dict[str, object]:
     """The whole replay as JSON values."""
     description = replay.dump.description
-    configs = {mode.name: mode.config for mode in replay.scored if mode.config is not None}
     return {
         "format": FORMAT,
         "step": description.step,
@@ -140,20 +123,13 @@ def record(replay: Replay) -> dict[str, object]:
         "modes": [
             {
                 "name": score.name,
-                "objective": objective_of(configs[score.name]),
+                "objective": objective_of(mode.config),
                 "metrics": {key: _finite(value) for key, value in score.metrics.items()},
             }
-            for score in replay.scores
+            for mode, score in zip(replay.modes, replay.scores, strict=True)
         ],
         "refused": [{"name": mode.name, "reason": mode.refusal} for mode in replay.refused],
     }
-
-
-def write_record(found: Mapping[str, object], directory: Path) -> Path:
-    """Write replay.json atomically; returns its path."""
-    path = directory / RESULT_FILE
-    write_whole(path, json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    return path
 
 
 def objective_of(config: TrainConfig) -> str:
@@ -161,21 +137,13 @@ def objective_of(config: TrainConfig) -> str:
     return objective(config.correction, config.loss) + reference_term(config.reference)
 
 
-def _reproduction(own: ModeScore, run_dir: Path, step: int) -> Reproduction:
-    path = run_dir / "metrics.jsonl"
-    logged = _logged_row(path, step)
+def _reproduction(own: ModeScore, path: Path, step: int) -> Reproduction:
+    """Compare the score of the run's own correction with the logged row of the step, if there is one."""
+    rows = read_rows(path) if path.is_file() else []
+    logged: dict[str, float | None] = next((row for row in reversed(rows) if row.get("step") == step), {})
     mine = {key: _finite(value) for key, value in own.metrics.items() if key in logged}
     different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
-    assert own.name == RUN
     return Reproduction(against=path.name, compared=len(mine), different=different)
-
-
-def _logged_row(path: Path, step: int) -> dict[str, float | None]:
-    """The logged row of a step; empty if there is none."""
-    if not path.is_file():
-        return {}
-    of_step = [row for row in read_rows(path) if row.get("step") == step]
-    return of_step[-1] if of_step else {}
 
 
 def _finite(value: float | None) -> float | None:

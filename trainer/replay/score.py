@@ -19,7 +19,6 @@ import torch
 from algorithms.config import BaselineScope
 from algorithms.correction import Correction, correct
 from trainer.batch.train_batch import RankMiniBatch
-from trainer.config.train import TrainConfig
 from trainer.policy.advantages import set_sample_advantages
 from trainer.policy.step import (
     NUM_COUNTS,
@@ -49,8 +48,8 @@ class ModeScore:
 
 
 def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
-    """Score `step` under `mode`, which must not be refused."""
-    config, ranks = fitted(mode), prepared(mode, step)
+    """Score `step` under `mode`."""
+    config, ranks = mode.config, prepared(mode, step)
     stats = [StepStats(torch.device("cpu")) for _ in ranks]
     max_weight = 0.0
     for index in range(step.num_optimizer_steps):
@@ -75,17 +74,17 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
 
 
 def scored_modes(modes: Sequence[Mode], step: RecordedStep) -> list[ModeScore]:
-    """The score of every mode that is not refused; equal corrections are computed once."""
+    """The score of every mode; equal corrections are computed once."""
     scores: list[ModeScore] = []
-    done: list[tuple[Mode, ModeScore]] = []
     for mode in modes:
-        if mode.config is None:
-            continue
         # The identity of the run's own correction does not include the inputs of its advantages.
-        same = next((score for other, score in done if other.name != RUN and other.identity == mode.identity), None)
-        score = score_mode(mode, step) if same is None else replace(same, name=mode.name)
-        done.append((mode, score))
-        scores.append(score)
+        equal = (
+            score
+            for other, score in zip(modes, scores, strict=False)
+            if other.name != RUN and other.identity == mode.identity
+        )
+        same = next(equal, None)
+        scores.append(score_mode(mode, step) if same is None else replace(same, name=mode.name))
     return scores
 
 
@@ -95,18 +94,11 @@ def _max_weight(correction: Correction) -> float:
     return kept.max().item() if kept.numel() else 0.0
 
 
-def fitted(mode: Mode) -> TrainConfig:
-    """The config of a mode that is not refused."""
-    if mode.config is None:
-        raise ValueError(f"mode {mode.name} cannot be scored: {mode.refusal}")
-    return mode.config
-
-
 def prepared(mode: Mode, step: RecordedStep) -> list[list[RankMiniBatch]]:
     """The mini-batches of every rank as `mode` would have them: pi_old only if the mode computes it in a forward, and
     the run's advantages, unless they depend on the tokens that the correction keeps.
     """
-    config = fitted(mode)
+    config = mode.config
     keeps_old = config.needs_old_logprobs_pass and step.has_old_logprobs
     ranks = [[_copied(recorded.mini, keeps_old=keeps_old) for recorded in rank] for rank in step.ranks]
     if mode.name != RUN and config.advantage.baseline_scope is BaselineScope.kept:
