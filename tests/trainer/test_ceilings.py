@@ -71,7 +71,7 @@ def test_the_key_changes_with_what_decides_the_speed(tmp_path: Path, monkeypatch
     paths = {cache_path("cpu", 1, cache_dir=tmp_path), cache_path("cpu", 2, cache_dir=tmp_path)}
     monkeypatch.setattr(torch, "__version__", "9.9")
     paths.add(cache_path("cpu", 1, cache_dir=tmp_path))
-    monkeypatch.setattr(ceilings, "_processor", lambda: "another processor")
+    monkeypatch.setattr(ceilings, "cpu_name", lambda: "another processor")
     paths.add(cache_path("cpu", 1, cache_dir=tmp_path))
     assert len(paths) == 4
 

@@ -5,7 +5,7 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from algorithms.config.combine import combination_notes
@@ -38,11 +38,15 @@ def render_plans(resolution: Resolution) -> str:
 
 def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> str:
     """The plan as text, one labelled line per fact."""
+    return labelled(_facts(config, machine, output_dir))
+
+
+def labelled(facts: Iterable[tuple[str, str]]) -> str:
+    """A line per (label, text); a label stands before the first of its lines only."""
     lines = []
     previous = ""
-    for label, text in _facts(config, machine, output_dir):
-        shown = "" if label == previous else label
-        lines.append(f"{shown:<{LABEL_WIDTH}} {text}")
+    for label, text in facts:
+        lines.append(f"{'' if label == previous else label:<{LABEL_WIDTH}} {text}")
         previous = label
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from algorithms.config import Problem
 from algorithms.objective import objective, reference_term
 from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
-from trainer.cli.plan import LABEL_WIDTH, render_plan
+from trainer.cli.plan import labelled, render_plan
 from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
@@ -160,9 +160,5 @@ def render_grid(study: Study, study_dir: Path) -> str:
         stage = stage_of(study_dir, cell)
         where = "" if stage is Stage.new else f", {last_step(study_dir, cell)} of {cell.num_steps}"
         lines.append(("runs", f"{cell.name}: {stage}{where}"))
-    text, previous = [], ""
-    for label, line in lines:
-        text.append(f"{'' if label == previous else label:<{LABEL_WIDTH}} {line}")
-        previous = label
     plan = render_plan(first.config, machine=this_machine(), output_dir=study_dir / first.name)
-    return "\n".join([*text, "", f"the first run, {first.name}:", plan, ""])
+    return "\n".join([labelled(lines), "", f"the first run, {first.name}:", plan, ""])

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,7 +22,10 @@ import torch
 from rollout.config import DType
 from rollout.torch.onednn_linear import linear
 from rollout.weights.packing import DTYPES
+from trainer.limits.machine import num_cores
 from trainer.rundir.cache import default_cache_dir
+from trainer.rundir.provenance import cpu_name
+from trainer.rundir.run_dir import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,13 @@ class Ceilings:
 
     def flops(self, dtype: DType) -> float:
         """FLOPs per second in `dtype`."""
-        rates = {
-            DType.float32: self.float32_flops,
-            DType.bfloat16: self.bfloat16_flops,
-            DType.float16: self.float16_flops,
-        }
-        return rates[dtype]
+        match dtype:
+            case DType.float32:
+                return self.float32_flops
+            case DType.bfloat16:
+                return self.bfloat16_flops
+            case DType.float16:
+                return self.float16_flops
 
     def __str__(self) -> str:
         return (
@@ -83,7 +85,7 @@ def device_name(device: str, num_threads: int) -> str:
     """Name of the device for people; `device` is "cpu" or "cuda"."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{_processor()}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
+    return f"{cpu_name() or platform.machine()}, {num_threads} {'thread' if num_threads == 1 else 'threads'}"
 
 
 def cache_path(device: str, num_threads: int, *, cache_dir: Path | None = None) -> Path:
@@ -97,7 +99,7 @@ def cache_path(device: str, num_threads: int, *, cache_dir: Path | None = None) 
     if device == "cuda":
         facts["memory"] = torch.cuda.get_device_properties().total_memory
     else:
-        facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        facts["cores"] = num_cores()
         facts["memory"] = psutil.virtual_memory().total
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return (cache_dir or default_cache_dir()) / f"ceilings-{key}.json"
@@ -117,7 +119,8 @@ def find_ceilings(device: str, *, num_threads: int, cache_dir: Path | None = Non
     if ceilings.was_busy:
         return ceilings
     try:
-        _write(path, ceilings)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(ceilings), indent=2) + "\n")
     except OSError as error:
         logger.warning(
             "the measured ceilings could not be kept in %s and are measured again next time: %s", path, error
@@ -205,21 +208,3 @@ def _read(path: Path) -> Ceilings | None:
     except (OSError, ValueError, TypeError) as error:
         logger.warning("the ceilings in %s are damaged (%s) and are measured again", path, error)
         return None
-
-
-def _write(path: Path, ceilings: Ceilings) -> None:
-    """Write the file atomically: another run may read it at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
-        file.write(json.dumps(asdict(ceilings), indent=2) + "\n")
-    os.replace(file.name, path)
-
-
-def _processor() -> str:
-    """The processor's name from /proc/cpuinfo, else from the platform module."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

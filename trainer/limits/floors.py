@@ -46,7 +46,7 @@ class Lengths(NamedTuple):
     response: int
 
 
-class Replay(NamedTuple):
+class IdealDecode(NamedTuple):
     """Times of an ideal engine that serves given lengths: see `replay_decode`."""
 
     seconds: float
@@ -98,7 +98,7 @@ def kv_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
 
 def replay_decode(
     shape: ModelShape, lengths: Sequence[Lengths], rates: Rates, *, number_bytes: int, slots: int | None
-) -> Replay:
+) -> IdealDecode:
     """Serve sequences of these lengths, in this order, each in the first free slot; slots=None serves all at once.
 
     The first token of a response comes from the prefill. Each further token is a decode step of all running sequences:
@@ -108,7 +108,7 @@ def replay_decode(
     starts = _start_steps(steps, slots)
     num_steps = max((start + count for start, count in zip(starts, steps, strict=True)), default=0)
     if num_steps == 0:
-        return Replay(0.0, 1.0, 0.0)
+        return IdealDecode(0.0, 1.0, 0.0)
     # Changes of the number of running sequences and of sum(prompt - start), so that contexts at step t are this sum + t
     # * B.
     running, offset = np.zeros(num_steps + 1), np.zeros(num_steps + 1)
@@ -124,7 +124,7 @@ def replay_decode(
     flops = 2.0 * weights * busy + 4.0 * shape.num_layers * shape.attention_size * contexts
     seconds = np.maximum(moved / rates.bytes_per_s, flops / rates.flops)
     width = min(slots or len(lengths), len(lengths))
-    return Replay(
+    return IdealDecode(
         seconds=float(seconds.sum()),
         busy_frac=float(busy.sum() / (num_steps * width)),
         tail_frac=float(seconds[busy < TAIL_BUSY * width].sum() / seconds.sum()),

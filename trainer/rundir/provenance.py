@@ -77,7 +77,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, object]:
         "git": _git_state(Path(__file__).resolve().parents[2]),
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "logical_cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -126,7 +126,7 @@ def _gpus() -> list[str]:
     return [line.strip() for line in listed.splitlines() if line.strip()] if listed else []
 
 
-def _cpu_name() -> str | None:
+def cpu_name() -> str | None:
     """Marketing name of the processor; None where Linux does not report it."""
     path = Path("/proc/cpuinfo")
     if sys.platform != "linux" or not path.is_file():
