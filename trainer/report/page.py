@@ -2,10 +2,11 @@
 
     data.py      files -> RunData
     headline.py  content around the charts: headline numbers, phases, configuration and its differences
-    sections.py  charts over steps; present.py: the charts that a run has numbers for, or that compare several
+    sections.py  charts over steps
+    present.py   the charts that a run has numbers for, or that compare several, and their numbers
     bins.py      difference of the engines (histograms.jsonl)
     samples.py   samples and their tokens, coloured by Delta
-    tables.py    rows -> numbers of the charts (spec.py: Section, Chart, Series, Table)
+    spec.py      Section, Chart, Series, Table
     charts.py    sections and tables -> Bokeh figures
     frame.py     template, figures, scripts -> HTML with a policy; assets/ holds templates (Jinja2), style and script
 
@@ -21,11 +22,10 @@ from trainer.report import headline
 from trainer.report.bins import histogram_section, unreadable
 from trainer.report.data import RunData, at, load_run, load_runs
 from trainer.report.frame import render_page, write_page
-from trainer.report.present import compared, dash_of, present, slot_of
+from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
 from trainer.report.samples import coloured, legend, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
-from trainer.report.tables import MAX_POINTS, run_tables
 
 REPORT = "report.html"
 _LONG_TEXT = 240

@@ -6,23 +6,23 @@ as text.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from trainer.report.data import Row, RunData, at, is_number
 
-WORST_SAMPLES: Final = 8
+WORST_SAMPLES = 8
 """Number of samples with coloured tokens on the page of one run, over all steps."""
-SHORT_TOKENS: Final = 64
+SHORT_TOKENS = 64
 """Number of tokens above which a response is folded in tables."""
-DECADES: Final = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Values of |Delta| from which a token has the next stronger colour."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One token of a response."""
 
     text: str
@@ -54,8 +54,7 @@ class ColouredSample:
         return self.is_whole and len(self.tokens) <= SHORT_TOKENS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleTable:
+class SampleTable(NamedTuple):
     """The samples of one step, the worst K3 first."""
 
     step: int
@@ -64,29 +63,29 @@ class SampleTable:
 
 def sample_tables(run: RunData) -> list[SampleTable]:
     """The samples of the first and of the last step that has samples."""
-    by_step: dict[int, list[Row]] = {}
-    for row in run.samples:
-        if is_number(row, "step"):
-            by_step.setdefault(row["step"], []).append(row)
-    steps = sorted({min(by_step), max(by_step)}) if by_step else []
-    return [SampleTable(step=step, rows=sorted(by_step[step], key=_worst_first)) for step in steps]
+    rows = [row for row in run.samples if is_number(row, "step")]
+    steps = sorted({row["step"] for row in rows})
+    return [
+        SampleTable(step, sorted((row for row in rows if row["step"] == step), key=_worst_first))
+        for step in sorted({*steps[:1], *steps[-1:]})
+    ]
 
 
 def worst_samples(run: RunData, *, count: int = WORST_SAMPLES) -> list[ColouredSample]:
     """The samples with the largest K3 over all steps, among the samples with kept tokens."""
-    found = (coloured(row) for row in sorted(run.samples, key=_worst_first))
-    return [sample for sample, _ in zip((one for one in found if one is not None), range(count), strict=False)]
+    samples = map(coloured, sorted(run.samples, key=_worst_first))
+    return list(itertools.islice((sample for sample in samples if sample is not None), count))
 
 
 def coloured(row: Row) -> ColouredSample | None:
     """The tokens of a sample; None if the tokens were not kept, or do not have the tracker's form."""
     kept = at(row, "tokens")
-    if not isinstance(kept, Mapping):
+    if kept is None:
         return None
     try:
-        texts, logprobs, deltas = kept["texts"], kept["rollout_logprobs"], kept["deltas"]
         num_before, num_tokens = int(kept["first"]), int(kept["num_tokens"])
-        tokens = [_token(str(text), *pair) for text, *pair in zip(texts, logprobs, deltas, strict=True)]
+        triples = zip(kept["texts"], kept["rollout_logprobs"], kept["deltas"], strict=True)
+        tokens = [_token(str(text), logprob, delta) for text, logprob, delta in triples]
     except (KeyError, TypeError, ValueError):
         return None
     num_after = max(0, num_tokens - num_before - len(tokens))
@@ -104,12 +103,12 @@ def legend() -> Iterator[tuple[str, str]]:
 
 def _token(text: str, logprob: Any, delta: Any) -> Token:
     if delta is None or logprob is None:
-        return Token(text=text, kind="off", said="not sampled by the model, or not scored")
+        return Token(text, "off", "not sampled by the model, or not scored")
     value, sampled = float(delta), float(logprob)
     level = sum(abs(value) >= edge for edge in DECADES)
     kind = f"{'p' if value > 0 else 'm'}{level}" if level else ""
     before, after = (math.exp(min(0.0, one)) for one in (sampled, sampled + value))
-    return Token(text=text, kind=kind, said=f"Δ {value:+.2g}: p {before:.3g} in the rollout, {after:.3g} in training")
+    return Token(text, kind, f"Δ {value:+.2g}: p {before:.3g} in the rollout, {after:.3g} in training")
 
 
 def _number(edge: float) -> str:
