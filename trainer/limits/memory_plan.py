@@ -7,9 +7,6 @@ micro-batch.
 
 from __future__ import annotations
 
-import logging
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,13 +22,11 @@ from trainer.limits.estimate import (
     rank_memory,
 )
 from trainer.limits.model_shape import UnknownShapeError
+from trainer.rundir.provenance import tool_output
 from trainer.rundir.text import counted, size
-
-logger = logging.getLogger(__name__)
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
-QUERY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,16 +127,6 @@ def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
 
 
 def gpu_bytes() -> int | None:
-    """Memory of the smallest NVIDIA device of this machine in bytes, from its driver; None without a device."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(  # noqa: S603  (fixed words)
-            query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
-        )
-        return min((int(line) * 2**20 for line in done.stdout.split()), default=None)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        logger.warning("the memory of the GPUs is unknown: %s", error)
-        return None
+    """Memory of the smallest NVIDIA device of this machine in bytes, from its driver; None if that is not known."""
+    listed = tool_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]) or ""
+    return min((int(line) * 2**20 for line in listed.split() if line.isdecimal()), default=None)

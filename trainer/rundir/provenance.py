@@ -115,14 +115,14 @@ def _git_state(root: Path) -> dict[str, object] | None:
     """Revision of the source tree and a flag for uncommitted changes; None for an installed wheel."""
     if not (root / ".git").exists():
         return None
-    revision = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
-    status = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=normal"])
+    revision = tool_output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    status = tool_output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=normal"])
     return {"revision": revision, "dirty": None if status is None else bool(status)}
 
 
 def _gpus() -> list[str]:
     """Name, memory and driver of each NVIDIA GPU; empty without one."""
-    listed = _output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
+    listed = tool_output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     return [line.strip() for line in listed.splitlines() if line.strip()] if listed else []
 
 
@@ -138,7 +138,7 @@ def cpu_name() -> str | None:
     return None
 
 
-def _output(command: list[str]) -> str | None:
+def tool_output(command: list[str]) -> str | None:
     """Standard output of a tool, or None if it is absent, fails or takes too long."""
     program = shutil.which(command[0])
     if program is None:
