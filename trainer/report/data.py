@@ -80,12 +80,12 @@ def is_number(row: Row, key: str) -> bool:
 
 def at(config: Row, *path: str) -> Any:
     """The value at a path of nested mappings; None if there is no value."""
-    found: Any = config
+    value: Any = config
     for key in path:
-        if not isinstance(found, Mapping) or key not in found:
+        if not isinstance(value, Mapping) or key not in value:
             return None
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def group_members(config: Row) -> dict[str, str]:
@@ -113,12 +113,11 @@ def plain(value: Any) -> str:
 
 def evaluation_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows with a held-out accuracy; `step` is 0 for the policy before its first update (policy version 0)."""
-    found = []
-    for row in rows:
-        if is_number(row, "eval/accuracy") or is_number(row, "eval/accuracy_sampled"):
-            untouched = is_number(row, "eval/policy_version") and row["eval/policy_version"] == 0
-            found.append({**row, "step": 0 if untouched else row["step"]})
-    return found
+    return [
+        {**row, "step": 0 if at(row, "eval/policy_version") == 0 else row["step"]}
+        for row in rows
+        if is_number(row, "eval/accuracy") or is_number(row, "eval/accuracy_sampled")
+    ]
 
 
 def thin(rows: Sequence[Row], most: int) -> list[int]:
@@ -158,8 +157,8 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def rows_by_step(rows: Sequence[Row]) -> list[Row]:
     """The rows in the order of `step`; of two rows with the same step the later one counts."""
-    found = {row["step"]: row for row in rows if is_number(row, "step")}
-    return [found[step] for step in sorted(found)]
+    by_step = {row["step"]: row for row in rows if is_number(row, "step")}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _read_lines(path: Path, remarks: list[str]) -> list[Row]:
@@ -177,8 +176,8 @@ def _read_lines(path: Path, remarks: list[str]) -> list[Row]:
 
 def _read_mapping(path: Path, remarks: list[str]) -> Row:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, ValueError, yaml.YAMLError) as error:
         remarks.append(f"{path.name} cannot be read ({type(error).__name__})")
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
