@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     before: str = ""
 
 
-class RunStatus(NamedTuple):
+class StatusLabel(NamedTuple):
     """State of a run with its number of steps, and the CSS class that gives the colour."""
 
     text: str
@@ -125,13 +125,13 @@ def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def status_of(run: RunData) -> RunStatus:
+def status_of(run: RunData) -> StatusLabel:
     """The state of a run, and its number of steps."""
     last = run.rows[-1]["step"] if run.rows else 0
     planned = at(run.config, "run", "num_steps")
     steps = f"{last} of {planned} steps" if planned else f"{last} steps"
     state = at(run.status, "status") or ("completed" if planned == last else "")
-    return RunStatus(f"{state}, {steps}" if state else steps, state or "open")
+    return StatusLabel(f"{state}, {steps}" if state else steps, state or "open")
 
 
 def facts(run: RunData) -> list[str]:
