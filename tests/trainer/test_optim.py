@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.components import OptimConfig, Schedule
+from trainer.config.components import LRSchedule, OptimConfig
 from trainer.policy.trainable import build_optimizer, clip_gradients, learning_rate
 
 
@@ -17,9 +17,9 @@ def test_warm_up_counts_rollout_steps() -> None:
 
 
 def test_linear_and_cosine_fall_to_nothing_after_the_last_step() -> None:
-    linear = OptimConfig(lr=1.0, schedule=Schedule.linear)
+    linear = OptimConfig(lr=1.0, schedule=LRSchedule.linear)
     assert [learning_rate(linear, step=s, num_steps=4) for s in (1, 2, 4)] == pytest.approx([1.0, 0.75, 0.25])
-    cosine = OptimConfig(lr=1.0, schedule=Schedule.cosine)
+    cosine = OptimConfig(lr=1.0, schedule=LRSchedule.cosine)
     assert learning_rate(cosine, step=3, num_steps=4) == pytest.approx(0.5)
 
 

@@ -15,7 +15,7 @@ from trainer.config.components import Residency
 from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
-    Schedule,
+    RolloutSchedule,
     ScheduleConfig,
     SyncScheduleConfig,
 )
@@ -40,7 +40,7 @@ class Log(Collector):
 def calls(config: ScheduleConfig, *, num_steps: int = 3) -> list[tuple[str, int, int, int]]:
     """(verb, step, version of the engines' weights, steps ahead) of a run whose version is the steps before."""
     log = Log()
-    schedule = Schedule(config, log, num_steps=num_steps)
+    schedule = RolloutSchedule(config, log, num_steps=num_steps)
     for step in range(1, num_steps + 1):
         schedule.begin_next(step, step - 1)
         schedule.finish_next(step, step - 1)

@@ -31,7 +31,7 @@ from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class ComposedRun:
     """One run that a command would start."""
 
     overrides: tuple[str, ...]
@@ -51,7 +51,7 @@ class Run:
 class Resolution:
     """All runs that a command would start, with all problems."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComposedRun, ...]
     """One run, or one run per combination of a sweep."""
     multirun: bool
     """True for a sweep, requested by -m."""
@@ -77,7 +77,7 @@ def resolve(recipe: Path, words: Sequence[str], *, own_dir: Path | None, multiru
     return Resolution(runs=runs, multirun=multirun, problems=(*unreadable, *_together(runs)))
 
 
-def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> Run:
+def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, multirun: bool) -> ComposedRun:
     """Compose and check one run; `words` hold no sweep."""
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
     problems: list[Problem] = []
@@ -93,7 +93,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
             rule = "has no effect in a sweep: every run has its own directory"
             remedy = f"Remove it; {SWEEP_DIR}=... names the directory that holds them all."
             problems.append(Problem(key="run.dir", rule=rule, value=root.run.dir, remedy=remedy))
-    return Run(
+    return ComposedRun(
         overrides=tuple(word for word in words if not word.startswith(SWEEP_DIR)),
         config=None if problems else config,
         problems=tuple(problems),
@@ -228,10 +228,10 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe))
 
 
-def _together(runs: Sequence[Run]) -> list[Problem]:
+def _together(runs: Sequence[ComposedRun]) -> list[Problem]:
     """Problems of all runs without repetition; a problem of only some runs is labelled with their overrides."""
     everywhere = set.intersection(*(set(run.overrides) for run in runs))
-    found: dict[str, tuple[Problem, list[Run]]] = {}
+    found: dict[str, tuple[Problem, list[ComposedRun]]] = {}
     for run in runs:
         for problem in run.problems:
             found.setdefault(str(problem), (problem, []))[1].append(run)

@@ -136,7 +136,7 @@ class BatchConfig(Checked):
             )
 
 
-class Schedule(Enum):
+class LRSchedule(Enum):
     """Course of the learning rate after warm-up."""
 
     constant = "constant"
@@ -152,7 +152,7 @@ class OptimConfig(Checked):
     """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
     warmup_rollout_steps: int = ruled(0, at_least(0))
     """Number of rollout steps of linear warm-up, starting at lr / warmup_rollout_steps."""
-    schedule: Schedule = Schedule.constant
+    schedule: LRSchedule = LRSchedule.constant
     """Course of the learning rate from the end of warm-up to run.num_steps. Vetted: constant."""
     weight_decay: float = ruled(0.01, at_least(0))
     """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""

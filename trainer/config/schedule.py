@@ -1,7 +1,7 @@
 """Schedule of sampling: a step's responses are sampled before its training, during the previous step, or further ahead.
 
-`trainer/run/loop.py` calls the same phases in every schedule; a `Schedule` decides in which phase the engines begin to
-sample later steps. v(k) denotes the weights at the start of the training of step k:
+`trainer/run/loop.py` calls the same phases in every schedule; a `RolloutSchedule` decides in which phase the engines
+begin to sample later steps. v(k) denotes the weights at the start of the training of step k:
 
     sync          collect k (all from v(k)); train k; weights
     one_step_off  collect k; begin k+1 with v(k); train k; wait for the rest of k+1; weights
@@ -83,7 +83,7 @@ class BoundedScheduleConfig(ScheduleConfig):
         return True
 
 
-class Schedule:
+class RolloutSchedule:
     """Tells the collector when to begin later steps; one object per run."""
 
     def __init__(self, config: ScheduleConfig, collector: Collector, *, num_steps: int) -> None:

@@ -56,11 +56,11 @@ from trainer.config.components import (
     ClusterConfig,
     CriticConfig,
     HFModelConfig,
+    LRSchedule,
     ModelConfig,
     OptimConfig,
     PolicyConfig,
     RunConfig,
-    Schedule,
     SmolLM2ModelConfig,
 )
 from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
@@ -149,7 +149,7 @@ class TrainConfig(Checked):
     @property
     def critic_optim(self) -> OptimConfig:
         """AdamW of the critic: the settings of the policy with the critic's constant learning rate."""
-        return replace(self.optim, lr=self.critic.lr, warmup_rollout_steps=0, schedule=Schedule.constant)
+        return replace(self.optim, lr=self.critic.lr, warmup_rollout_steps=0, schedule=LRSchedule.constant)
 
     def policy_learns(self, step: int) -> bool:
         """True if the policy is updated in rollout step `step` (1-based); False while only the critic learns."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from rollout.config import DType
-from trainer.config.components import Offload, OptimConfig, Schedule
+from trainer.config.components import LRSchedule, Offload, OptimConfig
 from trainer.policy.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ def learning_rate(config: OptimConfig, *, step: int, num_steps: int) -> float:
     span = max(1, num_steps - config.warmup_rollout_steps)
     progress = (step - config.warmup_rollout_steps - 1) / span
     match config.schedule:
-        case Schedule.constant:
+        case LRSchedule.constant:
             return config.lr
-        case Schedule.linear:
+        case LRSchedule.linear:
             return config.lr * (1 - progress)
-        case Schedule.cosine:
+        case LRSchedule.cosine:
             return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -31,7 +31,7 @@ from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
-from trainer.config.schedule import Schedule
+from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import dry_run_lengths
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
@@ -160,7 +160,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
     config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
     accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
     tracker.log_assumptions(accounting.assumptions())
-    schedule = Schedule(config.schedule, collector, num_steps=config.run.num_steps)
+    schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer = StepTimer()
     for step in range(done + 1, config.run.num_steps + 1):
         # The first evaluation sees the untouched policy, the later ones what the step made of it. A row holds one.
