@@ -21,9 +21,9 @@ class RewardConfig(Checked):
     """Reward function: exact_match, gsm8k, gsm8k_flexible, math, math_dapo, or a custom function as
     path/to/file.py:name."""
     correct: float = 1.0
-    """Reward of a correct answer."""
+    """Reward of a correct answer; its number defines the unit of reward."""
     incorrect: float = 0.0
-    """Reward of a wrong answer. DAPO uses -1."""
+    """Reward of a wrong answer, in units of reward. DAPO uses -1."""
     overlong_buffer_tokens: int = ruled(0, at_least(0, "tokens"))
     """Soft overlong penalty (DAPO): number of tokens before sampling.max_new_tokens over which the penalty grows; 0
     turns the penalty off."""

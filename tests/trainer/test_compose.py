@@ -24,6 +24,7 @@ from trainer.compose.compose import Resolution, resolve
 from trainer.compose.read import build_config
 from trainer.compose.session import empty_root, plain
 from trainer.compose.start import start_problems
+from trainer.config.components import SmolLM2ModelConfig
 from trainer.config.train import GROUPS, TrainConfig
 
 
@@ -113,6 +114,19 @@ def test_a_recipe_can_start_from_another(tmp_path: Path) -> None:
     assert config is not None
     assert (config.run.recipe, config.run.num_steps, config.correction) == ("mine", 3, MISConfig())
     assert config.loss.aggregation is Aggregation.seq_mean_token_mean
+
+
+def test_another_option_leaves_out_the_keys_that_the_recipe_gave_to_the_first(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    data = (f"data.train_path={rows}", f"data.eval_path={rows}")
+    other = config_of("model=smollm2", *data, name="gsm8k_grpo_qwen2.5_0.5b")
+    assert other.model == SmolLM2ModelConfig()
+    [found] = messages("model=smollm2", "model.path=x", *data, name="gsm8k_grpo_qwen2.5_0.5b")
+    assert found.startswith("model.path is not a key of model=smollm2, got 'x'. It belongs to model=hf")
+    path = own_recipe(tmp_path, "defaults: [arithmetic_grpo, _self_]\ncorrection: {cap: 4, level: sequence}\n")
+    [run] = resolve(path, ("correction=mis",), own_dir=None, multirun=False).runs
+    assert run.config is not None and run.config.correction == MISConfig(level=Level.sequence)
 
 
 def test_the_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

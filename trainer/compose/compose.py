@@ -6,7 +6,7 @@ reported together. Callers receive dataclasses, not the DictConfig. This module 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Problem
-from trainer.compose.keys import nearest
+from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.session import SCHEMA, hydra_session
@@ -84,6 +84,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
     root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
     config, output_dir, has_default_dir, chosen = None, None, False, _chosen(defaults)
     if root is not None:
+        _drop_replaced(root, chosen, overrides)
         config, unreadable, broken = build_config(root, chosen)
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
@@ -175,6 +176,20 @@ def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
         elif name in PRESETS.get(group, {}):
             found[group] = type(PRESETS[group][name])
     return found
+
+
+def _drop_replaced(root: DictConfig, chosen: Mapping[str, type], overrides: Sequence[Override]) -> None:
+    """Where `overrides` choose an option of a group, drop the recipe's keys that only other options of the group have.
+
+    A recipe with model.path would otherwise refuse model=smollm2. A key that `overrides` set stays, and is refused.
+    """
+    named = [override.key_or_group for override in overrides]
+    for group in set(named) & chosen.keys():
+        others = {key for option in GROUPS[group].values() for key in field_names(option)}
+        for key in others - set(field_names(chosen[group])):
+            is_set = any(f"{name}.".startswith(f"{group}.{key}.") for name in named)
+            if isinstance(root.get(group), DictConfig) and not is_set:
+                root[group].pop(key, None)
 
 
 def _located(

@@ -149,15 +149,16 @@ class OptimConfig(Checked):
     """AdamW and its learning-rate schedule. A rollout step may contain several optimizer steps."""
 
     lr: float = ruled(1e-6, above(0))
-    """Peak learning rate. Vetted: 1e-6 (LLMs of 0.5B and more)."""
+    """Peak learning rate: about the change of a parameter per optimizer step. Vetted: 1e-6 (LLMs of 0.5B and more)."""
     warmup_rollout_steps: int = ruled(0, at_least(0))
     """Number of rollout steps of linear warm-up, starting at lr / warmup_rollout_steps."""
     schedule: LRSchedule = LRSchedule.constant
     """Course of the learning rate from the end of warm-up to run.num_steps. Vetted: constant."""
     weight_decay: float = ruled(0.01, at_least(0))
-    """Decoupled weight decay; not applied to vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
+    """Decoupled weight decay: an optimizer step shrinks a weight by lr x weight_decay of the weight; not applied to
+    vectors (norms, biases). Vetted: 0.01, DAPO 0.1."""
     beta2: float = ruled(0.999, within(0, 1, "[)"))
-    """Decay rate of AdamW's second moment per optimizer step."""
+    """Decay factor of AdamW's second moment per optimizer step."""
     max_grad_norm: float = ruled(1.0, above(0))
     """Global L2 norm of the gradient above which gradients are scaled down to this norm. Vetted: 1.0."""
 
