@@ -11,7 +11,7 @@ import pytest
 from cli_process import parity
 
 from trainer.cli import doctor
-from trainer.cli.doctor import Finding, Findings, Status
+from trainer.cli.doctor import MISSING, NOTE, OK, Finding, Findings
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -39,8 +39,7 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sglang" else real(name, *a))
     findings = doctor.examine()
     assert findings.engines == ("torch",)
-    assert findings.can_run
-    assert by_name(findings)["sglang"].status is Status.missing
+    assert by_name(findings)["sglang"].status == MISSING
     assert 'pip install ".[sglang]"' in doctor.render(findings)
 
 
@@ -48,10 +47,10 @@ def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
     monkeypatch.setattr(doctor, "version", lambda name: "0.5.9")
     finding = doctor._sglang(gpus=["H200"])
-    assert finding.status is Status.missing
+    assert finding.status == MISSING
     assert "0.5.9 is below 0.5.23" in finding.found
     monkeypatch.setattr(doctor, "version", lambda name: "0.5.23.post1")
-    assert doctor._sglang(gpus=["H200"]).status is Status.ok
+    assert doctor._sglang(gpus=["H200"]).status == OK
 
 
 def test_sglang_on_a_cpu_needs_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +58,9 @@ def test_sglang_on_a_cpu_needs_its_platform(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "version", lambda name: "0.6.0")
     monkeypatch.setattr(doctor, "entry_points", lambda group: importlib.metadata.EntryPoints())
     finding = doctor._sglang(gpus=[])
-    assert finding.status is Status.missing
+    assert finding.status == MISSING
     assert "parity_cpu is not registered" in finding.found
-    assert doctor._sglang(gpus=["H200"]).status is Status.ok
+    assert doctor._sglang(gpus=["H200"]).status == OK
 
 
 def test_a_missing_requirement_means_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +73,9 @@ def test_a_missing_requirement_means_that_nothing_can_run(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(doctor, "version", version)
     findings = doctor.examine()
-    assert not findings.can_run
+    assert findings.engines == ()
     assert by_name(findings)["ray"].remedy == 'pip install "ray"'
-    assert by_name(findings)["engines"].status is Status.missing
+    assert by_name(findings)["engines"].status == MISSING
 
 
 def test_a_closed_loopback_means_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +84,7 @@ def test_a_closed_loopback_means_that_nothing_can_run(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     findings = doctor.examine()
-    assert not findings.can_run
+    assert findings.engines == ()
     assert "127.0.0.1" in by_name(findings)["loopback"].remedy
 
 
@@ -108,18 +107,18 @@ def test_where_the_wandb_key_is(
     finding = doctor._wandb()
     assert KEY not in str(finding)
     if expected is None:
-        assert finding.status is Status.note
+        assert finding.status == NOTE
         assert "runs stay offline" in finding.found
     else:
-        assert finding.status is Status.ok
+        assert finding.status == OK
         assert expected in finding.found
 
 
 def test_scarce_resources_are_noted_with_a_remedy() -> None:
-    finding = doctor._amount("disk", free=10, total=100, floor=1000, of="disk space in this directory")
-    assert finding.status is Status.note
-    assert finding.remedy == "The smallest recipes want 0.977 KiB of disk space in this directory."
-    assert doctor._amount("disk", free=1000, total=2000, floor=1000, of="x").remedy == ""
+    assert doctor._amount("disk", 10, 100, floor=1000, remedy="Free some.") == (
+        NOTE, "disk", "10 B free of 100 B", "Free some."
+    )  # fmt: skip
+    assert doctor._amount("disk", 1000, 2000, floor=1000, remedy="Free some.").remedy == ""
 
 
 def test_releases_compare_as_numbers() -> None:

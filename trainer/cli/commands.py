@@ -208,7 +208,7 @@ def _doctor() -> int:
 
     findings = examine()
     sys.stdout.write(render(findings))
-    return DONE if findings.can_run else FAILED
+    return DONE if findings.engines else FAILED
 
 
 def _export(words: list[str]) -> int:

@@ -16,9 +16,9 @@ import shutil
 import socket
 import sys
 from dataclasses import dataclass
-from enum import Enum
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -38,23 +38,16 @@ PLATFORM_GROUP, PLATFORM_NAME = "sglang.srt.platforms", "parity_cpu"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written to
 WANDB_HOST = "api.wandb.ai"
 
-
-class Status(Enum):
-    """Meaning of a finding for a run."""
-
-    ok = "ok"
-    note = "note"
-    """The part works, with a restriction."""
-    missing = "MISSING"
-    """The part is missing or unusable, and some run cannot work."""
+OK, NOTE, MISSING = "ok", "note", "MISSING"
+"""Status of a finding: the part works; it works with a restriction; without it some run cannot work."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """The outcome of one check."""
 
+    status: str
+    """OK, NOTE or MISSING."""
     name: str
-    status: Status
     found: str
     remedy: str = ""
 
@@ -65,12 +58,7 @@ class Findings:
 
     all: tuple[Finding, ...]
     engines: tuple[str, ...]
-    """Options of `rollout=` that can run on this machine."""
-
-    @property
-    def can_run(self) -> bool:
-        """True if a run is possible with at least one engine."""
-        return bool(self.engines)
+    """Options of `rollout=` that can run on this machine; empty if no run is possible."""
 
 
 def examine() -> Findings:
@@ -78,22 +66,14 @@ def examine() -> Findings:
     torch_found, gpus = _torch()
     sglang = _sglang(gpus=gpus)
     required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
-    resources = [_cores(), _memory(), _disk(), _ceilings(torch_found, gpus)]
-    can_run_torch = all(finding.status is not Status.missing for finding in required)
-    engines = []
-    if can_run_torch:
-        engines.append("torch")
-        if sglang.status is not Status.missing:
-            engines.insert(0, "sglang")
-    verdict = Finding(
-        name="engines",
-        status=Status.ok if engines else Status.missing,
-        found=f"available: {', '.join(f'rollout={name}' for name in engines)}" if engines else "none can run",
-        remedy="" if engines else "Mend what is MISSING above.",
-    )
-    gpu = Finding(
-        name="GPUs", status=Status.ok if gpus else Status.note, found=", ".join(gpus) or "none: runs use the CPU"
-    )
+    engines: list[str] = []
+    if all(finding.status != MISSING for finding in required):
+        engines = ["torch"] if sglang.status == MISSING else ["sglang", "torch"]
+    verdict = Finding(MISSING, "engines", "none can run", "Mend what is MISSING above.")
+    if engines:
+        verdict = Finding(OK, "engines", f"available: {', '.join(f'rollout={name}' for name in engines)}")
+    gpu = Finding(OK, "GPUs", ", ".join(gpus)) if gpus else Finding(NOTE, "GPUs", "none: runs use the CPU")
+    resources = (_cores(), _memory(), _disk(), _ceilings(torch_found, gpus))
     return Findings(all=(*required, sglang, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
 
 
@@ -101,10 +81,9 @@ def render(findings: Findings) -> str:
     """One line per finding, as text that ends in a line break."""
     width = max(len(finding.name) for finding in findings.all)
     lines = []
-    for finding in findings.all:
-        remedy = f" -> {finding.remedy}" if finding.remedy else ""
-        lines.append(f"{finding.status.value:<8} {finding.name:<{width}}  {finding.found}{remedy}")
-    return "\n".join(lines) + "\n"
+    for status, name, found, remedy in findings.all:
+        lines.append(f"{status:<8} {name:<{width}}  {found}{f' -> {remedy}' if remedy else ''}\n")
+    return "".join(lines)
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -114,22 +93,18 @@ def release(text: str) -> tuple[int, ...]:
 
 
 def _python() -> Finding:
-    good = sys.version_info[:2] >= PYTHON_FLOOR
-    floor = ".".join(str(part) for part in PYTHON_FLOOR)
-    return Finding(
-        name="python",
-        status=Status.ok if good else Status.missing,
-        found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        remedy="" if good else f"Use Python {floor} or later.",
-    )
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info[:2] >= PYTHON_FLOOR:
+        return Finding(OK, "python", found)
+    return Finding(MISSING, "python", found, f"Use Python {'.'.join(map(str, PYTHON_FLOOR))} or later.")
 
 
 def _package(name: str) -> Finding:
     """Check that a distribution is installed, without importing its code."""
     try:
-        return Finding(name=name, status=Status.ok, found=version(name))
+        return Finding(OK, name, version(name))
     except PackageNotFoundError:
-        return Finding(name=name, status=Status.missing, found="not installed", remedy=f'pip install "{name}"')
+        return Finding(MISSING, name, "not installed", f'pip install "{name}"')
 
 
 def _torch() -> tuple[Finding, list[str]]:
@@ -138,96 +113,78 @@ def _torch() -> tuple[Finding, list[str]]:
         import torch
     except (ImportError, OSError) as error:
         remedy = "Install the build of torch for this machine."
-        return Finding(name="torch", status=Status.missing, found=f"cannot be imported ({error})", remedy=remedy), []
-    devices = len(glob.glob("/dev/nvidia[0-9]*"))
+        return Finding(MISSING, "torch", f"cannot be imported ({error})", remedy), []
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return Finding(name="torch", status=Status.ok, found=f"{torch.__version__}, CUDA {torch.version.cuda}"), names
-    if devices:
-        remedy = "Install the CUDA build of torch, and check the driver with nvidia-smi."
+        return Finding(OK, "torch", f"{torch.__version__}, CUDA {torch.version.cuda}"), names
+    if devices := len(glob.glob("/dev/nvidia[0-9]*")):
         found = f"{torch.__version__} does not see the {devices} GPUs of this machine"
-        return Finding(name="torch", status=Status.note, found=found, remedy=remedy), []
-    return Finding(name="torch", status=Status.ok, found=f"{torch.__version__}, no CUDA"), []
+        remedy = "Install the CUDA build of torch, and check the driver with nvidia-smi."
+        return Finding(NOTE, "torch", found, remedy), []
+    return Finding(OK, "torch", f"{torch.__version__}, no CUDA"), []
 
 
 def _sglang(*, gpus: list[str]) -> Finding:
     """Check that rollout=sglang can run: the package, its release, and the CPU platform on a machine without GPUs."""
-    floor = ".".join(str(part) for part in SGLANG_FLOOR)
     if importlib.util.find_spec("sglang") is None:
-        return Finding(name="sglang", status=Status.missing, found="not installed", remedy=SGLANG_REMEDY)
+        return Finding(MISSING, "sglang", "not installed", SGLANG_REMEDY)
     installed = version("sglang")
     if release(installed) < SGLANG_FLOOR:
+        floor = ".".join(map(str, SGLANG_FLOOR))
         remedy = f'pip install "sglang>={floor}": older releases let a request run code'
-        return Finding(name="sglang", status=Status.missing, found=f"{installed} is below {floor}", remedy=remedy)
-    registered = PLATFORM_NAME in entry_points(group=PLATFORM_GROUP).names
+        return Finding(MISSING, "sglang", f"{installed} is below {floor}", remedy)
     if gpus:
-        return Finding(name="sglang", status=Status.ok, found=installed)
-    if not registered:
-        remedy = "Install parity-rl again (pip install -e . in a source tree): its entry points are not registered."
-        found = f"{installed}, but its CPU platform {PLATFORM_NAME} is not registered and there is no GPU"
-        return Finding(name="sglang", status=Status.missing, found=found, remedy=remedy)
-    return Finding(name="sglang", status=Status.ok, found=f"{installed}, CPU platform {PLATFORM_NAME} registered")
+        return Finding(OK, "sglang", installed)
+    if PLATFORM_NAME in entry_points(group=PLATFORM_GROUP).names:
+        return Finding(OK, "sglang", f"{installed}, CPU platform {PLATFORM_NAME} registered")
+    found = f"{installed}, but its CPU platform {PLATFORM_NAME} is not registered and there is no GPU"
+    remedy = "Install parity-rl again (pip install -e . in a source tree): its entry points are not registered."
+    return Finding(MISSING, "sglang", found, remedy)
 
 
 def _cores() -> Finding:
-    cores = num_cores()
-    few = cores < 2
-    return Finding(
-        name="cores",
-        status=Status.note if few else Status.ok,
-        found=f"{cores} logical",
-        remedy="Trainer and engine share one core: use policy.num_workers=1." if few else "",
-    )
+    if (cores := num_cores()) > 1:
+        return Finding(OK, "cores", f"{cores} logical")
+    return Finding(NOTE, "cores", "1 logical", "Trainer and engine share one core: use policy.num_workers=1.")
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
-    return _amount("memory", free=memory.available, total=memory.total, floor=MEMORY_FLOOR, of="memory")
+    remedy = f"The smallest recipes want {size(MEMORY_FLOOR)} of memory."
+    return _amount("memory", memory.available, memory.total, floor=MEMORY_FLOOR, remedy=remedy)
 
 
 def _disk() -> Finding:
     usage = shutil.disk_usage(Path.cwd())
-    return _amount("disk", free=usage.free, total=usage.total, floor=DISK_FLOOR, of="disk space in this directory")
-
-
-def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
-    """Speed of copies and matrix products on all cores, or on the first GPU; measured once, then cached."""
-    if torch_found.status is Status.missing:
-        return Finding(name="limits", status=Status.note, found="unknown without torch")
-    from trainer.limits.ceilings import find_ceilings
-
-    try:
-        ceilings = find_ceilings("cuda" if gpus else "cpu", num_threads=num_cores())
-    except RuntimeError as error:
-        return Finding(name="limits", status=Status.note, found=f"could not be measured ({error})")
-    return Finding(name="limits", status=Status.ok, found=str(ceilings))
-
-
-def _amount(name: str, *, free: int, total: int, floor: int, of: str) -> Finding:
-    short = free < floor
-    return Finding(
-        name=name,
-        status=Status.note if short else Status.ok,
-        found=f"{size(free)} free of {size(total)}",
-        remedy=f"The smallest recipes want {size(floor)} of {of}." if short else "",
-    )
+    remedy = f"The smallest recipes want {size(DISK_FLOOR)} of disk space in this directory."
+    return _amount("disk", usage.free, usage.total, floor=DISK_FLOOR, remedy=remedy)
 
 
 def _shared_memory() -> Finding:
     """Check the shared memory, which holds Ray's object store, the transport of weight copies to other machines."""
-    path = Path(SHARED_MEMORY)
-    if not path.is_dir():
-        return Finding(
-            name=SHARED_MEMORY, status=Status.note, found="absent: Ray will use files in the temporary directory"
-        )
-    usage = shutil.disk_usage(path)
-    short = usage.free < SHM_FLOOR
-    return Finding(
-        name=SHARED_MEMORY,
-        status=Status.note if short else Status.ok,
-        found=f"{size(usage.free)} free of {size(usage.total)}",
-        remedy=f"Give the container at least {size(SHM_FLOOR)}: docker run --shm-size=2g." if short else "",
-    )
+    if not Path(SHARED_MEMORY).is_dir():
+        return Finding(NOTE, SHARED_MEMORY, "absent: Ray will use files in the temporary directory")
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    remedy = f"Give the container at least {size(SHM_FLOOR)}: docker run --shm-size=2g."
+    return _amount(SHARED_MEMORY, usage.free, usage.total, floor=SHM_FLOOR, remedy=remedy)
+
+
+def _amount(name: str, free: int, total: int, *, floor: int, remedy: str) -> Finding:
+    """The finding about an amount in bytes; the remedy applies if less than `floor` is free."""
+    found = f"{size(free)} free of {size(total)}"
+    return Finding(NOTE, name, found, remedy) if free < floor else Finding(OK, name, found)
+
+
+def _ceilings(torch_found: Finding, gpus: list[str]) -> Finding:
+    """Speed of copies and matrix products on all cores, or on the first GPU; measured once, then cached."""
+    if torch_found.status == MISSING:
+        return Finding(NOTE, "limits", "unknown without torch")
+    from trainer.limits.ceilings import find_ceilings
+
+    try:
+        return Finding(OK, "limits", str(find_ceilings("cuda" if gpus else "cpu", num_threads=num_cores())))
+    except RuntimeError as error:
+        return Finding(NOTE, "limits", f"could not be measured ({error})")
 
 
 def _loopback() -> Finding:
@@ -240,24 +197,23 @@ def _loopback() -> Finding:
             client.connect(server.getsockname())
     except OSError as error:
         remedy = "Allow connections to 127.0.0.1 in the sandbox or firewall."
-        return Finding(name="loopback", status=Status.missing, found=f"no port can be used ({error})", remedy=remedy)
-    return Finding(name="loopback", status=Status.ok, found="a port on 127.0.0.1 can be bound and reached")
+        return Finding(MISSING, "loopback", f"no port can be used ({error})", remedy)
+    return Finding(OK, "loopback", "a port on 127.0.0.1 can be bound and reached")
 
 
 def _wandb() -> Finding:
     """Check for a W&B key. The finding names the key's place, never the key; the network is not contacted."""
-    try:
-        installed = version("wandb")
-    except PackageNotFoundError:
-        return Finding(name="wandb", status=Status.note, found="not installed", remedy='pip install "wandb"')
-    source = _wandb_key_source()
-    if source is None:
-        remedy = "wandb login, or tracking.wandb=offline; metrics.jsonl is always written."
-        return Finding(name="wandb", status=Status.note, found=f"{installed}, no key: runs stay offline", remedy=remedy)
-    return Finding(name="wandb", status=Status.ok, found=f"{installed}, key in {source} (not tried)")
+    package = _package("wandb")
+    if package.status == MISSING:
+        return package._replace(status=NOTE)
+    if source := _wandb_key_source():
+        return Finding(OK, "wandb", f"{package.found}, key in {source} (not tried)")
+    remedy = "wandb login, or tracking.wandb=offline; metrics.jsonl is always written."
+    return Finding(NOTE, "wandb", f"{package.found}, no key: runs stay offline", remedy)
 
 
 def _wandb_key_source() -> str | None:
+    """The place of the W&B key: an environment variable or a file; None without a key."""
     if os.environ.get("WANDB_API_KEY"):
         return "$WANDB_API_KEY"
     path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
