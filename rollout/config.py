@@ -173,20 +173,18 @@ class SGLangConfig(EngineConfig):
         if not self.servers:
             return
         if len(self.servers) != self.num_engines:
-            yield Problem(
-                key="num_engines",
-                rule=f"must be the number of rollout.servers ({len(self.servers)})",
-                value=self.num_engines,
-                remedy=f"Set rollout.num_engines={len(self.servers)}.",
+            yield self.broken(
+                "num_engines",
+                f"must be the number of rollout.servers ({len(self.servers)})",
+                f"Set rollout.num_engines={len(self.servers)}.",
             )
         if len(set(self.servers)) != len(self.servers):
-            yield Problem(key="servers", rule="must name every server once", value=self.servers)
+            yield self.broken("servers", "must name every server once")
         if self.engine_args or self.gpus_per_engine > 0:
-            yield Problem(
-                key="servers",
-                rule="must be empty with engine_args or gpus_per_engine: those say how servers are started",
-                value=self.servers,
-                remedy="Remove them; whoever starts the servers chooses their options and GPUs.",
+            yield self.broken(
+                "servers",
+                "must be empty with engine_args or gpus_per_engine: those say how servers are started",
+                "Remove them; whoever starts the servers chooses their options and GPUs.",
             )
         for server in self.servers:
             rule, remedy = _address_problem(server, allow_remote=self.allow_remote)
@@ -273,18 +271,16 @@ class CollectConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.partial and self.over_sampling == 1:
-            yield Problem(
-                key="partial",
-                rule="has no effect with collect.over_sampling=1: a step then waits for every response",
-                value=self.partial,
-                remedy="Set collect.over_sampling=1.5, or collect.partial=false.",
+            yield self.broken(
+                "partial",
+                "has no effect with collect.over_sampling=1: a step then waits for every response",
+                "Set collect.over_sampling=1.5, or collect.partial=false.",
             )
         elif self.partial and self.order is CollectOrder.submission and self.over_sampling > 1 + self.max_partial_age:
-            yield Problem(
-                key="max_partial_age",
-                rule=f"must be >= collect.over_sampling - 1 ({self.over_sampling - 1:g}): groups wait so many steps "
+            yield self.broken(
+                "max_partial_age",
+                f"must be >= collect.over_sampling - 1 ({self.over_sampling - 1:g}): groups wait so many steps "
                 "for their turn, and those that are too old are thrown away",
-                value=self.max_partial_age,
             )
 
 
@@ -297,11 +293,10 @@ class FixedCollectConfig(CollectConfig):
     def conflicts(self) -> Iterator[Problem]:
         yield from CollectConfig.conflicts(self)
         if self.over_sampling > 1 and not self.partial and self.order is CollectOrder.submission:
-            yield Problem(
-                key="over_sampling",
-                rule="must be 1: collect=fixed takes the groups that were submitted first, others would be thrown away",
-                value=self.over_sampling,
-                remedy="Set collect.partial=true, which keeps them for the next step, or use collect=dynamic.",
+            yield self.broken(
+                "over_sampling",
+                "must be 1: collect=fixed takes the groups that were submitted first, others would be thrown away",
+                "Set collect.partial=true, which keeps them for the next step, or use collect=dynamic.",
             )
 
 

@@ -37,7 +37,7 @@ class RewardConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
-            yield Problem(key="correct", rule=f"must be > reward.incorrect ({self.incorrect})", value=self.correct)
+            yield self.broken("correct", f"must be > reward.incorrect ({self.incorrect})")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -113,8 +113,6 @@ class FileDataConfig(DataConfig):
     def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):
             if not is_source(getattr(self, key)):
-                yield Problem(
-                    key=key, rule="must be an existing file, or repo[:config]@split", value=getattr(self, key)
-                )
+                yield self.broken(key, "must be an existing file, or repo[:config]@split")
         for name in sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS)):
             yield Problem(key=f"chat_template_kwargs.{name}", rule="cannot be chosen", value=name)

@@ -53,11 +53,10 @@ class AdvantageConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.baseline_scope is BaselineScope.kept and self.estimator is Estimator.reinforce:
-            yield Problem(
-                key="baseline_scope",
-                rule="has no effect with estimator=reinforce, which has no baseline",
-                value=self.baseline_scope,
-                remedy="Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
+            yield self.broken(
+                "baseline_scope",
+                "has no effect with estimator=reinforce, which has no baseline",
+                "Use baseline_scope=all, or an estimator with a baseline, for example rloo.",
             )
         for key in ("gamma", "gae_lambda"):
             value = getattr(self, key)

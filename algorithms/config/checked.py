@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from operator import attrgetter
 
 from algorithms.config.rules import declared_rules
 
@@ -62,11 +63,14 @@ class Checked:
         """Yield every broken rule between several fields; subclasses override."""
         yield from ()
 
+    def broken(self, key: str, rule: str, remedy: str = "") -> Problem:
+        """The Problem of `rule`, which the value of `key`, a dotted path below this config, breaks."""
+        return Problem(key=key, rule=rule, value=attrgetter(key)(self), remedy=remedy)
+
     def _field_problems(self) -> Iterator[Problem]:
         for declared in declared_rules(type(self)):
-            value = getattr(self, declared.name)
-            if not declared.rule.holds(value):
-                yield Problem(key=declared.name, rule=str(declared.rule), value=value, remedy=declared.remedy)
+            if not declared.rule.holds(getattr(self, declared.name)):
+                yield self.broken(declared.name, str(declared.rule), declared.remedy)
         assert is_dataclass(self)
         for spec in fields(self):
             part = getattr(self, spec.name)

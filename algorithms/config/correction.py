@@ -200,11 +200,10 @@ class BypassConfig(CorrectionConfig):
             return
         for key in ("level", "cap"):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
-                yield Problem(
-                    key=key,
-                    rule="has no effect with loss=ppo_clip, which has no weight",
-                    value=getattr(self, key),
-                    remedy="Remove it, or use correction.loss=reinforce.",
+                yield self.broken(
+                    key,
+                    "has no effect with loss=ppo_clip, which has no weight",
+                    "Remove it, or use correction.loss=reinforce.",
                 )
 
 
@@ -271,18 +270,16 @@ class CustomConfig(CorrectionConfig):
 
     def _anchor_problems(self) -> Iterator[Problem]:
         if self.anchor is Anchor.rollout and self.level is not None:
-            yield Problem(
-                key="level",
-                rule="must be null with anchor=rollout: the ratio pi_theta/mu holds rho, a weight counts it twice",
-                value=self.level,
-                remedy="Use anchor=old for a weight beside the ratio, or anchor=none for a weight alone.",
+            yield self.broken(
+                "level",
+                "must be null with anchor=rollout: the ratio pi_theta/mu holds rho, a weight counts it twice",
+                "Use anchor=old for a weight beside the ratio, or anchor=none for a weight alone.",
             )
         if self.anchor is Anchor.old and self.compared is Compared.current:
-            yield Problem(
-                key="compared",
-                rule="must be old with anchor=old, which needs pi_old anyway",
-                value=self.compared,
-                remedy="Use anchor=rollout or anchor=none to do without pi_old.",
+            yield self.broken(
+                "compared",
+                "must be old with anchor=old, which needs pi_old anyway",
+                "Use anchor=rollout or anchor=none to do without pi_old.",
             )
 
 

@@ -65,18 +65,16 @@ class LossConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.aggregation is Aggregation.fixed_length and not (self.fixed_length_tokens or 0) > 0:
-            yield Problem(
-                key="fixed_length_tokens",
-                rule="must be > 0 with aggregation=fixed_length",
-                value=self.fixed_length_tokens,
-                remedy="Usually the value of sampling.max_new_tokens.",
+            yield self.broken(
+                "fixed_length_tokens",
+                "must be > 0 with aggregation=fixed_length",
+                "Usually the value of sampling.max_new_tokens.",
             )
         if self.aggregation is not Aggregation.fixed_length and self.fixed_length_tokens is not None:
-            yield Problem(
-                key="fixed_length_tokens",
-                rule=f"has no effect with aggregation={self.aggregation.name}",
-                value=self.fixed_length_tokens,
-                remedy="Remove it, or use loss.aggregation=fixed_length.",
+            yield self.broken(
+                "fixed_length_tokens",
+                f"has no effect with aggregation={self.aggregation.name}",
+                "Remove it, or use loss.aggregation=fixed_length.",
             )
 
 

@@ -45,17 +45,15 @@ class ReferenceKLConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.estimator is KLEstimator.k1 and self.placement is KLPlacement.loss:
-            yield Problem(
-                key="estimator",
-                rule="must not be k1 with placement=loss: its gradient is 0 on average, so it only adds noise",
-                value=self.estimator,
-                remedy="Use estimator=unbiased (or k2), or placement=reward.",
+            yield self.broken(
+                "estimator",
+                "must not be k1 with placement=loss: its gradient is 0 on average, so it only adds noise",
+                "Use estimator=unbiased (or k2), or placement=reward.",
             )
         if self.estimator is KLEstimator.unbiased and self.placement is KLPlacement.reward:
-            yield Problem(
-                key="estimator",
-                rule="must not be unbiased with placement=reward: a reward is detached, and its samples are weighted "
+            yield self.broken(
+                "estimator",
+                "must not be unbiased with placement=reward: a reward is detached, and its samples are weighted "
                 "by the policy loss already",
-                value=self.estimator,
-                remedy="Use estimator=k1, whose gradient in the reward is the right one, or placement=loss.",
+                "Use estimator=k1, whose gradient in the reward is the right one, or placement=loss.",
             )

@@ -25,7 +25,7 @@ class EpisodeConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := _function_problem(self.function)):
-            yield Problem(key="function", rule=rule, value=self.function)
+            yield self.broken("function", rule)
 
 
 EPISODE_MEMORY_BYTES = 16 * 2**30

@@ -128,11 +128,10 @@ class BatchConfig(Checked):
         if self.mini_batch_prompts is not None and (
             self.mini_batch_prompts < 1 or self.prompts_per_step % self.mini_batch_prompts
         ):
-            yield Problem(
-                key="mini_batch_prompts",
-                rule=f"must divide batch.prompts_per_step ({self.prompts_per_step})",
-                value=self.mini_batch_prompts,
-                remedy="null means one optimizer step per rollout.",
+            yield self.broken(
+                "mini_batch_prompts",
+                f"must divide batch.prompts_per_step ({self.prompts_per_step})",
+                "null means one optimizer step per rollout.",
             )
 
 

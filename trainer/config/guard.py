@@ -71,9 +71,8 @@ def guard_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between the guard and the checkpoints."""
     guard = config.guard
     if isinstance(guard, MismatchGuardConfig) and guard.highest is not Action.warn and config.checkpoint.every == 0:
-        yield Problem(
-            key="guard.highest",
-            rule="must be warn without checkpoints: nothing could be saved",
-            value=guard.highest,
-            remedy="Set checkpoint.every, or guard.highest=warn.",
+        yield config.broken(
+            "guard.highest",
+            "must be warn without checkpoints: nothing could be saved",
+            "Set checkpoint.every, or guard.highest=warn.",
         )

@@ -80,7 +80,7 @@ class CheckpointConfig(Checked):
     def conflicts(self) -> Iterator[Problem]:
         if self.best_metric is not None and self.every == 0:
             rule = "has no effect: nothing is saved"
-            yield Problem(key="best_metric", rule=rule, value=self.best_metric, remedy="Set checkpoint.every.")
+            yield self.broken("best_metric", rule, "Set checkpoint.every.")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,23 +28,21 @@ def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.checkpoint.best_metric is None or every < 1 or evaluated < 0:
         return
     if evaluated == 0 or math.lcm(every, evaluated) >= config.run.num_steps:
-        yield Problem(
-            key="checkpoint.best_metric",
-            rule="needs checkpoints that are evaluated, and with "
+        yield config.broken(
+            "checkpoint.best_metric",
+            "needs checkpoints that are evaluated, and with "
             f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
-            value=config.checkpoint.best_metric,
-            remedy=f"Set eval.every={every}, or a divisor of it.",
+            f"Set eval.every={every}, or a divisor of it.",
         )
 
 
 def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between evaluation and data."""
     if config.eval.sets and not isinstance(config.data, FileDataConfig):
-        yield Problem(
-            key="eval.sets",
-            rule=f"must be empty with data={config.data.kind}: their files have the columns of data=file",
-            value=config.eval.sets,
-            remedy="Use data=file.",
+        yield config.broken(
+            "eval.sets",
+            f"must be empty with data={config.data.kind}: their files have the columns of data=file",
+            "Use data=file.",
         )
 
 
@@ -61,11 +59,10 @@ def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
         )
     is_shared = config.shares_gpus or (rank == 0 and engine == 0)
     if config.cluster.residency is Residency.always and not is_shared:
-        yield Problem(
-            key="cluster.residency",
-            rule="must be auto or never: no rank shares a GPU with an engine",
-            value=config.cluster.residency,
-            remedy="GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
+        yield config.broken(
+            "cluster.residency",
+            "must be auto or never: no rank shares a GPU with an engine",
+            "GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
         )
 
 
@@ -73,18 +70,16 @@ def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between advantages, groups and the correction."""
     estimator = config.advantage.estimator
     if config.batch.group_size < 2 and estimator in BASELINE_ESTIMATORS:
-        yield Problem(
-            key="batch.group_size",
-            rule=f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
-            value=config.batch.group_size,
-            remedy="Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
+        yield config.broken(
+            "batch.group_size",
+            f"must be >= 2 with advantage.estimator={estimator.name}: a group of one has no baseline",
+            "Vetted: 8. reinforce, reinforce_pp and gae need no groups.",
         )
     if config.batch.group_size < 2 and isinstance(config.collect, DynamicCollectConfig):
-        yield Problem(
-            key="batch.group_size",
-            rule="must be >= 2 with collect=dynamic, which keeps groups whose rewards differ",
-            value=config.batch.group_size,
-            remedy="Use collect=fixed.",
+        yield config.broken(
+            "batch.group_size",
+            "must be >= 2 with collect=dynamic, which keeps groups whose rewards differ",
+            "Use collect=fixed.",
         )
     if config.has_critic and config.correction.spec().reject.opsm is not None:
         yield Problem(
@@ -107,11 +102,10 @@ def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
     }
     for rule, broken in reasons.items():
         if broken:
-            yield Problem(
-                key="advantage.baseline_scope",
-                rule=rule,
-                value=config.advantage.baseline_scope,
-                remedy=f"Set it to all, or choose another correction than {config.correction.mode} as it is set.",
+            yield config.broken(
+                "advantage.baseline_scope",
+                rule,
+                f"Set it to all, or choose another correction than {config.correction.mode} as it is set.",
             )
 
 
@@ -127,11 +121,10 @@ def critic_problems(config: TrainConfig) -> Iterator[Problem]:
             )
         return
     if config.critic.warmup_rollout_steps >= config.run.num_steps:
-        yield Problem(
-            key="critic.warmup_rollout_steps",
-            rule=f"must be < run.num_steps ({config.run.num_steps}), or the policy never learns",
-            value=config.critic.warmup_rollout_steps,
-            remedy="Vetted: 0.",
+        yield config.broken(
+            "critic.warmup_rollout_steps",
+            f"must be < run.num_steps ({config.run.num_steps}), or the policy never learns",
+            "Vetted: 0.",
         )
 
 
@@ -139,17 +132,15 @@ def reference_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between the KL to the reference and the correction."""
     spec = config.correction.spec()
     if config.has_kl_in_reward and spec.compared is Compared.current:
-        yield Problem(
-            key="reference.placement",
-            rule="must be loss: a KL in the reward needs pi_old before the first update, which "
+        yield config.broken(
+            "reference.placement",
+            "must be loss: a KL in the reward needs pi_old before the first update, which "
             f"correction={config.correction.mode} as it is set never computes",
-            value=config.reference.placement,
-            remedy="Set it to loss, or choose another correction.",
+            "Set it to loss, or choose another correction.",
         )
     if config.has_reference and not config.has_kl_in_reward and spec.self_normalize is not SelfNormalize.none:
-        yield Problem(
-            key="reference.coef",
-            rule="must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
-            value=config.reference.coef,
-            remedy="Use reference.placement=reward, or correction.self_normalize=none.",
+        yield config.broken(
+            "reference.coef",
+            "must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
+            "Use reference.placement=reward, or correction.self_normalize=none.",
         )

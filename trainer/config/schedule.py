@@ -109,36 +109,32 @@ def schedule_problems(config: TrainConfig) -> Iterator[Problem]:
     schedule, collect = config.schedule, config.collect
     if collect.partial and schedule.steps_ahead:
         goes_on = "the engines go on with them" if schedule.updates_in_flight else "every step is sampled to its end"
-        yield Problem(
-            key="collect.partial",
-            rule=f"must be false with schedule={schedule.kind}: no responses are resumed, {goes_on}",
-            value=collect.partial,
-            remedy="Use schedule=sync, or leave it out.",
+        yield config.broken(
+            "collect.partial",
+            f"must be false with schedule={schedule.kind}: no responses are resumed, {goes_on}",
+            "Use schedule=sync, or leave it out.",
         )
     if (
         isinstance(config.rollout, SGLangConfig)
         and config.rollout.pause_mode is PauseMode.abort
         and (schedule.updates_in_flight)
     ):
-        yield Problem(
-            key="rollout.pause_mode",
-            rule=f"must be retract or in_place with schedule={schedule.kind}: weights change while responses are "
+        yield config.broken(
+            "rollout.pause_mode",
+            f"must be retract or in_place with schedule={schedule.kind}: weights change while responses are "
             "unfinished, which must go on",
-            value=config.rollout.pause_mode,
-            remedy="Vetted: retract.",
+            "Vetted: retract.",
         )
     if collect.order is CollectOrder.completion and collect.over_sampling == 1 and not schedule.updates_in_flight:
-        yield Problem(
-            key="collect.order",
-            rule="has no effect with collect.over_sampling=1: a step then takes all groups",
-            value=collect.order,
-            remedy="Set collect.over_sampling, or collect.order=submission.",
+        yield config.broken(
+            "collect.order",
+            "has no effect with collect.over_sampling=1: a step then takes all groups",
+            "Set collect.over_sampling, or collect.order=submission.",
         )
     if schedule.steps_ahead and config.shares_gpus and config.cluster.residency is not Residency.never:
-        yield Problem(
-            key="cluster.residency",
-            rule=f"must be never with schedule={schedule.kind}: engines that sample while the policy is trained cannot "
+        yield config.broken(
+            "cluster.residency",
+            f"must be never with schedule={schedule.kind}: engines that sample while the policy is trained cannot "
             "take turns with it on a GPU",
-            value=config.cluster.residency,
-            remedy="Give engines and policy GPUs of their own, or make both fit and set cluster.residency=never.",
+            "Give engines and policy GPUs of their own, or make both fit and set cluster.residency=never.",
         )

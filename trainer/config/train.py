@@ -201,34 +201,25 @@ class TrainConfig(Checked):
                 remedy="Use model=hf with data=file.",
             )
         if self.reward.overlong_buffer_tokens >= self.sampling.max_new_tokens:
-            yield Problem(
-                key="reward.overlong_buffer_tokens",
-                rule=f"must be < sampling.max_new_tokens ({self.sampling.max_new_tokens})",
-                value=self.reward.overlong_buffer_tokens,
+            yield self.broken(
+                "reward.overlong_buffer_tokens", f"must be < sampling.max_new_tokens ({self.sampling.max_new_tokens})"
             )
         prompt_tokens = self.data.max_prompt_tokens if isinstance(self.data, FileDataConfig) else 1
         if prompt_tokens + self.sampling.max_new_tokens > self.batch.max_tokens_per_microbatch:
-            yield Problem(
-                key="batch.max_tokens_per_microbatch",
-                rule=f"must hold a prompt ({prompt_tokens} tokens) and sampling.max_new_tokens "
+            yield self.broken(
+                "batch.max_tokens_per_microbatch",
+                f"must hold a prompt ({prompt_tokens} tokens) and sampling.max_new_tokens "
                 f"({self.sampling.max_new_tokens}) response tokens",
-                value=self.batch.max_tokens_per_microbatch,
             )
         if self.batch.samples_per_step < self.policy.num_workers:
-            yield Problem(
-                key="policy.num_workers",
-                rule=f"must be <= samples per step ({self.batch.samples_per_step})",
-                value=self.policy.num_workers,
-            )
+            yield self.broken("policy.num_workers", f"must be <= samples per step ({self.batch.samples_per_step})")
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
             self.sampling.max_new_tokens
         ):
-            yield Problem(
-                key="loss.fixed_length_tokens",
-                rule=f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})",
-                value=self.loss.fixed_length_tokens,
+            yield self.broken(
+                "loss.fixed_length_tokens", f"must be >= sampling.max_new_tokens ({self.sampling.max_new_tokens})"
             )
         yield from episode_problems(self.episode, self.collect)
         yield from checkpoint_problems(self)

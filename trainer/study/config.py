@@ -49,7 +49,7 @@ class StudyConfig(Checked):
     def conflicts(self) -> Iterator[Problem]:
         for key in ("modes", "seeds"):
             if not getattr(self, key):
-                yield Problem(key=key, rule="must name at least one", value=getattr(self, key))
+                yield self.broken(key, "must name at least one")
         for key in ("modes", "precisions", "seeds"):
             values = getattr(self, key)
             if len(set(values)) < len(values):
