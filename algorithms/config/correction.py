@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from algorithms.config.checked import Checked, Problem
 from algorithms.config.rejection import RejectConfig
@@ -313,3 +313,10 @@ def _level_notes(weight: WeightSpec) -> Iterator[str]:
         yield f"a bound of {loose:g} on a geometric mean practically never binds: peers stay within 0.99 and 1.01"
     if weight.level is Level.sequence and weight.bound is not Bound.none and high < 1.1:
         yield f"a cap of {high:g} on the product over a response binds on nearly every response: peers use 2 to 10"
+
+
+CORRECTIONS: Final[dict[str, type[CorrectionConfig]]] = {
+    kind.mode: kind
+    for kind in (RecomputeConfig, PPOISConfig, VanillaISConfig, TISConfig, MISConfig, BypassConfig, CustomConfig)
+}
+"""Mode -> config class, the options of `correction=`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from algorithms.config.checked import Checked, Problem
 from algorithms.config.rules import above, at_least, ruled, within
@@ -174,3 +174,10 @@ class SAPOConfig(LossConfig):
     surrogate: ClassVar[str] = "sapo"
     aggregation: Aggregation = Aggregation.seq_mean_token_mean
     """Aggregation of per-token losses into one number. Vetted: seq_mean_token_mean, the objective of the paper."""
+
+
+LOSSES: Final[dict[str, type[LossConfig]]] = {
+    kind.surrogate: kind
+    for kind in (PPOClipConfig, GSPOConfig, CISPOConfig, ReinforceConfig, DPPOTVConfig, DPPOKLConfig, SAPOConfig)
+}
+"""Surrogate -> config class, the options of `loss=`."""

@@ -12,12 +12,12 @@ import torch
 from algorithms.config import TISConfig
 from algorithms.histograms import HistogramArrays, mismatch_histograms
 from algorithms.tokens import Tokens
-from rollout.config import DynamicCollectConfig
+from rollout.config import DynamicCollectConfig, SamplingConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
 from trainer.config.components import ArithmeticModelConfig, RunConfig
 from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.config.train import SamplingConfig, TrainConfig
+from trainer.config.train import TrainConfig
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, SampleTokens
 from trainer.tracking.tracker import Tracker

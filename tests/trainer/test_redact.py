@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollout.config import SGLangConfig
-from rollout.task_config import FileDataConfig
+from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.components import ArithmeticModelConfig
-from trainer.config.train import ArithmeticDataConfig, TrainConfig
+from trainer.config.train import TrainConfig
 from trainer.rundir.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"

@@ -24,9 +24,10 @@ import wandb_file
 from wandb_server import WandbServer, serving
 
 import trainer.tracking.wandb_sink as wandb_sink
+from algorithms.config import MISConfig
 from algorithms.histograms import HistogramArrays, mismatch_histograms
 from algorithms.tokens import Tokens
-from rollout.config import SGLangConfig
+from rollout.config import SamplingConfig, SGLangConfig
 from rollout.data.dataset import StreamState
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
@@ -34,7 +35,7 @@ from trainer.compose.compose import resolve
 from trainer.compose.start import start_problems
 from trainer.config.components import ArithmeticModelConfig, RunConfig
 from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.config.train import MISConfig, SamplingConfig, TrainConfig
+from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console

@@ -9,36 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from algorithms.config import (
-    PRESETS as CORRECTION_PRESETS,
-)
+from algorithms.config import PRESETS as CORRECTION_PRESETS
 from algorithms.config import (
     AdvantageConfig,
     Aggregation,
     BaselineScope,
-    BypassConfig,
     Checked,
-    CISPOConfig,
     CorrectionConfig,
-    CustomConfig,
-    DPPOKLConfig,
-    DPPOTVConfig,
     Estimator,
-    GSPOConfig,
     KLPlacement,
     LossConfig,
-    MISConfig,
     PPOClipConfig,
-    PPOISConfig,
     Problem,
-    RecomputeConfig,
     ReferenceKLConfig,
-    ReinforceConfig,
-    SAPOConfig,
     TISConfig,
-    VanillaISConfig,
 )
 from algorithms.config.combine import combination_problems, resolved_loss
+from algorithms.config.correction import CORRECTIONS
+from algorithms.config.loss import LOSSES
 from rollout.config import (
     CollectConfig,
     DynamicCollectConfig,
@@ -232,7 +220,7 @@ class TrainConfig(Checked):
         yield from critic_problems(self)
 
 
-GROUPS: dict[str, dict[str, type[Checked]]] = {
+GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
     "model": {"hf": HFModelConfig, "smollm2": SmolLM2ModelConfig, "arithmetic": ArithmeticModelConfig},
     "data": {"file": FileDataConfig, "arithmetic": ArithmeticDataConfig},
     "rollout": {"sglang": SGLangConfig, "torch": TorchEngineConfig},
@@ -242,24 +230,8 @@ GROUPS: dict[str, dict[str, type[Checked]]] = {
         "one_step_off": OneStepOffScheduleConfig,
         "bounded": BoundedScheduleConfig,
     },
-    "correction": {
-        "recompute": RecomputeConfig,
-        "ppo_is": PPOISConfig,
-        "vanilla_is": VanillaISConfig,
-        "tis": TISConfig,
-        "mis": MISConfig,
-        "bypass": BypassConfig,
-        "custom": CustomConfig,
-    },
-    "loss": {
-        "ppo_clip": PPOClipConfig,
-        "gspo": GSPOConfig,
-        "cispo": CISPOConfig,
-        "reinforce": ReinforceConfig,
-        "dppo_tv": DPPOTVConfig,
-        "dppo_kl": DPPOKLConfig,
-        "sapo": SAPOConfig,
-    },
+    "correction": CORRECTIONS,
+    "loss": LOSSES,
     "guard": {"none": NoGuardConfig, "mismatch": MismatchGuardConfig},
 }
 """Hydra group -> option -> config class: `correction=tis` chooses the class, `correction.cap=3` sets a field."""
