@@ -6,7 +6,6 @@ large package: help appears at once, and a mistake is reported before torch or R
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,18 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import Problem
 from trainer.compose.catalog import find_recipe, read_card, recipe_files
-from trainer.compose.outcome import BEST_FLAG, COMMANDS, COMPLETION_FLAGS, DONE, FAILED, INTERRUPTED, REFUSED, report
+from trainer.compose.keys import nearest
+from trainer.compose.outcome import (
+    BEST_FLAG,
+    COMMANDS,
+    COMPLETION_FLAGS,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    REFUSED,
+    refuse,
+    report,
+)  # fmt: skip
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
 
@@ -157,37 +167,32 @@ def _dispatch(words: list[str]) -> int:
     if command == "train":
         return _train(rest)
     if command not in COMMANDS:
-        close = difflib.get_close_matches(command, COMMANDS, n=1)
-        hint = f"Did you mean parity {close[0]}? " if close else ""
-        unknown = Problem(key="command", rule="is not known", value=command, remedy=f"{hint}See parity --help.")
-        return report([unknown], command="parity")
+        close = nearest(command, COMMANDS)
+        hint = f"Did you mean parity {close}? " if close else ""
+        return refuse("parity", "command", "is not known", command, f"{hint}See parity --help.")
     if any(flag in rest for flag in HELP_FLAGS):
         sys.stdout.write(USAGES[command])
         return DONE
-    if command == "resume":
-        return _resume(rest)
-    if command == "study":
-        from trainer.cli.study import run_study
-
-        return run_study(rest)
-    if command == "eval":
-        from trainer.cli.evaluate import run_eval
-
-        return run_eval(rest)
-    if command == "replay":
-        from trainer.cli.replay import run_replay
-
-        return run_replay(rest)
-    if command == "report":
-        from trainer.cli.report import run_report
-
-        return run_report(rest)
-    if command == "export":
-        return _export(rest)
-    if rest:
-        name = f"parity {command}"
-        return report([Problem(key=name, rule="takes no arguments", value=" ".join(rest))], command=name)
-    return _recipes() if command == "recipes" else _doctor()
+    match command:
+        case "resume":
+            return _resume(rest)
+        case "study":
+            from trainer.cli.study import run_study as run_command
+        case "eval":
+            from trainer.cli.evaluate import run_eval as run_command
+        case "replay":
+            from trainer.cli.replay import run_replay as run_command
+        case "report":
+            from trainer.cli.report import run_report as run_command
+        case "export":
+            return _export(rest)
+        case _ if rest:
+            return refuse(f"parity {command}", f"parity {command}", "takes no arguments", " ".join(rest))
+        case "recipes":
+            return _recipes()
+        case _:
+            return _doctor()
+    return run_command(rest)
 
 
 def _recipes() -> int:
@@ -198,8 +203,7 @@ def _recipes() -> int:
     for path in recipe_files(recipe_dir()).values():
         card = read_card(path)
         table.add_row(card.name, card.question, card.hardware, card.verified)
-    console = Console(file=sys.stdout) if sys.stdout.isatty() else Console(file=sys.stdout, width=200)
-    console.print(table)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 200).print(table)
     return DONE
 
 
@@ -216,19 +220,17 @@ def _export(words: list[str]) -> int:
     best = BEST_FLAG in words
     words = [word for word in words if word != BEST_FLAG]
     if len(words) != 2:
-        wrong = Problem(key=command, rule="takes a run directory and a new directory", value=" ".join(words))
-        return report([wrong], command=command)
+        return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
     run_dir, directory = (Path(word) for word in words)
     recipe = run_dir / "config.yaml"
     if not recipe.is_file():
-        wrong = Problem(key="run.dir", rule="must be the directory of a run, with its config.yaml", value=str(run_dir))
-        return report([wrong], command=command)
+        return refuse(command, "run.dir", "must be the directory of a run, with its config.yaml", str(run_dir))
     from trainer.compose.compose import resolve
 
     resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
-    config = resolution.runs[0].config if resolution.runs else None
+    config = resolution.runs[0].config
     if config is None:
-        return report(list(resolution.problems), command=command)
+        return report(resolution.problems, command=command)
     from trainer.run.export import export_model
     from trainer.rundir.checkpoint import CheckpointError
 
@@ -242,22 +244,24 @@ def _export(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
+    command = "parity train"
     if not any(not word.startswith("-") for word in words):
         if any(flag in words for flag in HELP_FLAGS):
-            groups = "  ".join(f"{group}={'|'.join(options)}" for group, options in GROUPS.items())
-            presets = "  ".join(f"{group}={'|'.join(options)}" for group, options in PRESETS.items())
+            groups, presets = (
+                "  ".join(f"{group}={'|'.join(options)}" for group, options in table.items())
+                for table in (GROUPS, PRESETS)
+            )
             sys.stdout.write(TRAIN_HELP.format(groups=groups, presets=presets))
             return DONE
         names = ", ".join(recipe_files(recipe_dir()))
-        remedy = f"parity train <recipe>; recipes: {names}."
-        return report([Problem(key="recipe", rule="must be given", value=None, remedy=remedy)], command="parity train")
+        return refuse(command, "recipe", "must be given", None, f"{command} <recipe>; recipes: {names}.")
     from trainer.cli.arguments import parse_train
 
     arguments, problems = parse_train(words)
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
-        return report([recipe, *problems], command="parity train")
-    return _checked_train(recipe, arguments, problems, command=f"parity train {arguments.recipe}")
+        return report([recipe, *problems], command=command)
+    return _checked_train(recipe, arguments, problems, command=f"{command} {arguments.recipe}")
 
 
 def _resume(words: list[str]) -> int:
@@ -266,8 +270,7 @@ def _resume(words: list[str]) -> int:
     from trainer.rundir.run_dir import CONFIG_FILE
 
     if not words or words[0].startswith("-"):
-        remedy = f"{COMMAND} <run.dir> [key=value ...]."
-        return report([Problem(key="run.dir", rule="must be given first", value=None, remedy=remedy)], command=COMMAND)
+        return refuse(COMMAND, "run.dir", "must be given first", None, f"{COMMAND} <run.dir> [key=value ...].")
     run_dir = Path(words[0]).absolute()
     with recorded_recipe(run_dir, words[1:]) as recipe:
         if isinstance(recipe, Problem):
@@ -309,10 +312,9 @@ def _checked_train(
         resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     problems += [*resolution.problems, *start_problems(resolution)]
     if problems:
-        name = str(recipe if shown_as is None else shown_as)
-        return report(
-            [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems], command=command
-        )
+        name = str(shown_as or recipe)
+        shown = [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems]
+        return report(shown, command=command)
     if arguments.dry_run:
         from trainer.cli.plan import render_plans
 

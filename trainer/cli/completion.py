@@ -11,11 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from algorithms.config import Problem
 from trainer.cli.launch import hydra_main
 from trainer.cli.replay import replay_completions
 from trainer.compose.catalog import find_recipe, recipe_files
-from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, report
+from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 
 LINE = "COMP_LINE"
@@ -38,8 +37,7 @@ def complete(words: Sequence[str]) -> int:
         return DONE
     if len(arguments) != 1 or not arguments[0].startswith("query=") or LINE not in os.environ:
         remedy = 'eval "$(parity -sc install=bash)"; also zsh and fish.'
-        wrong = Problem(key="-sc", rule="must be followed by install=SHELL", value=" ".join(arguments), remedy=remedy)
-        return report([wrong], command="parity")
+        return refuse("parity", "-sc", "must be followed by install=SHELL", " ".join(arguments), remedy)
     _query(arguments[0], os.environ[LINE])
     return DONE
 

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
-from trainer.cli.tables import table_text
+from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.compose.outcome import BEST_FLAG, DONE, report
+from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
@@ -35,8 +33,7 @@ def run_eval(words: Sequence[str]) -> int:
     given = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
     rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
     if not any(not word.startswith("-") for word in rest):
-        missing = Problem(key="recipe", rule="must be given", value=None, remedy="See parity eval --help.")
-        return report([missing], command=NAME)
+        return refuse(NAME, "recipe", "must be given", None, f"See {NAME} --help.")
     arguments, problems = parse_train(rest)
     problems += flag_problems(arguments, command=NAME)
     source = _source(given, best=best, problems=problems)
@@ -45,12 +42,12 @@ def run_eval(words: Sequence[str]) -> int:
         return report([recipe, *problems], command=NAME)
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
     problems += [*resolution.problems, *start_problems(resolution)]
-    [run] = resolution.runs or [None]
-    if run is not None and run.config is not None:
+    [run] = resolution.runs
+    if run.config is not None:
         problems += _server_problems(run.config)
-    if problems or source is None or run is None or run.config is None or run.output_dir is None:
+    if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
-    return _evaluate(run.config, source, run.output_dir)
+    return _evaluate(run.config, source, resolution.run_dir(0))
 
 
 def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
@@ -109,20 +106,18 @@ def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
 
 def render_results(results: Mapping[str, EvalResult]) -> str:
     """Table with one row per set; the number after +- is the standard error over prompts."""
-    table = Table("set", "prompts", "greedy", box=None, pad_edge=False, header_style="bold")
     first = next(iter(results.values()))
-    titles = [f"avg@{first.num_samples}"]
-    if first.num_samples > 1:
-        titles += [*(f"pass@{k}" for k in first.pass_at if k > 1), f"maj@{first.num_samples}"]
-    for title in [*titles, "tokens", "truncated"]:
-        table.add_column(title, justify="right")
+    many = first.num_samples > 1
+    passes = [k for k in first.pass_at if k > 1] if many else []
+    majority = [f"maj@{first.num_samples}"] if many else []
+    titles = ["set", "prompts", "greedy", f"avg@{first.num_samples}", *(f"pass@{k}" for k in passes), *majority]
+    rows = [[*titles, "tokens", "truncated"]]
     for name, result in results.items():
-        cells = [_share(result.accuracy_sampled, result.sampled_error)]
-        if result.num_samples > 1:
-            cells += [*(_share(value) for k, value in result.pass_at.items() if k > 1), _share(result.majority)]
-        cells += [f"{result.response_tokens_mean:.1f}", _share(result.truncated_frac)]
-        table.add_row(name, str(result.num_prompts), _share(result.accuracy, result.accuracy_error), *cells)
-    return table_text(table)
+        shares = [_share(result.accuracy, result.accuracy_error), _share(result.accuracy_sampled, result.sampled_error)]
+        shares += [*(_share(result.pass_at[k]) for k in passes), *(_share(result.majority) for _ in majority)]
+        cells = [f"{result.response_tokens_mean:.1f}", _share(result.truncated_frac)]
+        rows.append([name, str(result.num_prompts), *shares, *cells])
+    return rows_text(rows, num_words=1)
 
 
 def _share(value: float | None, error: float | None = None) -> str:

@@ -5,11 +5,12 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
+from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
 from trainer.config.guard import MismatchGuardConfig
@@ -21,8 +22,6 @@ from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.run_dir import needs_no_step, newest_saved_step
 from trainer.rundir.text import counted, size
-
-LABEL_WIDTH = 11
 
 
 def render_plans(resolution: Resolution) -> str:
@@ -41,16 +40,6 @@ def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> s
     return labelled(_facts(config, machine, output_dir))
 
 
-def labelled(facts: Iterable[tuple[str, str]]) -> str:
-    """A line per (label, text); a label stands before the first of its lines only."""
-    lines = []
-    previous = ""
-    for label, text in facts:
-        lines.append(f"{'' if label == previous else label:<{LABEL_WIDTH}} {text}")
-        previous = label
-    return "\n".join(lines)
-
-
 def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[tuple[str, str]]:
     yield "recipe", f"{config.run.recipe}, seed {config.run.seed}"
     if config.run.resume is not Resume.never:
@@ -64,7 +53,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     if config.has_critic:
         yield "critic", _critic(config)
     yield "forwards", forwards(config)
-    for line in _memory(config):
+    for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
         yield "memory", line
     for line in _placement(config, machine):
         yield "placement", line
@@ -163,10 +152,6 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         f"{shape.tokens_per_step:,} per step; {counted(shape.microbatches, 'micro-batch', 'micro-batches')} of at most "
         f"{batch.max_tokens_per_microbatch:,} tokens per rank and optimizer step"
     )
-
-
-def _memory(config: TrainConfig) -> Iterator[str]:
-    yield from memory_plan(config, device_bytes=gpu_bytes()).lines()
 
 
 def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:

@@ -52,7 +52,7 @@ def run_replay(words: Sequence[str]) -> int:
         sys.stderr.write(f"{command}: nothing was started: {error}\n")
         return REFUSED
     resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
-    config = resolution.runs[0].config if resolution.runs else None
+    config = resolution.runs[0].config
     if config is None:
         return report(list(resolution.problems), command=command)
     return _replay(arguments, dump, config)

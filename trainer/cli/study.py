@@ -15,10 +15,10 @@ from algorithms.config import Problem
 from algorithms.objective import objective, reference_term
 from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
-from trainer.cli.plan import labelled, render_plan
-from trainer.cli.tables import rows_text
+from trainer.cli.plan import render_plan
+from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe
-from trainer.compose.outcome import DONE, FAILED, REFUSED, report
+from trainer.compose.outcome import DONE, FAILED, REFUSED, refuse, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
@@ -48,8 +48,7 @@ def run_study(words: Sequence[str]) -> int:
     own = [word for word in words if word.startswith(f"{SECTION}.")]
     rest = [word for word in words if word not in own and word not in RESUME_WORDS]
     if not any(not word.startswith("-") for word in rest):
-        missing = Problem(key="recipe", rule="must be given", value=None, remedy=f"See {NAME} --help.")
-        return report([missing], command=NAME)
+        return refuse(NAME, "recipe", "must be given", None, f"See {NAME} --help.")
     arguments, problems = parse_train(rest)
     problems += flag_problems(replace(arguments, dry_run=False), command=NAME)
     config, wrong = read_own_keys(StudyConfig, own, section=SECTION)

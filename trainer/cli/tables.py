@@ -1,8 +1,8 @@
-"""Rich table -> text that a command prints, the same on a terminal and in a file."""
+"""Rows and labelled lines -> text that a command prints, the same on a terminal and in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.console import Console
@@ -10,13 +10,7 @@ from rich.table import Table
 
 WIDTH = 220
 """Characters per line, enough for every table of Parity; otherwise rich folds a table to the terminal or to 80."""
-
-
-def table_text(table: Table) -> str:
-    """The lines of the table without trailing blanks, each ending in a line break."""
-    shown = StringIO()
-    Console(file=shown, width=WIDTH).print(table)
-    return "\n".join(line.rstrip() for line in shown.getvalue().splitlines()) + "\n"
+LABEL_WIDTH = 11
 
 
 def rows_text(rows: Sequence[Sequence[str]], *, num_words: int = 1) -> str:
@@ -27,4 +21,15 @@ def rows_text(rows: Sequence[Sequence[str]], *, num_words: int = 1) -> str:
         table.add_column(title, justify="left" if column < num_words else "right", no_wrap=column > 0)
     for row in body:
         table.add_row(*row)
-    return table_text(table)
+    shown = StringIO()
+    Console(file=shown, width=WIDTH).print(table)
+    return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
+
+
+def labelled(lines: Iterable[tuple[str, str]]) -> str:
+    """The (label, text) pairs as lines without a final line break; a label stands at its first line only."""
+    shown, previous = [], ""
+    for label, text in lines:
+        shown.append(f"{'' if label == previous else label:<{LABEL_WIDTH}} {text}")
+        previous = label
+    return "\n".join(shown)

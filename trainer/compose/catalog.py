@@ -7,11 +7,11 @@ cards; `compose.py` composes a recipe.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.config import Problem
+from trainer.compose.keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
 
 SUFFIX = ".yaml"
@@ -74,8 +74,8 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
     else:
         found = _known(own_dir)
         if given not in found:
-            close = difflib.get_close_matches(given, found, n=1)
-            hint = f"Did you mean {close[0]}? " if close else ""
+            close = nearest(given, found)
+            hint = f"Did you mean {close}? " if close else ""
             return Problem(key="recipe", rule="is not known", value=given, remedy=hint + _names(own_dir))
         path = found[given]
     if path.stem == MAIN_CONFIG:

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from algorithms.config import Problem
@@ -189,7 +189,8 @@ def _drop_replaced(root: DictConfig, chosen: Mapping[str, type], overrides: Sequ
         for key in others - set(field_names(chosen[group])):
             is_set = any(f"{name}.".startswith(f"{group}.{key}.") for name in named)
             if isinstance(root.get(group), DictConfig) and not is_set:
-                root[group].pop(key, None)
+                with open_dict(root[group]) as section:
+                    section.pop(key, None)
 
 
 def _located(

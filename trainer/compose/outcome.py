@@ -19,6 +19,11 @@ NOTHING_STARTED = "nothing was started"
 """End of the first line of a refusal."""
 
 
+def refuse(command: str, key: str, rule: str, value: object, remedy: str = "") -> int:
+    """Report one Problem; return the exit code of a refused command."""
+    return report([Problem(key=key, rule=rule, value=value, remedy=remedy)], command=command)
+
+
 def report(problems: Sequence[Problem], *, command: str) -> int:
     """Write every problem to stderr; return the exit code of a refused command."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
