@@ -459,6 +459,7 @@ def test_a_server_that_does_not_let_the_run_in_means_offline(
 def test_an_online_run_sends_its_rows_and_does_not_wait_for_a_server_that_falls_silent(
     falls_silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 20.0)
     monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 4.0)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     lines: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,6 @@ from algorithms.config import Problem
 from trainer.compose.outcome import DONE, FAILED, report
 
 COMMAND = "parity report"
-OUT_FLAGS = ("-o", "--out")
 METRICS = "metrics.jsonl"
 COMPARISON = "comparison.html"
 """Default file in the current directory for the page of several runs; the page of one run is its own report.html."""
@@ -41,28 +41,21 @@ def run_report(words: Sequence[str]) -> int:
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
     """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
-    problems: list[Problem] = []
-    found: dict[Path, Path] = {}
-    out: Path | None = None
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in OUT_FLAGS:
-            if not equals and not rest:
-                problems.append(Problem(key="--out", rule="must be followed by a file", value=word))
-                continue
-            out = Path(value if equals else rest.pop(0))
-        elif word.startswith("-"):
-            problems.append(Problem(key="flag", rule="is not known", value=word, remedy=f"See {COMMAND} --help."))
-        else:
-            # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
-            path = Path(word).parent if Path(word).is_file() else Path(word)
-            found[path.resolve()] = path
-    if not found and not problems:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("runs", nargs="*", type=Path)
+    parser.add_argument("-o", "--out", type=Path)
+    try:
+        parsed, unknown = parser.parse_known_intermixed_args(words)
+    except argparse.ArgumentError:
+        return [], None, [Problem(key="--out", rule="must be followed by a file", value=" ".join(words))]
+    remedy = f"See {COMMAND} --help."
+    problems = [Problem(key="flag", rule="is not known", value=word, remedy=remedy) for word in unknown]
+    # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
+    run_dirs = {path.resolve(): path for path in (path.parent if path.is_file() else path for path in parsed.runs)}
+    if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="must be given", value=None, remedy=remedy))
-    return list(found.values()), out, problems
+    return list(run_dirs.values()), parsed.out, problems
 
 
 def _directory_problems(directory: Path) -> list[Problem]:
