@@ -81,7 +81,12 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
     """Compose and check one run; `words` hold no sweep."""
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(words))
     problems: list[Problem] = []
-    root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
+    root: DictConfig | None = None
+    defaults: list[ResultDefault] = []
+    try:
+        root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
+    except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
+        problems.append(_not_composed(error, recipe))
     config, output_dir, has_default_dir, chosen = None, None, False, _chosen(defaults)
     if root is not None:
         _drop_replaced(root, chosen, overrides)
@@ -107,9 +112,10 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
 def _compose(
     recipe: Path, overrides: Sequence[Override], *, loader: ConfigLoader, found: list[Problem]
 ) -> tuple[DictConfig | None, list[ResultDefault]]:
-    """Compose the recipe as far as possible -> (tree or None, entries of the defaults list).
+    """Compose the recipe -> (tree, entries of the defaults list); the tree is None where `found` says why.
 
-    A misspelt option is reported and replaced with the nearest option, so that the keys below it can be checked.
+    Raises errors of Hydra, OmegaConf, YAML and the file system, for example of an unreadable file. A misspelt option
+    is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
     choices: dict[str, str] = {}
     for override in overrides:
@@ -126,12 +132,8 @@ def _compose(
         except MissingConfigException as error:
             group, _, value = (error.missing_cfg_file or "").rpartition("/")
             if group not in GROUPS or group in choices:
-                found.append(_not_composed(error, recipe))
-                return None, []
+                raise
             choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
-        except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
-            found.append(_not_composed(error, recipe))
-            return None, []
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         shown = [path for path in order if path is not None and not path.startswith("hydra/")]
@@ -145,16 +147,8 @@ def _compose(
             given = OmegaConf.to_container(content[HYDRA_KEY])
             found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=given, remedy="Remove it."))
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
-    try:
-        root = compose(
-            recipe.stem,
-            overrides=[*choices.values(), *values, recipe_override(recipe.stem)],
-            return_hydra_config=True,
-        )
-    except Exception as error:  # as above
-        found.append(_not_composed(error, recipe))
-        return None, list(defaults)
-    return root, list(defaults)
+    words = [*choices.values(), *values, recipe_override(recipe.stem)]
+    return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
 
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
