@@ -190,11 +190,10 @@ class CriticConfig(Checked):
     from the value before the step; null uses the plain squared error. Vetted: 0.5 (verl, OpenRLHF, NeMo-RL), 0.2
     (SkyRL)."""
 
-    def changed(self) -> dict[str, object]:
-        """Key -> value of all keys whose value differs from the default."""
+    def changed(self) -> list[str]:
+        """Keys whose value differs from the default."""
         default = CriticConfig()
-        names = [spec.name for spec in fields(self)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        return [spec.name for spec in fields(self) if getattr(self, spec.name) != getattr(default, spec.name)]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -50,12 +50,11 @@ def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules about a GPU that a rank and an engine share."""
     rank, engine = config.policy.gpus_per_worker, config.rollout.gpus_per_engine
     if config.shares_gpus and abs(rank + engine - 1) > 1e-6:
-        yield Problem(
-            key="policy.gpus_per_worker",
-            rule=f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one "
-            "engine, and two ranks cannot share one",
-            value=rank,
-            remedy=f"Set policy.gpus_per_worker={1 - engine:g}.",
+        yield config.broken(
+            "policy.gpus_per_worker",
+            f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one engine, and "
+            "two ranks cannot share one",
+            f"Set policy.gpus_per_worker={1 - engine:g}.",
         )
     is_shared = config.shares_gpus or (rank == 0 and engine == 0)
     if config.cluster.residency is Residency.always and not is_shared:
@@ -82,12 +81,11 @@ def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
             "Use collect=fixed.",
         )
     if config.has_critic and config.correction.spec().reject.opsm is not None:
-        yield Problem(
-            key="correction.reject.opsm",
-            rule="must be null with advantage.estimator=gae: it reads the sign of the advantage of a response, and "
-            "here every token has its own",
-            value=config.correction.spec().reject.opsm,
-            remedy="Use another criterion, for example correction.reject.veto.",
+        yield config.broken(
+            "correction.reject.opsm",
+            "must be null with advantage.estimator=gae: it reads the sign of the advantage of a response, and here "
+            "every token has its own",
+            "Use another criterion, for example correction.reject.veto.",
         )
     if config.advantage.baseline_scope is BaselineScope.all:
         return
@@ -112,12 +110,11 @@ def advantage_problems(config: TrainConfig) -> Iterator[Problem]:
 def critic_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield broken rules between the critic, the advantage estimator and the length of the run."""
     if not config.has_critic:
-        for key, value in config.critic.changed().items():
-            yield Problem(
-                key=f"critic.{key}",
-                rule=f"has no effect with advantage.estimator={config.advantage.estimator.name}, which has no critic",
-                value=value,
-                remedy="Use advantage.estimator=gae, or remove it.",
+        for key in config.critic.changed():
+            yield config.broken(
+                f"critic.{key}",
+                f"has no effect with advantage.estimator={config.advantage.estimator.name}, which has no critic",
+                "Use advantage.estimator=gae, or remove it.",
             )
         return
     if config.critic.warmup_rollout_steps >= config.run.num_steps:
