@@ -62,25 +62,11 @@ class EngineConfig(Checked):
         return False
 
 
-OWNED_SGLANG_ARGS = frozenset(
-    [
-        "model_path",
-        "tokenizer_path",
-        "host",
-        "port",
-        "api_key",
-        "admin_api_key",
-        "dtype",
-        "device",
-        "skip_tokenizer_init",
-        "random_seed",
-        "trust_remote_code",
-        "sleep_on_idle",
-        "log_level",
-        "custom_weight_loader",
-        "weight_version",
-    ]
-)
+OWNED_SGLANG_ARGS = frozenset({
+    "model_path", "tokenizer_path", "host", "port", "api_key", "admin_api_key", "dtype", "device",
+    "skip_tokenizer_init", "random_seed", "trust_remote_code", "sleep_on_idle", "log_level", "custom_weight_loader",
+    "weight_version",
+})  # fmt: skip
 """SGLang options that Parity sets itself; a value in engine_args would contradict a key of Parity."""
 
 REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})

@@ -51,8 +51,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
             for path, value in _leaves([name], _plain(root, name)):
                 found.append(keys.unknown_section(path, value, kinds))
     named = {problem.key for problem in found}
-    rules = [*config.problems(), *_table_problems(config)]
-    broken = [problem for problem in rules if problem.key not in named]
+    broken = [problem for problem in (*config.problems(), *_function_problems(config)) if problem.key not in named]
     return (None if found or broken else config), found, broken
 
 
@@ -139,14 +138,12 @@ def _value(
     return value
 
 
-def _table_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield problems of names that must be in a table of the code, or name a file."""
-    name = config.reward.function
-    rule = function_problem(name)
+def _function_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problem of a reward function that is neither a built-in rule nor a function in a file."""
+    rule = function_problem(config.reward.function)
     if rule is not None:
-        close = keys.nearest(name, rule_names())
-        remedy = f"Did you mean reward.function={close}?" if close else ""
-        yield Problem(key="reward.function", rule=rule, value=name, remedy=remedy)
+        close = keys.nearest(config.reward.function, rule_names())
+        yield config.broken("reward.function", rule, f"Did you mean reward.function={close}?" if close else "")
 
 
 def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:

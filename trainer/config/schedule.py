@@ -33,16 +33,13 @@ class ScheduleConfig(Checked):
     """Time of sampling relative to training. Choose with `schedule=sync|one_step_off|bounded`."""
 
     kind: ClassVar[str] = ""
+    updates_in_flight: ClassVar[bool] = False
+    """True if weights change while responses are unfinished."""
 
     @property
     def steps_ahead(self) -> int:
         """Number of later rollout steps whose prompts the engines may sample while a step is trained."""
         return 0
-
-    @property
-    def updates_in_flight(self) -> bool:
-        """True if weights change while responses are unfinished."""
-        return False
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +65,7 @@ class BoundedScheduleConfig(ScheduleConfig):
     """The engines wait for the trainer only when `max_staleness` steps ahead; weights change while they sample."""
 
     kind: ClassVar[str] = "bounded"
+    updates_in_flight: ClassVar[bool] = True
     max_staleness: int = ruled(
         1, at_least(1, "rollout step"), remedy="Use schedule=sync for tokens of the newest weights alone."
     )
@@ -77,10 +75,6 @@ class BoundedScheduleConfig(ScheduleConfig):
     @property
     def steps_ahead(self) -> int:
         return self.max_staleness
-
-    @property
-    def updates_in_flight(self) -> bool:
-        return True
 
 
 class RolloutSchedule:
