@@ -93,7 +93,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         config, unreadable, broken = build_config(root, chosen)
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
-        problems += broken
+        problems += [found for found in broken if found.key not in named]
         output_dir, has_default_dir = _directory(root, SWEEP_DIR if multirun else "run.dir")
         if multirun and not has_default_dir:
             rule = "has no effect in a sweep: every run has its own directory"

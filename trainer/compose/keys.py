@@ -55,12 +55,6 @@ def wrong_value(key: str, value: object, hint: Any) -> Problem:
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
 
-def unchosen(group: str) -> Problem:
-    """The Problem of a group without a choice."""
-    options = ", ".join(f"{group}={option}" for option in GROUPS[group])
-    return Problem(key=group, rule="must be chosen", value=None, remedy=f"Use one of {options}.")
-
-
 def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:
     """The Problem of a key whose first part is not a section."""
     hint = renamed_hint(list(path)) or did_you_mean(path, [], kinds)

@@ -39,8 +39,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
     config: TrainConfig = object.__new__(TrainConfig)
     for name, kind in kinds.items():
         if name in GROUPS and name not in chosen:
-            found.append(keys.unchosen(name))
-            setattr(config, name, kind())
+            setattr(config, name, kind())  # TrainConfig reports a group without a choice
         elif name not in root.keys():  # noqa: SIM118 - a key whose value is missing (???) counts as present
             found.append(Problem(key=f"~{name}", rule="cannot be removed", value=None))
             setattr(config, name, kind())

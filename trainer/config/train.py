@@ -173,7 +173,7 @@ class TrainConfig(Checked):
         return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
 
     def conflicts(self) -> Iterator[Problem]:
-        unchosen = [key for key in ("model", "data", "correction", "loss") if not _is_option(key, getattr(self, key))]
+        unchosen = [key for key in GROUPS if not _is_option(key, getattr(self, key))]
         for key in unchosen:
             yield Problem(
                 key=key,
