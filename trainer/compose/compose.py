@@ -95,6 +95,8 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
         problems += [found for found in broken if found.key not in named]
         output_dir, has_default_dir = _directory(root, SWEEP_DIR if multirun else "run.dir")
+        if multirun and output_dir is None:
+            problems.append(Problem(key=SWEEP_DIR, rule="must name a directory", value=None))
         if multirun and not has_default_dir:
             rule = "has no effect in a sweep: every run has its own directory"
             remedy = f"Remove it; {SWEEP_DIR}=... names the directory that holds them all."
