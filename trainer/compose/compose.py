@@ -185,8 +185,8 @@ def _drop_replaced(root: DictConfig, chosen: Mapping[str, type], overrides: Sequ
         for key in others - set(field_names(chosen[group])):
             is_set = any(f"{name}.".startswith(f"{group}.{key}.") for name in named)
             if isinstance(root.get(group), DictConfig) and not is_set:
-                with open_dict(root[group]) as section:
-                    section.pop(key, None)
+                with open_dict(root):
+                    root[group].pop(key, None)
 
 
 def _located(

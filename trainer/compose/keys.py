@@ -104,6 +104,6 @@ def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> 
 
 def _in_other_option(group: str, name: str) -> str | None:
     """The most similar key among all options of `group`, with its option."""
-    keys = {key: option for option, kind in reversed(GROUPS.get(group, {}).items()) for key in field_names(kind)}
+    keys = {key: option for option, kind in reversed([*GROUPS.get(group, {}).items()]) for key in field_names(kind)}
     close = nearest(name, keys)
     return f"{group}.{close} of {group}={keys[close]}" if close else None
