@@ -1,6 +1,6 @@
 """Words of the command line -> exit code: `parity train`, `parity eval`, `parity recipes`, shell completion.
 
-`train` checks all runs with `trainer/compose/compose.py` before `launch.py` hands over to Hydra. This module imports no
+`train` checks all runs with `trainer/compose/compose.py` before `job.py` starts the first one. This module imports no
 large package: help appears at once, and a mistake is reported before torch or Ray is loaded.
 """
 
@@ -290,12 +290,13 @@ def _checked_train(
     command: str,
     shown_as: Path | None = None,
 ) -> int:
-    """Resolve all runs, report all problems together, then print the plan or hand over to Hydra.
+    """Resolve all runs, report all problems together, then print the plan or start the runs.
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.cli.launch import launch, show
+    from trainer.cli.job import launch
     from trainer.cli.resume import earlier_run
+    from trainer.cli.show import show
     from trainer.compose.compose import resolve
     from trainer.compose.overrides import directory_override
     from trainer.compose.start import start_problems

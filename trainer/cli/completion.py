@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.launch import hydra_main
 from trainer.cli.replay import replay_completions
+from trainer.cli.show import hydra_main
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir

@@ -1,4 +1,7 @@
-"""One checked config -> trainer.run.loop.train -> exit code, with a sentence about the end of the run."""
+"""Checked runs -> their jobs, one after the other -> exit code, with a sentence about the end of each run.
+
+Every run uses the config that was checked before the first run started. Called by `commands.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED
 from trainer.config.train import TrainConfig
 from trainer.rundir.redact import redact_text
@@ -15,6 +19,23 @@ from trainer.rundir.termination import RunTerminated
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
+
+
+def launch(resolution: Resolution) -> int:
+    """Run all jobs of a resolution without problems; return the worst exit code."""
+    outcomes = []
+    for index, run in enumerate(resolution.runs):
+        assert run.config is not None
+        run_dir = resolution.run_dir(index)
+        run.config.run.dir = str(run_dir)
+        if len(resolution.runs) > 1:
+            sys.stdout.write(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
+            sys.stdout.flush()
+        outcomes.append(run_job(run.config, run_dir))
+    num_failed = sum(outcome != DONE for outcome in outcomes)
+    if len(outcomes) > 1 and num_failed:
+        sys.stderr.write(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
+    return max(outcomes)
 
 
 def run_job(config: TrainConfig, run_dir: Path) -> int:

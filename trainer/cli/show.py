@@ -1,6 +1,6 @@
-"""Checked runs -> their jobs, one after the other; and what Hydra shows of a recipe (--cfg, --info, --help).
+"""Hydra's view of a recipe (--cfg, --info, --help), and Hydra's shell completion; neither starts a run.
 
-Every run uses the config that was checked before the first run started. Called by `commands.py`.
+Used by `commands.py` and `completion.py`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from trainer.cli.job import run_job
-from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE
 from trainer.compose.overrides import as_hydra_reads, recipe_override
 from trainer.compose.session import VERSION_BASE, register
-
-
-def launch(resolution: Resolution) -> int:
-    """Run all jobs of a resolution without problems; return the worst exit code."""
-    outcomes = []
-    for index, run in enumerate(resolution.runs):
-        assert run.config is not None
-        run_dir = resolution.run_dir(index)
-        run.config.run.dir = str(run_dir)
-        if len(resolution.runs) > 1:
-            sys.stdout.write(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
-            sys.stdout.flush()
-        outcomes.append(run_job(run.config, run_dir))
-    failed = sum(outcome != DONE for outcome in outcomes)
-    if len(outcomes) > 1 and failed:
-        sys.stderr.write(f"parity train: {failed} of {len(outcomes)} runs failed\n")
-    return max(outcomes)
 
 
 def show(recipe: Path, flags: Sequence[str], overrides: Sequence[str], *, own_dir: Path | None) -> int:
