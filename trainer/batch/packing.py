@@ -114,24 +114,22 @@ def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSampl
     Raises:
         ValueError: a sample without a reward.
     """
+    rewards: list[float] = []
     group_ids: list[int] = []
     for index, sample in enumerate(samples):
+        if sample.reward is None:
+            raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
+        rewards.append(sample.reward)
         before = samples[index - 1] if index else sample
         # A prompt may come again in the same step when an epoch ends; its sample indices then start again.
         same = (sample.prompt_id, True) == (before.prompt_id, sample.sample_index > before.sample_index)
         group_ids.append(group_ids[-1] if index and same else len(group_ids))
     return StepSamples(
-        rewards=torch.tensor([_reward_of(sample) for sample in samples], dtype=torch.float32),
+        rewards=torch.tensor(rewards, dtype=torch.float32),
         group_ids=torch.tensor(group_ids, dtype=torch.int64),
         num_tokens=torch.tensor([sample.num_response_tokens for sample in samples], dtype=torch.int64),
         lags=torch.tensor([policy_version - sample.policy_version for sample in samples], dtype=torch.int64),
     )
-
-
-def _reward_of(sample: Sample) -> float:
-    if sample.reward is None:
-        raise ValueError(f"sample {sample.prompt_id}/{sample.sample_index} has no reward")
-    return sample.reward
 
 
 def split_mini_batches(groups: Sequence[SampleGroup], num_parts: int) -> list[list[Sample]]:

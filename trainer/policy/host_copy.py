@@ -50,7 +50,8 @@ class HostCopy:
         for tensor in tensors:
             local = local_part(tensor).detach()
             if local.device.type == device.type and local.untyped_storage().nbytes():
-                found[_key(local)] = _as_bytes(local)
+                # The whole storage as [bytes] uint8.
+                found[_key(local)] = local.new_empty(0, dtype=torch.uint8).set_(local.untyped_storage())
         self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in found}
         for key, source in found.items():
             if key not in self._buffers or self._buffers[key].numel() != source.numel():
@@ -83,11 +84,6 @@ class HostCopy:
 def _key(tensor: Tensor) -> int:
     """The identity of the storage, which stays when its memory is given back."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of `tensor` as [bytes] uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _wait(device: torch.device) -> None:
