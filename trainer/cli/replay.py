@@ -118,8 +118,7 @@ def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
-    from trainer.replay.page import write_replay
-    from trainer.replay.results import replay_step
+    from trainer.replay.results import replay_step, write_replay
 
     try:
         replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
@@ -134,7 +133,7 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
 
 def render_replay(replay: Replay) -> str:
     """Text with facts about the step, one row per mode, and the refused modes with their reasons."""
-    from trainer.replay.page import mode_rows
+    from trainer.replay.results import mode_rows
 
     facts = "\n".join(replay.facts())
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
