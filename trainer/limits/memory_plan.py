@@ -71,9 +71,9 @@ class MemoryPlan:
     @property
     def verdict(self) -> str:
         """The treatment of the GPUs, with its reason."""
-        asked = f"cluster.residency={self.config.cluster.residency.value}"
+        setting = f"cluster.residency={self.config.cluster.residency.value}"
         if not may_take_turns(self.config):
-            return "nothing sleeps: no GPU is shared" if not self.config.shares_gpus else f"nothing sleeps: {asked}"
+            return "nothing sleeps: no GPU is shared" if not self.config.shares_gpus else f"nothing sleeps: {setting}"
         if self.rank is None or self.fits_together is None:
             reason = self.unknown or "the memory of the GPU is not known here"
         else:
@@ -81,8 +81,8 @@ class MemoryPlan:
             room = f"{USABLE:.0%} of {size(self.device_bytes or 0)}"
             reason = f"rank and engine need {needed} of {room}"
         if self.takes_turns:
-            return f"one side sleeps while the other works: {reason}; {asked}"
-        return f"both fit, nothing sleeps: {reason}; {asked}"
+            return f"one side sleeps while the other works: {reason}; {setting}"
+        return f"both fit, nothing sleeps: {reason}; {setting}"
 
     def lines(self) -> Iterator[str]:
         """The plan as lines of text."""

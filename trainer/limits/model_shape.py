@@ -129,9 +129,9 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
     is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
     layers: dict[int, int] = {}
     for name, size in sizes.items():
-        found = LAYER_NAME.search(f".{name}")
-        if found is not None:
-            layer = int(found.group(1) or found.group(2))
+        match = LAYER_NAME.search(f".{name}")
+        if match is not None:
+            layer = int(match.group(1) or match.group(2))
             layers[layer] = layers.get(layer, 0) + size
     return ModelShape(
         num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),

@@ -42,10 +42,10 @@ _STYLE = (Path(__file__).resolve().parent / "assets" / "page.css").read_text(enc
 
 def _colour(name: str) -> str:
     """The CSS variable `--name` in the light theme: charts in the page's own colours are drawn only once."""
-    found = re.search(rf"--{name}: (#[0-9a-f]{{6}});", _STYLE)
-    if found is None:
+    match = re.search(rf"--{name}: (#[0-9a-f]{{6}});", _STYLE)
+    if match is None:
         raise KeyError(f"assets/page.css sets no --{name}")
-    return found[1]
+    return match[1]
 
 
 def draw(sections: Sequence[Section], tables: Mapping[str, Table]) -> dict[str, Any]:

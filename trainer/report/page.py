@@ -91,7 +91,7 @@ def render_runs(runs: Sequence[RunData]) -> str:
         "tiles": [{tile.label: tile for tile in headline.tiles(run)} for run in runs],
         "phases": headline.phases(runs),
         "difference": headline.config_difference(runs),
-        "worst": [(run.name, found) for run in runs if (found := worst_samples(run, count=_WORST_OF_EACH))],
+        "worst": [(run.name, samples) for run in runs if (samples := worst_samples(run, count=_WORST_OF_EACH))],
         "legend": list(legend()),
         "smoothed": any(len(run.rows) > MAX_PLAIN_POINTS for run in runs),
         "remarks": [f"{run.name}: {remark}" for run in runs for remark in (*run.remarks, *unreadable(run))],

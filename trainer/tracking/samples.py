@@ -43,18 +43,18 @@ class TokenLog:
         key = (sample.prompt_id, sample.sample_index)
         if key not in self.deltas:
             return None
-        found = self.deltas[key]
-        end = found.first + len(found.token_ids)
-        if sample.token_ids[found.first : end].tolist() != found.token_ids:
+        scored = self.deltas[key]
+        end = scored.first + len(scored.token_ids)
+        if sample.token_ids[scored.first : end].tolist() != scored.token_ids:
             return None  # the prompt came back in this step, when an epoch ended: these are tokens of the other one
         prompt_size = sample.num_prompt_tokens
-        texts = {token: str(self.tokenizer.decode([token])) for token in set(found.token_ids)}
+        texts = {token: str(self.tokenizer.decode([token])) for token in set(scored.token_ids)}
         return SampleTokens(
-            first=found.first - prompt_size,
+            first=scored.first - prompt_size,
             num_tokens=len(sample.token_ids) - prompt_size,
-            texts=[texts[token] for token in found.token_ids],
-            rollout_logprobs=[_short(value) for value in found.rollout_logprobs],
-            deltas=[_short(value) for value in found.deltas],
+            texts=[texts[token] for token in scored.token_ids],
+            rollout_logprobs=[_short(value) for value in scored.rollout_logprobs],
+            deltas=[_short(value) for value in scored.deltas],
         )
 
 
@@ -120,8 +120,8 @@ def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
     over the prompts."""
     by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
     worst = by_k3[: count // 2]
-    taken = {(row.prompt_id, row.sample_index) for row in worst}
-    others = [row for row in rows if (row.prompt_id, row.sample_index) not in taken]
+    of_worst = {(row.prompt_id, row.sample_index) for row in worst}
+    others = [row for row in rows if (row.prompt_id, row.sample_index) not in of_worst]
     ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
     return worst + ordered[: count - len(worst)]
 
