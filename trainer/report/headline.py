@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from trainer.report.data import RunData, at, flat_config, plain, show
 from trainer.report.sections import PHASES
+from trainer.rundir.text import size
 
 _MAIN_PHASES = ("rollout", "train", "sync")
 
@@ -159,17 +160,9 @@ def config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]
 
 def environment_facts(run: RunData) -> list[tuple[str, str]]:
     """Machine, revision, command line and versions."""
-    named: list[tuple[str, str]] = []
-    for key, value in run.environment.items():
-        if key == "memory_bytes" and isinstance(value, (int, float)):
-            named.append(("memory", f"{value / 2**30:.1f} GiB"))
-        elif key == "argv" and isinstance(value, list):
-            named.append(("command", " ".join(str(word) for word in value)))
-        elif key == "git" and isinstance(value, dict):
-            named.append(("revision", f"{value['revision']}{' with local changes' if value['dirty'] else ''}"))
-        elif key != "versions" and value not in (None, [], ""):
-            named.append((key.replace("_", " "), plain(value)))
-    versions = at(run.environment, "versions")
-    if isinstance(versions, dict):
-        named += [(str(name), str(version)) for name, version in versions.items() if version]
-    return named
+    record = dict(run.environment)
+    if isinstance(at(record, "memory_bytes"), int):
+        record["memory"] = size(record.pop("memory_bytes"))
+    if isinstance(at(record, "argv"), list):
+        record["argv"] = " ".join(map(str, record["argv"]))
+    return [(key, value) for key, value in flat_config(record).items() if value not in ("null", "[]", "{}", "")]

@@ -48,35 +48,24 @@ def write_study(study: Study, study_dir: Path, records: Mapping[str, CellRecord]
     try:
         results = read_results(study, study_dir, records)
         ranking = rank(results, study.config)
-        document = study_document(study, results, ranking, records, command=command)
+        names = {result.name for result in results}
+        others = [{"name": name, **asdict(record)} for name, record in records.items() if name not in names]
+        document = {
+            "format": _FORMAT,
+            "command": command,
+            "recipe": study.recipe.stem,
+            "overrides": list(study.words),
+            "study": asdict(study.config),
+            "cells": [asdict(result) for result in results],
+            "other_cells": others,
+            "ranking": asdict(ranking),
+        }
         write_whole(study_dir / STUDY_FILE, json.dumps(document, allow_nan=False) + "\n")
         page = render_study(study, results, ranking, command=command, study_dir=study_dir)
         write_whole(study_dir / PAGE_FILE, page)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def study_document(
-    study: Study,
-    results: Sequence[CellResult],
-    ranking: Ranking,
-    records: Mapping[str, CellRecord],
-    *,
-    command: str,
-) -> dict[str, object]:
-    """Content of study.json: the settings, the numbers and curves of every cell, and the ranking."""
-    names = {result.name for result in results}
-    return {
-        "format": _FORMAT,
-        "command": command,
-        "recipe": study.recipe.stem,
-        "overrides": list(study.words),
-        "study": asdict(study.config),
-        "cells": [asdict(result) for result in results],
-        "other_cells": [{"name": name, **asdict(record)} for name, record in records.items() if name not in names],
-        "ranking": asdict(ranking),
-    }
 
 
 def render_study(
