@@ -192,7 +192,7 @@ def test_scoring_a_few_groups_leaves_other_samples_to_poll():
 
 def test_a_function_may_take_as_long_to_import_as_the_check_allows(tmp_path, monkeypatch):
     """Its worker counts as lost only after the time for the start, whatever the deadline of a call is."""
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(4)\ndef reward(response): return 0.25\n")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(2.5)\ndef reward(response): return 0.25\n")
     monkeypatch.setattr("rollout.rewards.pool.GRACE_S", 1.0)
     config = RewardConfig(function=f"{tmp_path}/slow.py:reward", timeout_s=0.5)
     scorer = Scorer(config, max_new_tokens=5, decode=as_digits)
