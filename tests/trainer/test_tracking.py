@@ -576,17 +576,24 @@ def now():
 assert now() == hooks
 sink.put(Panels.log, 1, {"reward/mean": 0.5})
 sink.put(Panels.log_samples, 1, [{"prompt": "PL4NTED PROMPT", "response": "PL4NTED RESPONSE"}])
-time.sleep(3)
+sys.path.insert(0, sys.argv[2])
+import wandb_file
+run_dir = Path(sys.argv[1])
+while not (list(run_dir.glob("wandb/*run-*/files/media/table/*.json")) and wandb_file.history(run_dir)):
+    time.sleep(0.05)
 [core] = psutil.Process().children()
 """
 
 
 def run_child(tmp_path: Path, ending: str) -> subprocess.CompletedProcess[str]:
-    """A process that logs a row and a sample, and ends as `ending` says; its temporary directory is tmp_path/tmp."""
+    """A process that logs a row and a sample, and ends as `ending` says when both are on disk.
+
+    Its temporary directory is tmp_path/tmp.
+    """
     for name in ("run", "tmp"):
         (tmp_path / name).mkdir()
     return subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent(ending), str(tmp_path / "run")],
+        [sys.executable, "-c", CHILD + textwrap.dedent(ending), str(tmp_path / "run"), str(Path(__file__).parent)],
         env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, start_new_session=True, timeout=120, capture_output=True,
         text=True, check=False,
     )  # fmt: skip

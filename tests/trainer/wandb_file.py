@@ -27,8 +27,8 @@ def records(run_dir: Path) -> Iterator[Any]:
             position += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, position)
-        if kind == 0:
-            return
+        if kind == 0 or position + FRAGMENT_HEADER + length > len(data):
+            return  # the rest is not written yet
         position += FRAGMENT_HEADER
         record += data[position : position + length]
         position += length
