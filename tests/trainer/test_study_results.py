@@ -18,7 +18,7 @@ from test_study import grid_of
 from trainer.study.config import StudyConfig
 from trainer.study.grid import Cell, Study
 from trainer.study.page import curves_table, write_study
-from trainer.study.ranking import TITLES, apart, chance_apart, default_target, rank, study_notes, table_rows
+from trainer.study.ranking import TITLES, apart, chance_apart, rank, study_notes, table_rows
 from trainer.study.results import CHARTS, CellResult, Spread, cell_result, spread
 from trainer.study.study_dir import CellRecord, Stage, read_records
 
@@ -71,7 +71,7 @@ def test_modes_are_ranked_by_their_mean_and_share_places_where_ranges_overlap() 
         *three("mis", [0.91, 0.95, 0.99]),
         *three("ppo_is", [0.50, 0.60, 0.55]),
     ]
-    ranking = rank(results, StudyConfig())
+    ranking = rank(results)
     assert [row.mode for row in ranking.rows] == ["mis", "tis", "ppo_is"]
     assert [row.places for row in ranking.rows] == [(1, 2), (1, 2), (3, 3)]
     assert near(ranking.rows[0].score, mean=0.95, low=0.91, high=0.99, count=3)
@@ -82,11 +82,11 @@ def test_modes_are_ranked_by_their_mean_and_share_places_where_ranges_overlap() 
 
 def test_precisions_are_ranked_by_themselves() -> None:
     results = [*three("tis", [0.2, 0.2, 0.2], precision="int4"), *three("tis", [0.9, 0.9, 0.9], precision="bfloat16")]
-    assert [row.places for row in rank(results, StudyConfig()).rows] == [(1, 1), (1, 1)]
+    assert [row.places for row in rank(results).rows] == [(1, 1), (1, 1)]
 
 
 def test_one_seed_tells_nothing_apart() -> None:
-    ranking = rank([result("tis", 0, [0.3, 0.9]), result("mis", 0, [0.3, 0.1])], StudyConfig())
+    ranking = rank([result("tis", 0, [0.3, 0.9]), result("mis", 0, [0.3, 0.1])])
     assert [row.places for row in ranking.rows] == [(1, 2), (1, 2)]
     assert ranking.parted == 0
     assert any("One seed tells nothing apart" in note for note in study_notes(StudyConfig(), [], ranking))
@@ -95,13 +95,13 @@ def test_one_seed_tells_nothing_apart() -> None:
 def test_modes_that_took_the_same_steps_are_named_and_count_once() -> None:
     curves = {"tis": 0.9, "vanilla_is": 0.9, "ppo_is": 0.5}
     results = [result(mode, seed, [0.3, 0.4 + 0.1 * seed, end]) for mode, end in curves.items() for seed in (0, 1)]
-    ranking = rank(results, StudyConfig())
+    ranking = rank(results)
     assert ranking.same == (("int8", "tis", "vanilla_is"),)
     assert (ranking.pairs, ranking.parted) == (1, 1)
     assert any("int8: tis and vanilla_is were the same run" in note for note in study_notes(StudyConfig(), [], ranking))
     # The same end alone is not the same run.
     results[2] = result("vanilla_is", 0, [0.3, 0.41, 0.9])
-    assert rank(results, StudyConfig()).same == ()
+    assert rank(results).same == ()
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (3, 3), (2, 4), (5, 5)])
@@ -119,28 +119,24 @@ def test_the_chance_of_parted_ranges_is_that_of_all_orders(counts: tuple[int, in
     assert chance_apart(*counts) == pytest.approx(parted / len(orders))
 
 
-def test_collapse_failure_and_target_are_counted() -> None:
+def test_collapse_and_failure_are_counted() -> None:
     results = [
         result("tis", 0, [0.3, 0.5, 0.9, 0.95]),
         result("tis", 1, [0.3, 0.9, 0.92, 0.70]),
         result("tis", 2, [0.3, 0.4], stage=Stage.broken, error="engine 0: no answer"),
     ]
-    [row] = (ranking := rank(results, StudyConfig(target=0.9))).rows
+    [row] = (ranking := rank(results)).rows
     assert (row.planned, row.finished, row.failed, row.collapsed) == (3, 2, 1, 1)
     assert near(row.score, mean=0.825, low=0.70, high=0.95, count=2), "only of runs that ended"
-    assert (row.reached, row.steps_to_target) == (2, Spread(mean=1.5, low=1, high=2, count=2))
     assert near(row.worst_k3, mean=3e-5, low=3e-5, high=3e-5, count=2)
     [line] = table_rows(ranking)
     assert {"tis", "0.825 (0.700-0.950)", "1 of 2", "2 of 3, 1 failed", "3.0e-05"} <= set(line)
-    notes = study_notes(StudyConfig(target=0.9), results, ranking)
+    notes = study_notes(StudyConfig(), results, ranking)
     assert "tis-int8-seed2 FAILED after step 1 of 3: engine 0: no answer. It is not in the table." in notes
-    # 90 % of the way from 0.3 to the best mean.
-    assert default_target(results) == pytest.approx(0.3 + 0.9 * (0.825 - 0.3))
-    assert default_target([result("tis", 0, [0.3, 0.2])]) is None, "nothing was learnt"
 
 
 def test_a_table_has_a_row_per_mode_and_says_what_it_lacks() -> None:
-    rows = table_rows(rank([result(mode, 0, [], stage=Stage.new) for mode in ("tis", "mis")], StudyConfig()))
+    rows = table_rows(rank([result(mode, 0, [], stage=Stage.new) for mode in ("tis", "mis")]))
     assert [row[TITLES.index("mode")] for row in rows] == ["tis", "mis"]
     assert {len(row) for row in rows} == {len(TITLES)} and rows[0][-1] == "0 of 1"
 

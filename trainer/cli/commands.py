@@ -106,7 +106,7 @@ USAGES = {
         "  study.seeds=[0,1,2]               values of run.seed\n"
         "  study.parallel=2                  runs at a time; default 1\n"
         "  study.dir=DIR, or resume=auto     go on with a study, or with the newest of the recipe\n"
-        "  study.target, collapse_drop, cell_timeout_s, stop_timeout_s\n\n"
+        "  study.collapse_drop, cell_timeout_s, stop_timeout_s\n\n"
         "  Each run is a `parity train` of its own, in outputs/studies/<recipe>/<time>/<mode>-<precision>-seed<k>;\n"
         "  what is finished is not repeated. After each one study.html and study.json compare what\n"
         "  there is; see docs/study.md.\n"

@@ -104,7 +104,7 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     )
     not_written = write_study(study, study_dir, records, command=command)
     results = read_results(study, study_dir, records)
-    ranking = rank(results, study.config)
+    ranking = rank(results)
     notes = study_notes(study.config, results, ranking)
     page = study_dir / PAGE_FILE
     table = rows_text([TITLES, *table_rows(ranking)], num_words=MODE_COLUMN + 1)

@@ -37,8 +37,6 @@ class StudyConfig(Checked):
     """Number of runs at a time, each in a process with its own Ray."""
     dir: str | None = None
     """Directory of the study; an earlier study in it is continued. null: outputs/studies/<recipe>/<time>."""
-    target: float | None = ruled(None, within(0, 1, "(]"))
-    """Held-out accuracy whose first step is reported; null: 90 % of the way from the untouched policy to the best."""
     collapse_drop: float = ruled(0.1, within(0, 1, "()"))
     """Drop of the last held-out accuracy below the best from which a run counts as collapsed."""
     cell_timeout_s: float | None = ruled(None, above(0, "seconds"))

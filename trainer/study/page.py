@@ -47,7 +47,7 @@ def write_study(study: Study, study_dir: Path, records: Mapping[str, CellRecord]
     """Update both files. Returns why that failed, "" if it did not: a failure must not end the runs."""
     try:
         results = read_results(study, study_dir, records)
-        ranking = rank(results, study.config)
+        ranking = rank(results)
         names = {result.name for result in results}
         others = [{"name": name, **asdict(record)} for name, record in records.items() if name not in names]
         document = {

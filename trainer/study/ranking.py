@@ -16,11 +16,9 @@ from itertools import combinations
 from trainer.study.config import StudyConfig
 from trainer.study.results import CellResult, Spread, spread
 
-TARGET_SHARE = 0.9
-"""Default target, as a share of the way from the untouched policy to the best mode."""
 TITLES = (
     "precision", "place", "mode", "held-out, last", "collapsed", "worst K3", "entropy, last", "largest gradient",
-    "least ESS", "steps to target", "s per step", "seeds",
+    "least ESS", "s per step", "seeds",
 )  # fmt: skip
 MODE_COLUMN = TITLES.index("mode")
 """Columns up to this one are words, the others numbers."""
@@ -46,10 +44,6 @@ class Standing:
     gradient: Spread | None
     ess: Spread | None
     collapsed: int
-    reached: int
-    """Number of runs that reached the target."""
-    steps_to_target: Spread | None
-    """Steps to the target of the runs that reached it."""
     step_seconds: Spread | None
 
 
@@ -59,8 +53,6 @@ class Ranking:
 
     rows: tuple[Standing, ...]
     """Rows by precision in the order of the study; within one by descending mean, modes without a score last."""
-    target: float | None
-    """Target held-out accuracy; None without an evaluation."""
     same: tuple[tuple[str, ...], ...]
     """Groups of a precision and two or more modes whose runs were the same, step by step, with every seed."""
     pairs: int
@@ -71,9 +63,8 @@ class Ranking:
     """Average number of pairs without overlap if all modes were equal."""
 
 
-def rank(results: Sequence[CellResult], config: StudyConfig) -> Ranking:
+def rank(results: Sequence[CellResult]) -> Ranking:
     """Compare modes within each precision."""
-    target = config.target if config.target is not None else default_target(results)
     rows: list[Standing] = []
     same: list[tuple[str, ...]] = []
     pairs: list[tuple[Spread, Spread]] = []
@@ -88,10 +79,9 @@ def rank(results: Sequence[CellResult], config: StudyConfig) -> Ranking:
         same += [(precision, *modes) for modes in groups if len(modes) > 1]
         pairs += combinations([known[modes[0]] for modes in groups], 2)
         order = sorted(by_mode, key=lambda mode: -known[mode].mean if mode in known else math.inf)
-        rows += [_standing(by_mode[mode], known, target=target) for mode in order]
+        rows += [_standing(by_mode[mode], known) for mode in order]
     return Ranking(
         rows=tuple(rows),
-        target=target,
         same=tuple(same),
         pairs=len(pairs),
         parted=sum(apart(first, second) for first, second in pairs),
@@ -119,21 +109,9 @@ def chance_apart(first: int, second: int) -> float:
     return 2 / math.comb(first + second, first) if min(first, second) > 1 else 0.0
 
 
-def default_target(results: Sequence[CellResult]) -> float | None:
-    """TARGET_SHARE of the way from the untouched policy to the mode and precision with the highest final accuracy."""
-    start = spread(result.heldout_first for result in results)
-    groups: dict[tuple[str, str], list[float | None]] = {}
-    for result in results:
-        groups.setdefault((result.mode, result.precision), []).append(result.heldout_last)
-    best = max((score.mean for ends in groups.values() if (score := spread(ends)) is not None), default=None)
-    if start is None or best is None or best <= start.mean:
-        return None
-    return start.mean + TARGET_SHARE * (best - start.mean)
-
-
 def table_rows(ranking: Ranking) -> list[tuple[str, ...]]:
     """The cells of the table, a row per mode and precision, in the order of `TITLES`."""
-    return [_row(row, ranking) for row in ranking.rows]
+    return [_row(row) for row in ranking.rows]
 
 
 def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ranking) -> list[str]:
@@ -161,12 +139,6 @@ def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ran
         "Entropy: mean of the last five steps. K3, gradient (norm before clipping) and ESS (raw weights): the worst "
         "step. Seconds per step: median."
     )
-    if ranking.target is not None:
-        why = "study.target" if config.target is not None else f"{TARGET_SHARE:.0%} of the way to the best mean"
-        notes.append(
-            f"Target: held-out accuracy {ranking.target:.3f} ({why}), looked for at the evaluated steps; behind it the "
-            "runs that reach it."
-        )
     notes.append("A quantised engine answers the held-out prompts as it samples: with its quantised weights.")
     for result in results:
         if result.error:
@@ -179,14 +151,13 @@ def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ran
     return notes
 
 
-def _standing(results: Sequence[CellResult], known: dict[str, Spread], *, target: float | None) -> Standing:
+def _standing(results: Sequence[CellResult], known: dict[str, Spread]) -> Standing:
     """The row of one mode; `known` holds the scores of all modes of its precision."""
     mode = results[0].mode
     ended = [result for result in results if result.finished]
     own = known.get(mode)
     others = [] if own is None else [score for score in known.values() if apart(own, score)]
     above = sum(own is not None and score.low > own.high for score in others)
-    reached = [] if target is None else [result.steps_to(target) for result in ended]
     return Standing(
         mode=mode,
         precision=results[0].precision,
@@ -200,20 +171,15 @@ def _standing(results: Sequence[CellResult], known: dict[str, Spread], *, target
         gradient=spread(result.grad_norm_max for result in ended),
         ess=spread(result.ess_min for result in ended),
         collapsed=sum(result.collapsed for result in ended),
-        reached=sum(step is not None for step in reached),
-        steps_to_target=spread(reached),
         step_seconds=spread(result.step_s_median for result in ended),
     )
 
 
-def _row(row: Standing, ranking: Ranking) -> tuple[str, ...]:
-    place, reached = "-", "-"
+def _row(row: Standing) -> tuple[str, ...]:
+    place = "-"
     if row.places is not None:
         first, last = row.places
         place = str(first) if first == last else f"{first}-{last}"
-    if ranking.target is not None and row.finished:
-        steps = "" if row.steps_to_target is None else f"{row.steps_to_target.mean:.0f} "
-        reached = f"{steps}({row.reached} of {row.finished})"
     failed = f", {row.failed} failed" if row.failed else ""
     return (
         row.precision,
@@ -225,7 +191,6 @@ def _row(row: Standing, ranking: Ranking) -> tuple[str, ...]:
         _mean_and_range(row.entropy),
         "-" if row.gradient is None else f"{row.gradient.high:.3g}",
         "-" if row.ess is None else f"{row.ess.low:.3f}",
-        reached,
         "-" if row.step_seconds is None else f"{row.step_seconds.mean:.2g}",
         f"{row.finished} of {row.planned}{failed}",
     )

@@ -67,10 +67,6 @@ class CellResult:
     def finished(self) -> bool:
         return self.stage is Stage.finished
 
-    def steps_to(self, target: float) -> int | None:
-        """The first evaluated step with a held-out accuracy of `target`; None if no step has it."""
-        return next((step for step, score in self.curves["heldout"] if score >= target), None)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
