@@ -21,7 +21,7 @@ DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 MASTER_BYTES = 4
 """Bytes per number of master weights and gradients, which are float32."""
 ADAMW_BYTES = 8
-"""Bytes per parameter of AdamW: two float32 moments."""
+"""Bytes per parameter that AdamW keeps: two float32 moments."""
 LOGPROB_CHUNK_TOKENS = 512
 """Tokens whose full-vocabulary logits are in memory at the same time: 155 MB in bfloat16 with 150,000 words, and enough
 rows for an efficient product."""

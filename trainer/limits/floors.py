@@ -23,7 +23,7 @@ from trainer.limits.model_shape import ModelShape
 
 BACKWARD_FORWARDS = 2.0
 """FLOPs of a backward pass, in forwards: gradients of the activations and of the weights."""
-ADAMW_BYTES = 28
+ADAMW_TRAFFIC_BYTES = 28
 """Bytes per parameter of an AdamW step, float32: weight, two moments, gradient read; all but the last written."""
 TAIL_BUSY = 0.25
 """Share of busy slots below which a step of the replay belongs to the tail."""
@@ -76,8 +76,8 @@ def training_flops(shape: ModelShape, lengths: Sequence[Lengths], *, full_recomp
 
 
 def optimizer_floor(num_parameters: int, rates: Rates, *, cast_bytes: int = 0) -> float:
-    """Seconds of one AdamW step: ADAMW_BYTES per parameter, and `cast_bytes` for a copy in the compute type."""
-    return num_parameters * (ADAMW_BYTES + cast_bytes) / rates.bytes_per_s
+    """Seconds of one AdamW step: ADAMW_TRAFFIC_BYTES per parameter, and `cast_bytes` for a copy in the compute type."""
+    return num_parameters * (ADAMW_TRAFFIC_BYTES + cast_bytes) / rates.bytes_per_s
 
 
 def sync_floor(num_parameters: int, number_bytes: int, rates: Rates) -> float:
