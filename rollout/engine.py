@@ -152,6 +152,30 @@ def wait_for(
     return [answers[ticket] for ticket in tickets]
 
 
+def request_problem(request: GenerateRequest, *, vocab_size: int, context_length: int) -> str:
+    """Reason why an engine can never serve the request; "" if there is none."""
+    sampling = request.sampling
+    begun = [] if request.resumed is None else request.resumed.token_ids
+    given = request.prompt_token_ids + begun
+    if sampling.temperature < 0 or sampling.max_new_tokens < 1:
+        return (
+            f"temperature must be >= 0 and max_new_tokens >= 1, got {sampling.temperature} and "
+            f"{sampling.max_new_tokens}"
+        )
+    if not request.prompt_token_ids:
+        return "the prompt has no tokens"
+    if not 0 <= min(given) <= max(given) < vocab_size:
+        return f"the prompt has token ids outside 0..{vocab_size - 1}"
+    if len(begun) >= sampling.max_new_tokens:
+        return f"{len(begun)} resumed tokens leave none of max_new_tokens={sampling.max_new_tokens}"
+    if len(request.prompt_token_ids) + sampling.max_new_tokens > context_length:
+        return (
+            f"{len(request.prompt_token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
+            f"engine's context of {context_length} tokens"
+        )
+    return ""
+
+
 def continuation(request: GenerateRequest) -> GenerateRequest:
     """`request` for an engine that cannot resume: the resumed tokens become the end of the prompt."""
     begun = request.resumed

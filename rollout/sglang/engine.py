@@ -17,18 +17,27 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rollout.config import PauseMode, SGLangConfig
-from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, continuation, whole_response
+from rollout.engine import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    WeightReport,
+    WeightSyncError,
+    aborted,
+    continuation,
+    request_problem,
+    whole_response,
+)
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.external import ExternalServer
 from rollout.sglang.fusing import FusionError, checkpoint_names
 from rollout.sglang.installation import check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
-from rollout.sglang.memory import CACHE_TAGS, WEIGHT_TAGS, ServerMemory
 from rollout.sglang.quantized import engine_quantization, sent_names
-from rollout.sglang.replies import ReplyError, body_of, generation_of, no_tokens, parse_version
+from rollout.sglang.replies import ReplyError, body_of, generation_of, parse_version
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
-from rollout.sglang.server import ServerSetup, SGLangServer
-from rollout.sglang.weight_update import WeightUpdate
+from rollout.sglang.server import SGLangServer
+from rollout.sglang.weight_update import CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.packing import DTYPES, check_weights
 
@@ -76,7 +85,6 @@ class SGLangEngine(Engine):
         self._server: SGLangServer | ExternalServer | None = None
         self._requests: RequestStream | None = None
         self._weights: WeightUpdate
-        self._memory: ServerMemory
         self._context_length = 0
         self._vocab_size = 0
         self._version = 0
@@ -121,9 +129,10 @@ class SGLangEngine(Engine):
         stream = self._stream("generate")
         jobs = []
         for ticket, request in zip(tickets, requests, strict=True):
-            asked = continuation(request)
-            self._check_request(asked)
-            jobs.append(Job(ticket=ticket, request=request, body=body_of(asked)))
+            if problem := request_problem(request, vocab_size=self._vocab_size, context_length=self._context_length):
+                where = f"prompt {request.prompt_id}/{request.sample_index}"
+                raise ValueError(f"{self._name} generate, {where}: {problem}")
+            jobs.append(Job(ticket=ticket, request=request, body=body_of(continuation(request))))
         stream.submit(jobs)
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -185,7 +194,7 @@ class SGLangEngine(Engine):
         keeps_cache = mode is PauseMode.in_place and stream.num_unfinished > 0
         try:
             report = self._weights.load(weights, keeps_cache=keeps_cache)
-            self._memory.take(CACHE_TAGS)
+            self._weights.take_memory(CACHE_TAGS)
             held = self.policy_version
             if held != version:
                 raise WeightSyncError(f"version {version} was set, the engine reports {held}")
@@ -203,10 +212,10 @@ class SGLangEngine(Engine):
         """Release weights, cache and CUDA graphs; the weights are lost: generate() refuses until the next sync."""
         if self._stream("sleep").num_unfinished:
             raise EngineError(f"{self._name} sleep: requests are unfinished; poll or abort them first")
-        if not self._memory.is_released:
+        if not self._weights.has_released:
             self._broken = "they were given up while the engine slept"
             try:
-                self._memory.release()
+                self._weights.release_memory()
             except ClientError as error:
                 raise self._failure("sleep", error) from error
 
@@ -214,7 +223,7 @@ class SGLangEngine(Engine):
         """Take the memory of the weights; the cache follows after the weights are loaded, so that both copies fit."""
         self._running("wake")
         try:
-            self._memory.take(WEIGHT_TAGS)
+            self._weights.take_memory(WEIGHT_TAGS)
         except ClientError as error:
             raise self._failure("wake", error) from error
 
@@ -301,8 +310,7 @@ class SGLangEngine(Engine):
             sleeps=self._sleeps,
             quantization=self._quantization,
         )
-        setup = ServerSetup(index=self._index, log_dir=self._log_dir, environment=environment)
-        return SGLangServer(setup, server_args=arguments)
+        return SGLangServer(index=self._index, log_dir=self._log_dir, environment=environment, server_args=arguments)
 
     def _examine(self, server: SGLangServer | ExternalServer, model_path: Path) -> str:
         """Check a started server: its options, and that the checkpoint's names make up its parameters; its release."""
@@ -313,7 +321,6 @@ class SGLangEngine(Engine):
             if isinstance(server, ExternalServer):
                 server.check(info, self._config)
             self._weights = self._new_weight_update(client, info, hf_config)
-            self._memory = ServerMemory(client, timeout_s=self._config.sync_timeout_s)
             if isinstance(server, SGLangServer):
                 # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
                 # which collects garbage on a CPU, walks through a million objects.
@@ -347,33 +354,11 @@ class SGLangEngine(Engine):
             quantization=self._quantization,
         )
 
-    def _check_request(self, request: GenerateRequest) -> None:
-        """Check a request whose prompt already includes resumed tokens; raises ValueError."""
-        sampling = request.sampling
-        num_prompt_tokens = len(request.prompt_token_ids)
-        problem = ""
-        if sampling.temperature < 0 or sampling.max_new_tokens < 1:
-            problem = (
-                f"temperature must be >= 0 and max_new_tokens >= 1, "
-                f"got {sampling.temperature} and {sampling.max_new_tokens}"
-            )
-        elif not num_prompt_tokens:
-            problem = "the prompt has no tokens"
-        elif not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self._vocab_size:
-            problem = f"the prompt has token ids outside 0..{self._vocab_size - 1}"
-        elif num_prompt_tokens + sampling.max_new_tokens > self._context_length:
-            problem = (
-                f"{num_prompt_tokens} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed the "
-                f"engine's context of {self._context_length} tokens"
-            )
-        if problem:
-            raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
-
     def _completion(self, answer: Answer) -> Completion:
         """The Completion of an answer. Raises EngineError, and ends all requests, if reply and request do not match."""
         job, reply = answer
         if reply is None:
-            return Completion(job.ticket, whole_response(job.request, no_tokens()))
+            return Completion(job.ticket, aborted(job.request))
         try:
             rest = generation_of(
                 continuation(job.request),

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from rollout.weights.packing import listed
+
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused module of SGLang -> modules of the Hugging Face model, in the order in which their rows are stacked."""
 
@@ -80,17 +82,17 @@ def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
         else:
             missing += absent
     tied = TIED_NAME in available - used and EMBEDDING_NAME in sources
-    unknown = sorted(available - used - ({TIED_NAME} if tied else set()))
+    unknown = available - used - ({TIED_NAME} if tied else set())
     problems = []
     if unexplained:
         problems.append(
-            f"engine parameters that no rule makes up from HF tensors: {_listed(unexplained)} (known: dense models "
+            f"engine parameters that no rule makes up from HF tensors: {listed(unexplained)} (known: dense models "
             f"that stack {', '.join(STACKED)}; weight syncs of this model cannot be verified)"
         )
     if missing:
-        problems.append(f"missing tensors: {_listed(missing)}")
+        problems.append(f"missing tensors: {listed(missing)}")
     if unknown:
-        problems.append(f"tensors that the engine does not have: {_listed(unknown)}")
+        problems.append(f"tensors that the engine does not have: {listed(unknown)}")
     if problems:
         raise FusionError("; ".join(problems))
     return Fusion(sources=sources, tied=tied)
@@ -235,11 +237,6 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
         *VOCABULARY_PARAMETERS,
     )
     return len(parts) > 1 or f".{name}".endswith(plain)
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(sorted(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def checkpoint_names(model_path: Path) -> set[str]:

@@ -15,7 +15,6 @@ from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.loader import LOADER
-from rollout.sglang.memory import memory_args
 from rollout.sglang.quantized import quantized_server_args
 
 MINIMUM_SGLANG = (0, 5, 23)
@@ -92,12 +91,17 @@ def server_args(
     sleeps: bool,
     quantization: Quantization = Quantization.none,
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights."""
+    """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights.
+
+    On a part of a GPU the memory is limited; `sleeps` selects an allocator that can release memory.
+    """
+    shares_gpu = device == "cuda" and config.gpus_per_engine < 1
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",
         "skip_server_warmup": True,
-        **memory_args(config, device=device, sleeps=sleeps),
+        **({"mem_fraction_static": config.gpus_per_engine} if shares_gpu else {}),
+        **({"enable_memory_saver": True} if shares_gpu and sleeps else {}),
         **config.engine_args,
         **quantized_server_args(quantization),
         "custom_weight_loader": [LOADER],

@@ -26,7 +26,6 @@ from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusi
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
 BLOCK = 128
-SESSION_ROUTE = "/begin_weight_update"
 
 
 def engine_quantization(config: EngineConfig) -> Quantization:

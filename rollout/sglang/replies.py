@@ -66,11 +66,6 @@ def generation_of(
     )
 
 
-def no_tokens() -> Generation:
-    """The Generation of a request that was aborted before its first token."""
-    return Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
-
-
 def parse_version(reported: object) -> int:
     """Policy version in the server's weight version; raises ReplyError."""
     if not isinstance(reported, str) or not reported.isdecimal():

@@ -51,7 +51,7 @@ class Job:
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     """Id of the request. SGLang aborts by prefix, so all ids have the same length."""
     sent_at: float = 0.0
-    """Time of sending on the stream's clock."""
+    """Monotonic time of sending, plus the seconds in which weights were replaced since then."""
     version: int = 0
     """Policy version of the engine when the request was sent."""
     task: asyncio.Task[None] | None = None
@@ -99,7 +99,6 @@ class RequestStream:
         self._sent: dict[int, Job] = {}
         self._errands: set[asyncio.Task[Any]] = set()
         self._held_since: float | None = None
-        self._held_s = 0.0
         self._session: aiohttp.ClientSession
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -209,7 +208,7 @@ class RequestStream:
     def _send(self) -> None:
         while self._waiting and len(self._sent) < self._window and self._held_since is None:
             job = self._waiting.popleft()
-            job.sent_at, job.version = self._clock(), self.version
+            job.sent_at, job.version = time.monotonic(), self.version
             self._sent[job.ticket] = job
             job.task = self._loop.create_task(self._serve(job))
 
@@ -272,9 +271,9 @@ class RequestStream:
 
     def _watch(self) -> None:
         """Check deadlines, and repeat or give up aborts without an answer."""
-        now, clock = time.monotonic(), self._clock()
+        now = time.monotonic()
         for job in list(self._sent.values()):
-            if clock - job.sent_at > self._timeout_s:
+            if self._held_since is None and now - job.sent_at > self._timeout_s:
                 text = f"POST /generate: no complete answer within {self._timeout_s:.1f} s"
                 self._loop.create_task(self._drop(ClientError(text)))
                 return
@@ -308,13 +307,11 @@ class RequestStream:
         if on and self._held_since is None:
             self._held_since = time.monotonic()
         elif not on and self._held_since is not None:
-            self._held_s += time.monotonic() - self._held_since
+            held_s = time.monotonic() - self._held_since
+            for job in self._sent.values():
+                job.sent_at += held_s
             self._held_since = None
             self._send()
-
-    def _clock(self) -> float:
-        """Seconds on a clock that stands still while requests are held."""
-        return (time.monotonic() if self._held_since is None else self._held_since) - self._held_s
 
 
 def window_of(info: dict[str, Any]) -> int:

@@ -18,7 +18,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,28 +46,20 @@ LOG_NOISE = re.compile(r"nanobind|leaked (function|type|instance|keep_alive)|\.\
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerSetup:
-    """Settings for the processes of one server, besides the arguments of SGLang itself."""
-
-    index: int
-    """Index of the engine: 0 .. num_engines - 1."""
-    log_dir: Path
-    """Directory of the log engine-<index>.log."""
-    environment: dict[str, str]
-    """Variables added to the environment of this process."""
-
-    @property
-    def log_path(self) -> Path:
-        return self.log_dir / f"engine-{self.index}.log"
-
-
 class SGLangServer:
     """One server, started once and stopped for good. Its random keys exist only in this object and the server."""
 
-    def __init__(self, setup: ServerSetup, *, server_args: Mapping[str, Any]) -> None:
-        """`server_args` are SGLang's ServerArgs by name, without host, port and keys."""
-        self._setup = setup
+    def __init__(
+        self, *, index: int, log_dir: Path, environment: Mapping[str, str], server_args: Mapping[str, Any]
+    ) -> None:
+        """`index` is the index of the engine; the log is <log_dir>/engine-<index>.log.
+
+        `environment` is added to the environment of this process; `server_args` are SGLang's ServerArgs by name,
+        without host, port and keys.
+        """
+        self._index = index
+        self._log_path = log_dir / f"engine-{index}.log"
+        self._environment = environment
         self._api_key = secrets.token_urlsafe(32)
         self._admin_api_key = secrets.token_urlsafe(32)
         self._port = free_port()
@@ -115,10 +106,10 @@ class SGLangServer:
         """Start the processes and return when the server answers. Raises EngineError, after ending all processes."""
         deadline = time.monotonic() + timeout_s
         try:
-            self._setup.log_dir.mkdir(parents=True, exist_ok=True)
+            self._log_path.parent.mkdir(parents=True, exist_ok=True)
             self._scratch = Scratch()
         except OSError as error:
-            raise EngineError(f"engine {self._setup.index} (sglang) start: {error}") from error
+            raise EngineError(f"engine {self._index} (sglang) start: {error}") from error
         atexit.register(self.stop)
         try:
             self._spawn()
@@ -146,7 +137,7 @@ class SGLangServer:
             atexit.unregister(self.stop)
             if self._survivors or (self._process is not None and not self._ended.is_set()):
                 raise EngineError(
-                    f"engine {self._setup.index} (sglang) stop: processes {sorted(self._survivors)} still exist "
+                    f"engine {self._index} (sglang) stop: processes {sorted(self._survivors)} still exist "
                     f"{STOP_TIMEOUT_S:.0f} s after SIGKILL; a driver call may be stuck"
                 )
 
@@ -155,32 +146,32 @@ class SGLangServer:
 
         `lost` is True if the connection broke, which is often noticed before the end of the process.
         """
-        text = f"engine {self._setup.index} (sglang, policy version {policy_version}) {phase}: {cause}"
+        text = f"engine {self._index} (sglang, policy version {policy_version}) {phase}: {cause}"
         if self._end_noticed.wait(timeout=NOTICE_TIMEOUT_S if lost else 0.0):
             text += f". {self._end_cause}"
             self._ended.wait(timeout=STOP_TIMEOUT_S)
-        return f"{text}\nlast {LOG_TAIL_LINES} lines of {self._setup.log_path}:\n{self._log_tail()}"
+        return f"{text}\nlast {LOG_TAIL_LINES} lines of {self._log_path}:\n{self._log_tail()}"
 
     def _spawn(self) -> None:
         """Start the process from a thread that stays alive: the kernel ends the process together with that thread."""
         started = threading.Event()
         failure: list[OSError] = []
         threading.Thread(
-            target=self._keep, args=(started, failure), name=f"engine-{self._setup.index}-keeper", daemon=True
+            target=self._keep, args=(started, failure), name=f"engine-{self._index}-keeper", daemon=True
         ).start()
         if not started.wait(timeout=SPAWN_TIMEOUT_S):
-            raise EngineError(f"engine {self._setup.index} (sglang) start: no process after {SPAWN_TIMEOUT_S:.0f} s")
+            raise EngineError(f"engine {self._index} (sglang) start: no process after {SPAWN_TIMEOUT_S:.0f} s")
         if failure:
-            raise EngineError(f"engine {self._setup.index} (sglang) start: {failure[0]}") from failure[0]
+            raise EngineError(f"engine {self._index} (sglang) start: {failure[0]}") from failure[0]
 
     def _keep(self, started: threading.Event, failure: list[OSError]) -> None:
         """Body of the keeper thread: start the process, and end the whole server as soon as one part is gone."""
         assert self._scratch is not None
-        environment = {**os.environ, **self._setup.environment, "TMPDIR": str(self._scratch.path)}
+        environment = {**os.environ, **self._environment, "TMPDIR": str(self._scratch.path)}
         request = {"parent_pid": os.getpid(), "server_args": self._server_args}
         try:
             # Readable by this user only, because the log may quote arguments of requests.
-            descriptor = os.open(self._setup.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            descriptor = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             with os.fdopen(descriptor, "wb") as log:
                 os.fchmod(descriptor, 0o600)
                 self._log_start = os.fstat(descriptor).st_size
@@ -202,7 +193,7 @@ class SGLangServer:
             self._process.stdin.write(json.dumps(request).encode())
             self._process.stdin.close()
         except BrokenPipeError:
-            logger.warning("engine %d ended before it had read its arguments", self._setup.index)
+            logger.warning("engine %d ended before it had read its arguments", self._index)
         self._watch(self._process)
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
@@ -279,7 +270,7 @@ class SGLangServer:
 
     def _log_tail(self) -> str:
         try:
-            with self._setup.log_path.open("rb") as log:
+            with self._log_path.open("rb") as log:
                 log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, log.tell() - LOG_TAIL_BYTES))
                 text = log.read().decode("utf-8", errors="replace")

@@ -12,7 +12,7 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -32,7 +32,7 @@ from rollout.sglang.fusing import (
     plan_fusion,
 )
 from rollout.sglang.loader import LOADER
-from rollout.sglang.quantized import SESSION_ROUTE, plan_quantized, quantized_digests, unquantized
+from rollout.sglang.quantized import plan_quantized, quantized_digests, unquantized
 from rollout.types import PackedWeights
 from rollout.weights.packing import split, unpack
 from rollout.weights.shared_weights import WeightRegion
@@ -40,12 +40,17 @@ from rollout.weights.shared_weights import WeightRegion
 CLOSE_TIMEOUT_S = 10.0
 """Seconds for closing a session after a failure."""
 LISTED_MISMATCHES = 5
+WEIGHT_TAGS = ("weights",)
+CACHE_TAGS = ("kv_cache", "cuda_graph")
+"""SGLang's names of memory that can be released."""
 PART_BYTES = 256 << 20
 """Largest number of bytes that are sent, or staged in shared memory, at a time; a larger tensor comes alone."""
 REQUIRED_ROUTES = frozenset(
     {
         "/abort_request",
+        "/begin_weight_update",
         "/continue_generation",
+        "/end_weight_update",
         "/flush_cache",
         "/generate",
         "/model_info",
@@ -56,11 +61,11 @@ REQUIRED_ROUTES = frozenset(
         "/weights_checker",
     }
 )
-"""Routes without which an engine cannot be driven; /begin_weight_update is used if the server has it."""
+"""Routes without which an engine cannot be driven."""
 
 
 class WeightUpdate:
-    """Loads weights into one server and verifies them. Does not handle processes and logs."""
+    """Loads weights into one server, verifies them, and releases their memory. Does not handle processes and logs."""
 
     def __init__(
         self,
@@ -85,16 +90,15 @@ class WeightUpdate:
         self._dtype = dtype
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._routes = client.routes(timeout_s=timeout_s)
-        if missing := sorted(REQUIRED_ROUTES - self._routes):
+        if missing := sorted(REQUIRED_ROUTES - client.routes(timeout_s=timeout_s)):
             raise WeightSyncError(f"the server lacks the routes {', '.join(missing)}: weights could not be verified")
         self._quantization = quantization
-        if quantization is not Quantization.none and SESSION_ROUTE not in self._routes:
-            raise WeightSyncError(f"quantised weights need a server with {SESSION_ROUTE}: SGLang 0.5.23 or newer")
         held = self._held_digests()
         self.parameter_names = tuple(held[0])
         """Names of the engine's parameters, the same on every tensor-parallel rank."""
         self._shares = [Share(rank=rank, size=len(held), num_kv_heads=num_kv_heads) for rank in range(len(held))]
+        self._released: set[str] = set()
+        """SGLang's tags of the memory that is released."""
         self._staging: WeightRegion | None = None
         self._fusion = Fusion(sources={}, tied=False)
         self._expected: list[dict[str, str]] = []
@@ -160,6 +164,28 @@ class WeightUpdate:
         self._deadline = time.monotonic() + self._timeout_s
         self._compare(policy_version=policy_version)
 
+    @property
+    def has_released(self) -> bool:
+        """True if some memory is released."""
+        return bool(self._released)
+
+    def release_memory(self) -> None:
+        """Release the memory of weights and caches; the weights are lost. Raises ClientError.
+
+        SGLang ends its process when the same memory is released or taken twice. On a CPU the routes work and no memory
+        is released. Not yet run on a GPU.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        self._post("/release_memory_occupation", {"tags": [*WEIGHT_TAGS, *CACHE_TAGS]})
+        self._released = {*WEIGHT_TAGS, *CACHE_TAGS}
+
+    def take_memory(self, tags: Sequence[str]) -> None:
+        """Take the released memory among SGLang's `tags` again. Raises ClientError."""
+        if released := [tag for tag in tags if tag in self._released]:
+            self._deadline = time.monotonic() + self._timeout_s
+            self._post("/resume_memory_occupation", {"tags": released})
+            self._released -= set(released)
+
     def _compare(self, *, policy_version: int) -> None:
         ranks = self._held_digests()
         wrong = [
@@ -224,11 +250,8 @@ class WeightUpdate:
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """An update session, if the server has the route: releases since 0.5.23 refuse updates outside of a session."""
-        if SESSION_ROUTE not in self._routes:
-            yield
-            return
-        self._post(SESSION_ROUTE, {})
+        """An update session; SGLang refuses updates outside of one."""
+        self._post("/begin_weight_update", {})
         try:
             yield
         except BaseException:

@@ -15,21 +15,18 @@ from typing import Any
 import torch
 
 from rollout.config import TorchEngineConfig
-from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError
+from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
 from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
-from rollout.torch.model import Decoder
+from rollout.torch.model import Decoder, round_inputs
 from rollout.torch.onednn_linear import use_fast_products
-from rollout.torch.quantized_activations import input_rounding, round_inputs
 from rollout.types import Completion, GenerateRequest, PackedWeights
-from rollout.weights.packing import DTYPES, check_weights, dtype_name, tensor_digest, unpack
+from rollout.weights.packing import DTYPES, check_weights, dtype_name, listed, tensor_digest, unpack
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""
-LISTED_NAMES = 5
-"""Number of tensor names in an error; further names are counted."""
 
 
 class TorchEngine(Engine):
@@ -74,18 +71,16 @@ class TorchEngine(Engine):
         except (OSError, ValueError, RuntimeError) as error:
             raise EngineError(f"{self._name} start: {model_path} could not be loaded: {error}") from error
         model, loading = loaded
-        absent = sorted(loading["missing_keys"])
-        if absent:
+        if absent := loading["missing_keys"]:
             # transformers would continue with random numbers for missing weights.
-            raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {_listed(absent)}")
+            raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {listed(absent)}")
         if altered := altered_logits(model.config):
             raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._version = 0
         self._broken = ""
         use_fast_products(model)
-        if (rounding := input_rounding(self._config.quantization)) is not None:
-            round_inputs(model, rounding)
+        round_inputs(model, self._config.quantization)
         self._loop.load(Decoder(model), policy_version=0)
         start_s = time.monotonic() - begin
         if start_s > self._config.start_timeout_s:
@@ -210,30 +205,12 @@ class TorchEngine(Engine):
         return model
 
     def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
-        sampling = request.sampling
-        begun = [] if request.resumed is None else request.resumed.token_ids
-        given = request.prompt_token_ids + begun
-        problem = ""
+        sampling, limits = request.sampling, model.config
+        problem = request_problem(request, vocab_size=limits.vocab_size, context_length=limits.max_position_embeddings)
         if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, -1, 0.0):
             problem = (
                 f"top_p={sampling.top_p}, top_k={sampling.top_k}, min_p={sampling.min_p} are not supported: "
                 "only 1.0, -1 and 0.0 keep the log-prob exact"
-            )
-        elif sampling.temperature < 0 or sampling.max_new_tokens < 1:
-            problem = (
-                f"temperature must be >= 0 and max_new_tokens >= 1, "
-                f"got {sampling.temperature} and {sampling.max_new_tokens}"
-            )
-        elif not request.prompt_token_ids:
-            problem = "the prompt has no tokens"
-        elif not 0 <= min(given) <= max(given) < model.config.vocab_size:
-            problem = f"the prompt has token ids outside 0..{model.config.vocab_size - 1}"
-        elif len(begun) >= sampling.max_new_tokens:
-            problem = f"{len(begun)} resumed tokens leave none of max_new_tokens={sampling.max_new_tokens}"
-        elif len(request.prompt_token_ids) + sampling.max_new_tokens > model.config.max_position_embeddings:
-            problem = (
-                f"{len(request.prompt_token_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} exceed "
-                f"the model's context of {model.config.max_position_embeddings} tokens"
             )
         if problem:
             raise ValueError(f"{self._name} generate, prompt {request.prompt_id}/{request.sample_index}: {problem}")
@@ -241,12 +218,11 @@ class TorchEngine(Engine):
     def _check_names(self, weights: PackedWeights, parameters: dict[str, torch.nn.Parameter]) -> None:
         specs = {spec.name: spec for spec in weights.tensors}
         where = f"{self._name} load_weights of policy version {weights.policy_version}"
-        unknown = sorted(specs.keys() - parameters.keys())
-        missing = sorted(parameters.keys() - specs.keys())
+        unknown, missing = specs.keys() - parameters.keys(), parameters.keys() - specs.keys()
         if unknown or missing:
             raise WeightSyncError(
                 f"{where}: the names are not those of the model's parameters; "
-                f"unknown: {_listed(unknown)}; missing: {_listed(missing)}"
+                f"unknown: {listed(unknown)}; missing: {listed(missing)}"
             )
         for name, parameter in parameters.items():
             spec = specs[name]
@@ -274,10 +250,3 @@ class TorchEngine(Engine):
                 f"{self._name} load_weights: policy version {version} was not loaded and verified within "
                 f"rollout.sync_timeout_s={self._config.sync_timeout_s}"
             )
-
-
-def _listed(names: list[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return ", ".join(names[:LISTED_NAMES]) + more

@@ -25,15 +25,6 @@ FIRST_COLUMNS = 64
 """Additional columns after the first prompts; the memory doubles when all columns are used."""
 
 
-def multiplied_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Type in which keys and values of `dtype` are multiplied: float32 on a CPU, without loss.
-
-    On a CPU torch copies bfloat16 matrices with gaps between them before it multiplies them, and slowly. Widening them
-    first takes less time, and the stored values keep half the bytes.
-    """
-    return torch.float32 if device.type == "cpu" else dtype
-
-
 class KVSlots:
     """Keys and values of every layer. The memory of a layer is allocated with its first prompt."""
 
@@ -111,7 +102,9 @@ class Step:
         self._positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
         self.longest = longest
-        self._dtype = multiplied_dtype(dtype, positions.device)
+        # On a CPU torch copies bfloat16 matrices with gaps between them before it multiplies them, and slowly. Widening
+        # them first takes less time, loses nothing, and the stored values keep half the bytes.
+        self._dtype = torch.float32 if positions.device.type == "cpu" else dtype
         self._mask: Tensor | None = None
         if int(positions.min()) + 1 < longest:
             behind = torch.arange(longest, device=positions.device) > positions[:, None]

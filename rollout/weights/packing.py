@@ -25,6 +25,7 @@ from rollout.types import PackedWeights, TensorSpec
 
 MAX_THREADS = 8
 """Largest number of threads that compute digests at the same time: a few threads saturate the memory bus."""
+LISTED_NAMES = 5
 ALIGNMENT = 64
 """Alignment in bytes of every tensor, so that the tensor can be viewed as any dtype."""
 
@@ -51,6 +52,13 @@ DTYPES = {
     )
 }
 """Name of a dtype -> dtype, for all dtypes in which weights can travel."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names of tensors for an error: the first `LISTED_NAMES` in order, and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - LISTED_NAMES} more" if len(ordered) > LISTED_NAMES else ""
+    return ", ".join(ordered[:LISTED_NAMES]) + more or "none"
 
 
 def tensor_digest(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from algorithms.config import ConfigError
 from rollout.config import DType, EngineConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.engine import WeightSyncError
 from rollout.torch.engine import TorchEngine
-from rollout.torch.quantized_activations import input_rounding, per_group_fp8, per_token_int8, round_inputs
+from rollout.torch.model import per_group_fp8, per_token_int8, round_inputs
 from rollout.types import GenerateRequest, SamplingParams, SharedWeights
 from rollout.weights.packing import DTYPES, TensorShape, unpack
 from rollout.weights.quantization import (
@@ -251,7 +251,6 @@ def test_activations_lie_on_the_grid_of_their_token() -> None:
         scale = group.abs().amax(dim=-1, keepdim=True).clamp_min(1e-10) / 448
         expected = (group / scale).to(torch.float8_e4m3fn).float() * scale
         assert torch.equal(per_group_fp8(states)[..., begin : begin + 128], expected)
-    assert input_rounding(Quantization.int4) is None and input_rounding(Quantization.none) is None
     half = per_group_fp8(states.to(torch.bfloat16))
     assert half.dtype == torch.bfloat16
 
@@ -260,9 +259,6 @@ def test_activations_lie_on_the_grid_of_their_token() -> None:
 def test_the_engine_rounds_what_goes_into_its_projections(model_path: Path, quantization: Quantization) -> None:
     """Against a forward whose linear layers round their inputs by themselves."""
     from transformers import AutoModelForCausalLM
-
-    rounding = input_rounding(quantization)
-    assert rounding is not None
 
     config = TorchEngineConfig(dtype=DType.float32, quantization=quantization)
     engine = TorchEngine(config, index=0, device="cpu", num_threads=None)
@@ -280,7 +276,10 @@ def test_the_engine_rounds_what_goes_into_its_projections(model_path: Path, quan
         return scores[0, 2:-1].gather(1, sequence[0, 3:, None])[:, 0]
 
     plain = whole()
-    round_inputs(model, rounding)
+    for unrounded in (Quantization.none, Quantization.int4):
+        round_inputs(model, unrounded)
+        assert torch.equal(whole(), plain)
+    round_inputs(model, quantization)
     assert torch.allclose(found, whole(), atol=2e-3)
     assert (found - plain).abs().max() > 5e-3
 

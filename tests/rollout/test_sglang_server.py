@@ -22,13 +22,12 @@ from rollout.engine import EngineError
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
-from rollout.sglang.server import PORTS, ServerSetup, SGLangServer, free_port
+from rollout.sglang.server import PORTS, SGLangServer, free_port
 from rollout.types import GenerateRequest, SamplingParams
 
 
 def make_server(log_dir: Path, *, environment: dict[str, str]) -> SGLangServer:
-    setup = ServerSetup(index=3, log_dir=log_dir, environment=environment)
-    return SGLangServer(setup, server_args={"model_path": "no-such-model"})
+    return SGLangServer(index=3, log_dir=log_dir, environment=environment, server_args={"model_path": "no-such-model"})
 
 
 def make_engine(log_dir: Path, **engine_args: object) -> SGLangEngine:
@@ -110,8 +109,8 @@ ORPHAN_SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
 from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
-from rollout.sglang.server import ServerSetup, SGLangServer
-server = SGLangServer(ServerSetup(index=0, log_dir=Path(sys.argv[1]), environment={}), server_args={"model_path": "x"})
+from rollout.sglang.server import SGLangServer
+server = SGLangServer(index=0, log_dir=Path(sys.argv[1]), environment={}, server_args={"model_path": "x"})
 threading.Thread(target=server.start, kwargs={"timeout_s": 60}, daemon=True).start()
 while server._process is None:
     time.sleep(0.01)

@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.sglang.loader import LOADER
-from rollout.sglang.weight_update import REQUIRED_ROUTES, WeightUpdate, describe_weights
+from rollout.sglang.weight_update import WeightUpdate, describe_weights
 from rollout.types import PackedWeights
 from rollout.weights.shared_weights import WeightReader
 
@@ -203,27 +203,3 @@ def test_after_a_sleep_weights_come_before_the_cache_and_before_any_sampling(
     assert routes.count("/resume_memory_occupation") == 1 and "/update_weights_from_tensor" in routes
     after = served.engine.generate(requests)
     assert [generation.token_ids for generation in after] == [generation.token_ids for generation in before]
-
-
-def test_an_older_server_without_update_sessions_is_driven_by_its_routes(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Releases before 0.5.23 have no session; they are below the security floor, but the routes decide, not the name.
-
-    The server here has sessions and refuses an update outside of one: what is sent shows which protocol was chosen.
-    """
-    asked: list[str] = []
-    call = SGLangClient.call
-
-    def record(self: SGLangClient, route: str, *, timeout_s: float, body: Mapping[str, Any] | None = None) -> Any:
-        asked.append(route)
-        return call(self, route, timeout_s=timeout_s, body=body)
-
-    monkeypatch.setattr(SGLangClient, "call", record)
-    served.load(served.model)
-    assert {"/begin_weight_update", "/end_weight_update"} <= set(asked)
-    asked.clear()
-    monkeypatch.setattr(served.engine._weights, "_routes", REQUIRED_ROUTES)
-    with pytest.raises(WeightSyncError, match=r"must run between begin_weight_update\(\)"):
-        served.load(served.model)
-    assert "/begin_weight_update" not in asked and "/update_weights_from_tensor" in asked

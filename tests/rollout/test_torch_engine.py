@@ -400,7 +400,7 @@ def test_the_read_back_finds_a_tensor_that_was_overwritten(tmp_path):
         ({"min_p": 0.1}, r"min_p=0\.1"),
         ({"temperature": -1.0}, r"got -1\.0"),
         ({"max_new_tokens": 0}, "max_new_tokens >= 1, got 1.0 and 0"),
-        ({"max_new_tokens": 512}, "exceed the model's context of 512 tokens"),
+        ({"max_new_tokens": 512}, "exceed the engine's context of 512 tokens"),
         ({"prompt": []}, "the prompt has no tokens"),
         ({"prompt": [3, VOCAB_SIZE]}, r"token ids outside 0\.\.66"),
         ({"prompt": [-1]}, r"token ids outside 0\.\.66"),

@@ -29,7 +29,7 @@ from rollout.config import DType
 from rollout.hf.model_limits import altered_logits
 from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rollout.torch.onednn_linear import use_fast_products
-from rollout.weights.packing import DTYPES, TensorShape
+from rollout.weights.packing import DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import with_local_part
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-LISTED_NAMES = 5
-"""Tensor names shown in a message; the rest is counted."""
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
@@ -149,10 +147,10 @@ def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str
     stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
     if absent:
-        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {_listed(absent)}")
+        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
     unused = sorted(files.keys() - {name for aliases in names.values() for name in aliases})
     if unused:
-        logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, _listed(unused))
+        logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, listed(unused))
     state: dict[str, nn.Parameter] = {}
     for parameter, name in stored.items():
         loaded = nn.Parameter(
@@ -217,8 +215,3 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
         yield name, tensor.full_tensor()
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return ", ".join(names[:LISTED_NAMES]) + more
