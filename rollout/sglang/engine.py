@@ -227,17 +227,6 @@ class SGLangEngine(Engine):
         except ClientError as error:
             raise self._failure("wake", error) from error
 
-    def verify_weights(self) -> None:
-        """Verify again that the engine holds the weights of the last sync; raises WeightSyncError if not."""
-        self._running("verify_weights")
-        try:
-            self._weights.verify(policy_version=self._version)
-        except WeightSyncError as error:
-            self._broken = "they are not those that were sent"
-            raise WeightSyncError(f"{self._name} verify_weights: {error}") from error
-        except ClientError as error:
-            raise self._failure("verify_weights", error) from error
-
     @property
     def sampling_s(self) -> float:
         return 0.0 if self._requests is None else self._requests.sampling_s

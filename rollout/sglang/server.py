@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -295,12 +296,8 @@ def free_port() -> int:
 
 
 def _exit_text(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"exit code {code} ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"exit code {code}"
+    signals = {-number.value: f" ({number.name})" for number in signal.Signals}
+    return f"exit code {code}{signals.get(code, '')}"
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -318,7 +315,5 @@ def _is_tracker(process: psutil.Process) -> bool:
 
 
 def _kill(process: psutil.Process) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.kill()
-    except psutil.NoSuchProcess:
-        return

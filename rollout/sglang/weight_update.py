@@ -147,7 +147,7 @@ class WeightUpdate:
         begin, policy_version = time.monotonic(), weights.policy_version
         self._send(weights, keeps_cache=keeps_cache)
         loaded = time.monotonic()
-        self._compare(policy_version=policy_version)
+        self.verify(policy_version=policy_version)
         verified = time.monotonic()
         self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
         self._post("/continue_generation", {"torch_empty_cache": self._device == "cuda"})
@@ -158,11 +158,6 @@ class WeightUpdate:
             load_s=loaded - begin + (time.monotonic() - verified),
             verify_s=verified - loaded,
         )
-
-    def verify(self, *, policy_version: int) -> None:
-        """Compare the engine's weights with the weights of the last sync; raises WeightSyncError."""
-        self._deadline = time.monotonic() + self._timeout_s
-        self._compare(policy_version=policy_version)
 
     @property
     def has_released(self) -> bool:
@@ -186,7 +181,8 @@ class WeightUpdate:
             self._post("/resume_memory_occupation", {"tags": released})
             self._released -= set(released)
 
-    def _compare(self, *, policy_version: int) -> None:
+    def verify(self, *, policy_version: int) -> None:
+        """Compare the engine's weights with the prepared ones, within the time of the sync; raises WeightSyncError."""
         ranks = self._held_digests()
         wrong = [
             f"{name}{f' of rank {rank}' if len(ranks) > 1 else ''}, made of {', '.join(self._fusion.sources[name])}: "

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,14 +29,16 @@ GATHER_S = 0.02
 """Seconds that a poll waits for further completions."""
 
 
-class _Work(NamedTuple):
-    """Input of the thread before a token."""
+@dataclass(slots=True)
+class _News:
+    """Changes that the thread has not seen yet."""
 
-    decoder: Decoder
-    policy_version: int
-    is_renewed: bool
-    submitted: dict[int, GenerateRequest]
-    aborts: set[int]
+    is_renewed: bool = False
+    """True if new weights came that the batch was not read again with."""
+    submitted: dict[int, GenerateRequest] = field(default_factory=dict)
+    """Requests by ticket."""
+    aborts: set[int] = field(default_factory=set)
+    """Tickets."""
 
 
 class DecodeLoop:
@@ -53,16 +55,11 @@ class DecodeLoop:
         self._changed = threading.Condition()
         self._decoder: Decoder | None = None
         self._policy_version = 0
-        self._is_renewed = False
-        """True if new weights came that the batch was not read again with."""
+        self._news = _News()
         self._thread: threading.Thread | None = None
         self._is_stepping = False
         """True while the thread works on the batch, without the lock."""
         self._pauses = 0
-        self._submitted: dict[int, GenerateRequest] = {}
-        """Requests that the thread has not seen yet, by ticket."""
-        self._aborts: set[int] = set()
-        """Tickets of aborts that the thread has not seen yet."""
         self._unfinished: set[int] = set()
         """Tickets without a completion."""
         self._clock = BusyClock()
@@ -85,7 +82,7 @@ class DecodeLoop:
         """Sample with `decoder` from now on, and clear a failure. Call inside `paused` while the old decoder runs."""
         with self._changed:
             self._decoder, self._policy_version = decoder, policy_version
-            self._is_renewed = True
+            self._news.is_renewed = True
             self._failure = None
 
     def unload(self) -> None:
@@ -107,7 +104,7 @@ class DecodeLoop:
                 raise EngineError(f"{self._where}: no weights are loaded")
             if known := self._unfinished.intersection(tickets):
                 raise ValueError(f"{self._where}: tickets {sorted(known)[:5]} are in use")
-            self._submitted.update(zip(tickets, requests, strict=True))
+            self._news.submitted.update(zip(tickets, requests, strict=True))
             self._unfinished.update(tickets)
             self._clock.set(is_busy=bool(self._unfinished))
             if self._thread is None and self._unfinished:
@@ -144,7 +141,7 @@ class DecodeLoop:
     def abort(self, tickets: Sequence[int] | None) -> None:
         """End unfinished requests; `poll` returns their tokens so far once the thread has seen the abort."""
         with self._changed:
-            self._aborts |= self._unfinished if tickets is None else self._unfinished.intersection(tickets)
+            self._news.aborts |= self._unfinished if tickets is None else self._unfinished.intersection(tickets)
             self._changed.notify_all()
 
     @contextmanager
@@ -198,10 +195,9 @@ class DecodeLoop:
         self._changed.notify_all()
 
     def _forget(self) -> None:
-        self._submitted.clear()
+        self._news = _News()
         self._unfinished.clear()
         self._clock.set(is_busy=False)
-        self._aborts.clear()
         self._oldest = None
         # A detached thread ends at its next check, and its further tokens are dropped.
         self._thread, self._is_stepping = None, False
@@ -210,9 +206,9 @@ class DecodeLoop:
         """Body of the thread: one token at a time, until no request is unfinished."""
         batch: Batch | None = None
         with torch.inference_mode():
-            while (work := self._next_work()) is not None:
+            while (news := self._next_news()) is not None:
                 try:
-                    batch, completions = self._sample(batch, work)
+                    batch, completions = self._sample(batch, news)
                 except Exception as error:
                     # The caller of `poll` must receive any error; the thread itself has no caller to raise to.
                     logger.debug("%s: sampling failed", self._name, exc_info=True)
@@ -220,14 +216,15 @@ class DecodeLoop:
                     return
                 self._hand_over(completions, batch.oldest)
 
-    def _sample(self, batch: Batch | None, work: _Work) -> tuple[Batch, list[Completion]]:
-        """Sample one token for every sequence that has a slot after `work`."""
+    def _sample(self, batch: Batch | None, news: _News) -> tuple[Batch, list[Completion]]:
+        """Sample one token for every sequence that has a slot after the `news`."""
+        assert self._decoder is not None
         if batch is None:
-            batch = Batch(work.decoder, num_slots=self._num_slots, policy_version=work.policy_version)
-        elif work.is_renewed:
-            batch.renew(work.decoder, work.policy_version)
-        batch.add(list(work.submitted), list(work.submitted.values()))
-        aborted = batch.abort(work.aborts) if work.aborts else []
+            batch = Batch(self._decoder, num_slots=self._num_slots, policy_version=self._policy_version)
+        elif news.is_renewed:
+            batch.renew(self._decoder, self._policy_version)
+        batch.add(list(news.submitted), list(news.submitted.values()))
+        aborted = batch.abort(news.aborts) if news.aborts else []
         return batch, aborted + batch.advance()
 
     def _end_with(self, error: Exception) -> None:
@@ -235,7 +232,7 @@ class DecodeLoop:
             if self._is_current:
                 self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
 
-    def _next_work(self) -> _Work | None:
+    def _next_news(self) -> _News | None:
         """Changes since the last token, once no pause is active; None if the thread must end."""
         with self._changed:
             while self._pauses and self._is_current:
@@ -245,18 +242,14 @@ class DecodeLoop:
             if not self._unfinished or self._decoder is None:
                 self._thread = None
                 return None
-            work = _Work(
-                self._decoder, self._policy_version, self._is_renewed, dict(self._submitted), set(self._aborts)
-            )
+            news, self._news = self._news, _News()
             if self._oldest is None:
                 # From now on a poll checks the deadline of this request.
-                first = next(iter(self._submitted.values()), None)
+                first = next(iter(news.submitted.values()), None)
                 self._oldest = None if first is None else (time.monotonic(), first)
                 self._changed.notify_all()
-            self._is_renewed, self._is_stepping = False, True
-            self._submitted.clear()
-            self._aborts.clear()
-            return work
+            self._is_stepping = True
+            return news
 
     def _hand_over(self, completions: list[Completion], oldest: tuple[float, GenerateRequest] | None) -> None:
         with self._changed:

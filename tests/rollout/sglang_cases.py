@@ -65,6 +65,12 @@ class Served:
         """The model's weights as the next version."""
         return pack(model.named_parameters(), policy_version=self.version + 1, dtype=dtype)
 
+    def verify(self) -> None:
+        """Compare the server's weights with those that were sent last, as a sync does."""
+        weights = self.engine._weights
+        weights._deadline = time.monotonic() + 60
+        weights.verify(policy_version=self.version)
+
     def load(self, model: PreTrainedModel) -> None:
         self.engine.load_weights(self.packed(model))
         self.version += 1

@@ -35,7 +35,7 @@ def test_an_external_server_is_synced_used_and_left_as_it_was(
         with pytest.raises(EngineError, match="unusable: none have been sent to this server yet; load weights"):
             theirs.engine.submit([1], requests[:1])
         theirs.load(write_tiny_model(tmp_path / "new", seed=20 + maps_memory))
-        theirs.engine.verify_weights()
+        theirs.verify()
         assert largest_gap(requests, theirs.engine.generate(requests), theirs.model, temperature=1.0) < 1e-4
         theirs.engine.submit(range(len(requests)), requests)
     assert alive(served.info.pids) == list(served.info.pids)

@@ -133,9 +133,9 @@ def test_every_rank_of_a_tensor_parallel_engine_takes_its_share_proves_it_and_en
             running.client.call("/update_weights_from_tensor", body=body, timeout_s=30)
         running.client.call("/end_weight_update", body={}, timeout_s=30)
         with pytest.raises(WeightSyncError, match=rf"disagree for {name} of rank 1, made of {name}: [^;]*$"):
-            running.engine.verify_weights()
+            running.verify()
         running.load(new)
-        running.engine.verify_weights()
+        running.verify()
         scratch, begin = scratch_of(running), time.monotonic()
     finally:
         running.engine.stop()
