@@ -8,6 +8,7 @@ would hang again.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -82,15 +83,13 @@ class _PoolState:
     def take(self, count: int) -> list[_Task]:
         """Up to `count` further tasks, without waiting for new tasks."""
         batch: list[_Task] = []
-        while len(batch) < count and not self.tasks.empty():
-            try:
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < count:
                 task = self.tasks.get_nowait()
-            except queue.Empty:  # another thread was faster
-                break
-            if task is None:
-                self.tasks.put(None)
-                break
-            batch.append(task)
+                if task is None:  # for another thread, or for this one after the batch
+                    self.tasks.put(None)
+                    break
+                batch.append(task)
         return batch
 
 
@@ -120,7 +119,10 @@ class RewardPool:
             self._state.done.put((key, Outcome(failure=Failure.error, message=message)))
             return
         if not self._threads:
-            self._start()
+            for number in range(self._num_workers):
+                name = f"parity-reward-{number}"
+                self._threads.append(threading.Thread(target=_serve, args=(self._state,), name=name, daemon=True))
+                self._threads[-1].start()
         self._state.tasks.put(_Task(key, line))
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
@@ -150,13 +152,6 @@ class RewardPool:
         for thread in self._threads:
             thread.join(timeout=self._state.timeout_s + START_TIMEOUT_S)
         self._threads = []
-
-    def _start(self) -> None:
-        for number in range(self._num_workers):
-            name = f"parity-reward-{number}"
-            thread = threading.Thread(target=_serve, args=(self._state,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
 
 
 def _serve(state: _PoolState) -> None:

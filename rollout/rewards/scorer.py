@@ -179,7 +179,7 @@ class Scorer:
         return stats
 
     def close(self) -> None:
-        """End the workers; safe to call twice. The workers start again with the next sample."""
+        """End the workers; safe to call twice. No sample can be scored afterwards."""
         self._pool.close()
 
     def _fill(self, sample: Sample, outcome: Outcome) -> None:
