@@ -119,7 +119,7 @@ class CollectStats:
             "wasted_tokens": self.wasted_tokens,
             "tokens_per_s": self.generated_tokens / max(self.sampling_s, 1e-9),
             "duplicate_frac": 1 - len(distinct) / len(samples),
-            **_lags(samples, int(lengths.sum()), policy_version=self.policy_version),
+            **_lags(samples, policy_version=self.policy_version),
         }
         if self.all_lengths:
             counts["length_bias"] = lengths.mean() / max(1e-9, float(np.mean(self.all_lengths)))
@@ -134,17 +134,12 @@ class CollectStats:
         }
 
 
-def _lags(samples: Sequence[Sample], num_tokens: int, *, policy_version: int) -> dict[str, float]:
+def _lags(samples: Sequence[Sample], *, policy_version: int) -> dict[str, float]:
     """Lag of the sampled tokens behind the step's weights, in optimizer steps."""
-    total, oldest, mixed = 0, policy_version, 0
-    for sample in samples:
-        versions = sample.response_versions
-        lowest, highest = int(versions.min()), int(versions.max())
-        total += policy_version * len(versions) - int(versions.sum())
-        oldest = min(oldest, lowest)
-        mixed += lowest != highest
+    versions = [sample.response_versions for sample in samples]
+    lags = policy_version - np.concatenate(versions)
     return {
-        "lag_mean": total / num_tokens,
-        "lag_max": policy_version - oldest,
-        "mixed_version_frac": mixed / len(samples),
+        "lag_mean": lags.mean(),
+        "lag_max": lags.max(),
+        "mixed_version_frac": float(np.mean([each.min() != each.max() for each in versions])),
     }
