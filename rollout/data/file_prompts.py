@@ -122,7 +122,9 @@ def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]
 class _Same:
     """Rows that share one prompt."""
 
+    first: _Row
     answer: str
+    """Key of the first row's answer."""
     numbers: list[int] = field(default_factory=list)
     contradict: bool = False
 
@@ -134,17 +136,14 @@ def remove_duplicates(rows: Iterable[_Row], report: SourceReport) -> list[_Row]:
     answers would be rewarded for one of them and punished for the other.
     """
     found: dict[bytes, _Same] = {}
-    first: list[tuple[_Same, _Row]] = []
     for row in rows:
         key = xxhash.xxh3_128_digest(orjson.dumps(row.prompt, option=orjson.OPT_SORT_KEYS))
         answer = same_answer_key(row.answer)
-        same = found.setdefault(key, _Same(answer=answer))
+        same = found.setdefault(key, _Same(first=row, answer=answer))
         same.contradict |= same.answer != answer
-        if not same.numbers:
-            first.append((same, row))
         same.numbers.append(row.number)
     report.contradictions = sorted(n for same in found.values() if same.contradict for n in same.numbers)
-    kept = [row for same, row in first if not same.contradict]
+    kept = [same.first for same in found.values() if not same.contradict]
     report.num_duplicates = sum(len(same.numbers) for same in found.values() if not same.contradict) - len(kept)
     return kept
 
