@@ -1,4 +1,4 @@
-"""The dump of a step: a directory written atomically, described by a manifest; the newest dumps are kept.
+"""The dump of a step: a sealed directory; the newest dumps are kept.
 
     <run.dir>/dumps/step_000010/
         rank_00000.safetensors    tensors that each rank trained on (`trainer/policy/recorder.py`)
@@ -106,7 +106,8 @@ def commit_dump(
         if step >= description.step:
             remove_sealed(outdated)
     path = publish_step(unfinished, description.step)
-    for old in list(sealed_steps(path.parent).values())[:-keep]:
+    earlier = [old for step, old in sealed_steps(path.parent).items() if step < description.step]
+    for old in earlier[: max(0, len(earlier) + 1 - keep)]:
         remove_sealed(old)
     return path
 
