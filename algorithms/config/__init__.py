@@ -6,7 +6,6 @@ that they configure. `algorithms.correction` and `algorithms.loss` re-export the
 """
 
 from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
-from algorithms.config.checked import Checked, ConfigError, Problem
 from algorithms.config.correction import (
     BypassConfig,
     BypassLoss,
@@ -34,6 +33,7 @@ from algorithms.config.loss import (
 from algorithms.config.presets import PRESETS
 from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
 from algorithms.config.rejection import RejectConfig
+from algorithms.config.rules import Checked, ConfigError, Problem
 from algorithms.config.spec import (
     MAX_LOG_RATIO,
     WHOLE_RESPONSE_LEVELS,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from algorithms.config.checked import Checked, Problem
-from algorithms.config.rules import ruled, within
+from algorithms.config.rules import Checked, Problem, ruled, within
 
 
 class Estimator(Enum):

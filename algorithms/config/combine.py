@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from algorithms.config.checked import Problem
 from algorithms.config.correction import CorrectionConfig
 from algorithms.config.loss import Aggregation, LossConfig, PPOClipConfig, ReinforceConfig
+from algorithms.config.rules import Problem
 from algorithms.config.spec import Anchor, Level, RejectedDenominator, SelfNormalize
 
 

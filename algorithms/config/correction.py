@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Final
 
-from algorithms.config.checked import Checked, Problem
 from algorithms.config.rejection import RejectConfig
-from algorithms.config.rules import Rule, ruled
+from algorithms.config.rules import Checked, Problem, Rule, ruled
 from algorithms.config.spec import (
     Anchor,
     Bound,

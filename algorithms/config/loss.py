@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Final
 
-from algorithms.config.checked import Checked, Problem
-from algorithms.config.rules import above, at_least, ruled, within
+from algorithms.config.rules import Checked, Problem, above, at_least, ruled, within
 
 _GSPO_CLIP = within(0, 0.05, "()", because="the mean log-ratio of a response never gets that far")
 """Rule of a GSPO clip, which refuses values >= 0.05: see `GSPOConfig`."""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from algorithms.config.checked import Checked, Problem
-from algorithms.config.rules import at_least, ruled
+from algorithms.config.rules import Checked, Problem, at_least, ruled
 
 
 class KLEstimator(Enum):

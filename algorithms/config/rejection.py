@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from algorithms.config.checked import Checked
-from algorithms.config.rules import Rule, above, ruled, within
+from algorithms.config.rules import Checked, Rule, above, ruled, within
 
 ADVANTAGE_CRITERIA = ("dppo_tv", "dppo_kl", "opsm")
 """Criteria that read the sign of the advantage."""

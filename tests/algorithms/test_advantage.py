@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from algorithms.advantage import ADVANTAGES, sample_advantages
 from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator
-from algorithms.config.checked import ConfigError
+from algorithms.config.rules import ConfigError
 
 # Group 7: rewards 1, 0, 0, 1 (mean 0.5, std sqrt(1/3)); group -2: 3, 5 (mean 4, std sqrt 2); group 40: 9 alone.
 REWARDS = torch.tensor([1.0, 3.0, 0.0, 9.0, 0.0, 5.0, 1.0])

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from algorithms.advantage import sample_advantages
 from algorithms.config.advantage import Estimator
-from algorithms.config.checked import ConfigError
 from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
+from algorithms.config.rules import ConfigError
 from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl, reference_kl_loss, reference_kl_penalty, reference_kl_stats
 from algorithms.returns import gae, token_rewards

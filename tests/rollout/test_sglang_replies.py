@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from algorithms.config.checked import ConfigError
+from algorithms.config.rules import ConfigError
 from rollout.config import SGLangConfig
 from rollout.sglang.replies import ReplyError, body_of, generation_of
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams
