@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from run_directory import write_run
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
+from trainer.rundir.termination import RunTerminated
 
 Train = Callable[[TrainConfig], SimpleNamespace]
 
@@ -79,6 +81,19 @@ def test_every_run_of_a_sweep_has_a_directory_and_one_failure_does_not_stop_the_
     assert "1 of 4 runs failed" in captured.err
     assert (tmp_path / "all/1/error.log").is_file()
     assert not (tmp_path / "all/0/error.log").exists()
+
+
+def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[int] = []
+
+    def train(config: TrainConfig) -> SimpleNamespace:
+        seen.append(config.run.seed)
+        raise RunTerminated(signal.SIGTERM, step=2)
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]) == 143
+    assert seen == [0]
+    assert "asked to end (SIGTERM), after step 2" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(

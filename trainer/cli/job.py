@@ -22,7 +22,7 @@ ERROR_LOG = "error.log"
 
 
 def launch(resolution: Resolution) -> int:
-    """Run all jobs of a resolution without problems; return the worst exit code."""
+    """Run all jobs of a resolution without problems, up to a request to end; return the worst exit code."""
     outcomes = []
     for index, run in enumerate(resolution.runs):
         assert run.config is not None
@@ -32,6 +32,8 @@ def launch(resolution: Resolution) -> int:
             sys.stdout.write(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
             sys.stdout.flush()
         outcomes.append(run_job(run.config, run_dir))
+        if outcomes[-1] > 128:  # a signal asked to end: this ends the command, not only one of its runs
+            break
     num_failed = sum(outcome != DONE for outcome in outcomes)
     if len(outcomes) > 1 and num_failed:
         sys.stderr.write(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
