@@ -97,14 +97,14 @@ def test_accuracies_lengths_and_version(model_and_engine):
     truncated = sum(g.finish_reason is FinishReason.length for g in generations)
     assert 0 < truncated < 60
     assert result.truncated_frac == pytest.approx(truncated / 60)
-    assert result.policy_version == 0
+    assert result.policy_version == engine.policy_version
     assert result.metrics() == {
         "eval/accuracy": result.accuracy,
         "eval/accuracy_sampled": result.accuracy_sampled,
         "eval/num_prompts": 30.0,
         "eval/response_tokens_mean": result.response_tokens_mean,
         "eval/truncated_frac": result.truncated_frac,
-        "eval/policy_version": 0.0,
+        "eval/policy_version": float(engine.policy_version),
     }
 
 
