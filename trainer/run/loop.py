@@ -96,7 +96,10 @@ def train(config: TrainConfig) -> RunResult:
     except RunDirectoryError:
         raise  # what is in it belongs to another run
     except BaseException:
-        keep_report_of_failure(run_dir)
+        try:
+            write_report(run_dir)
+        except Exception as error:  # the failure of the run must be the one that is seen
+            logger.warning("the failed run has no report: %s", error)
         raise
     return RunResult(run_dir=run_dir, report_path=write_report(run_dir), was_complete=was_complete)
 
@@ -201,21 +204,14 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             tracker.log_events(events)
         request = termination.request  # read once: what ends the run must have been saved
         last = request is not None or run.guard.stops or step == config.run.num_steps
-        if is_saved(config, step, last=last) or run.guard.saves:
+        every = config.checkpoint.every
+        if run.guard.saves or (every and (last or step % every == 0)):
             with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
                 run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
         if request is not None and step < config.run.num_steps:
             raise RunTerminated(request, step=step)
         if run.guard.stops and step < config.run.num_steps:
             raise StoppedByGuard(step=step)
-
-
-def keep_report_of_failure(run_dir: Path) -> None:
-    """Write the report of a run that failed, if it got far enough; its own failure must not hide the first one."""
-    try:
-        write_report(run_dir)
-    except Exception as error:
-        logger.warning("the failed run has no report: %s", error)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -251,12 +247,6 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         guard=run.guard.state_dict(),
         config=flat_config(run.config),
     )
-
-
-def is_saved(config: TrainConfig, step: int, *, last: bool) -> bool:
-    """True if a checkpoint is due after `step`: every `checkpoint.every` steps, and after the `last` of the run."""
-    every = config.checkpoint.every
-    return every > 0 and (last or step % every == 0)
 
 
 def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: PromptStream) -> Collector:
