@@ -127,7 +127,7 @@ class Critic:
             part = micro_value_loss(self._config, micro, self.trainable.model(micro), mini=mini)
             self.trainable.backward(part.loss, last=position == len(mini.micro_batches) - 1)
             stats.append(part.stats)
-        norm = self.trainable.gradient_norm(1.0)
+        norm = self.trainable.scale_and_clip(1.0)
         overflowed = self.trainable.overflowed(norm)
         return merged(stats), None if overflowed else norm, self.trainable.update(norm)
 

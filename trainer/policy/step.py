@@ -218,7 +218,7 @@ class TrainingStep:
         if not learns:
             stats.end_step(factor, grad_norm=None)
             return False
-        norm = self._policy.gradient_norm(factor.gradient)
+        norm = self._policy.scale_and_clip(factor.gradient)
         stats.end_step(factor, grad_norm=norm, overflowed=self._policy.overflowed(norm))
         # A gradient of zeros would still move the weights, by momentum and weight decay. One that is not finite is no
         # such gradient: `update` skips and counts it.
@@ -231,9 +231,10 @@ class TrainingStep:
 def compared_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
     """The trainer's log-probs that are compared with mu -> [T] float32, nats, no gradient.
 
-    log pi_old, where it was scored in a forward of its own. Otherwise the detached log-probs of the training forward:
-    in the first optimizer step of a rollout step they ARE log pi_old, since the weights have not moved; in later ones
-    only bypass and ppo_is come here, which read them as log pi_theta, or not at all.
+    log pi_old, where it was scored in a forward of its own. Otherwise the detached log-probs of the training forward.
+    In the first optimizer step of a rollout step they are log pi_old, because the weights have not moved. In later
+    steps only corrections that compare the current policy (`compared=current`, as bypass does) have no log pi_old: they
+    compare log pi_theta with mu.
     """
     return scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 

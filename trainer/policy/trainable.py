@@ -182,7 +182,7 @@ class Trainable(Generic[ModelT]):
         # FSDP averages gradients over ranks; the denominators of the loss are global, so the gradient must be the sum.
         (loss * dist.get_world_size() * (self.loss_scale or 1.0)).backward()
 
-    def gradient_norm(self, factor: float) -> float:
+    def scale_and_clip(self, factor: float) -> float:
         """Multiply the gradients by `factor`, equal on every rank, and clip them; their global L2 norm before that."""
         factor /= self.loss_scale or 1.0
         if factor != 1.0:

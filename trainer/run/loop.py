@@ -8,9 +8,10 @@
            -save-> weights, optimizer, place in the data, what is under way    trainer/run/saving.py
            -dump-> a step's batch, for `parity replay`                         trainer/run/dumper.py
 
-Weights have a version, the completed optimizer steps, and every token that of the weights which sampled it. What runs
-beside what, `schedule=`, is decided in trainer/config/schedule.py; the phases are the same. Inside a block of
-`engines.resident()` or `policy.resident()` that side is on its GPUs: where both share them, the other is on the host.
+The version of the weights is the number of completed optimizer steps. Every token carries the version of the weights
+that sampled it. `schedule=` (trainer/config/schedule.py) decides which phases overlap; the phases are always the same.
+Inside a block of `engines.resident()` the engines are on their GPUs, inside `policy.resident()` the policy is; if both
+share GPUs, the other one is on the host meanwhile.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer = StepTimer()
     for step in range(done + 1, config.run.num_steps + 1):
-        # The first evaluation sees the untouched policy, the later ones what the step made of it. A row holds one.
+        # Before step 1 the untouched policy is evaluated. A row of metrics has room for one evaluation, so this one is
+        # left out if the policy is evaluated after step 1 too (eval.every=1, or a run of one step).
         evaluation = evaluate_policy(run, timer) if step == 1 and not is_evaluated(config, step) else {}
         with timer.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
@@ -202,7 +204,8 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             tracker.log(step, metrics | judged, rows)
             tracker.log_histograms(step, report.histograms)
             tracker.log_events(events)
-        request = termination.request  # read once: what ends the run must have been saved
+        # A signal may arrive at any time. The request is read once, so that the save and the end agree on it.
+        request = termination.request
         last = request is not None or run.guard.stops or step == config.run.num_steps
         every = config.checkpoint.every
         if run.guard.saves or (every and (last or step % every == 0)):
@@ -222,8 +225,9 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     run.prompts.load_state_dict(state.stream)
     if state.collector is not None:
         run.collector.load_state_dict(state.collector)
-    for line in [] if state.guard is None else run.guard.load_state_dict(state.guard):
-        run.tracker.console.line(line)
+    if state.guard is not None:
+        for line in run.guard.load_state_dict(state.guard):
+            run.tracker.console.line(line)
     with run.policy.resident():
         has_rng = run.policy.load_checkpoint(checkpoint.policy_path.resolve(), step=state.step)
     run.tracker.console.line(f"resumed after step {state.step} from {checkpoint.path}")
@@ -242,7 +246,8 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         stream=run.prompts.state_dict(),
         collector=run.collector.state_dict(),
         wandb_run_id=run.tracker.wandb_run_id,
-        # The first step is evaluated before it is taken.
+        # The evaluation must be one of the saved weights. The evaluation in the row of step 1 may be older: it was made
+        # before the step.
         evaluation=evaluation if is_evaluated(run.config, step) else {},
         guard=run.guard.state_dict(),
         config=flat_config(run.config),
@@ -251,7 +256,8 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
 
 def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: PromptStream) -> Collector:
     """The collector that turns prompts into rewarded groups with `sampler`."""
-    # The fate of groups that are still being sampled when a step has as many as it needs.
+    # Groups may still be in flight when a step has as many as it needs. They go on (run), are given up (drop), or are
+    # stopped and go on in the next step (resume).
     surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
     if config.collect.partial:
         surplus = Surplus.resume
