@@ -93,7 +93,9 @@ def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pyt
     use(train)
     assert run(["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]) == 143
     assert seen == [0]
-    assert "asked to end (SIGTERM), after step 2" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "asked to end (SIGTERM), after step 2" in error
+    assert "1 of 2 runs were not begun" in error
 
 
 def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(

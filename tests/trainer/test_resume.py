@@ -103,6 +103,16 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) ->
     assert "run.dir" in str(caught.value).partition("Set them")[2]
 
 
+def test_a_key_that_is_no_more_does_not_make_another_run(tmp_path: Path) -> None:
+    config = make(tmp_path, resume=Resume.auto)
+    state = state_of(config, 4)
+    state = replace(state, config=state.config | {"data.seed": 0})
+    commit_checkpoint(begin_checkpoint(tmp_path / "run", 4), state, keep=2)
+    found = checkpoint_to_resume(config, tmp_path / "run")
+    assert found is not None
+    assert changed_keys(found.state.config, config) == {"data.seed": "data.seed 0 -> (absent)"}
+
+
 @pytest.mark.parametrize(("before", "after"), [(Estimator.gae, Estimator.grpo), (Estimator.rloo, Estimator.gae)])
 def test_a_checkpoint_with_and_one_without_a_critic_are_not_exchanged(
     tmp_path: Path, before: Estimator, after: Estimator

@@ -34,7 +34,9 @@ def launch(resolution: Resolution) -> int:
         outcomes.append(run_job(run.config, run_dir))
         if outcomes[-1] > 128:  # a signal asked to end: this ends the command, not only one of its runs
             break
-    num_failed = sum(outcome != DONE for outcome in outcomes)
+    if not_begun := len(resolution.runs) - len(outcomes):
+        sys.stderr.write(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
+    num_failed = sum(outcome == FAILED for outcome in outcomes)
     if len(outcomes) > 1 and num_failed:
         sys.stderr.write(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
     return max(outcomes)

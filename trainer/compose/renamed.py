@@ -1,4 +1,4 @@
-"""Names of other trainers' options in Parity. `keys.py` reads the table when a key does not exist."""
+"""Other trainers' names of options, and former names of Parity. `keys.py` reads the table if a key does not exist."""
 
 from __future__ import annotations
 
@@ -135,12 +135,52 @@ OTHERS: Final[dict[str, str]] = {
 }
 """Key of OpenRLHF, SkyRL, NeMo-RL and AReaL -> key of Parity."""
 
-RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS
-"""Last part, or last two parts, of another trainer's key -> the key of Parity."""
+_CONSTANT = "a constant now: leave the key out"
+_NO_CRITERION = "no criterion any more: docs/from_other_trainers.md says what to use"
+
+FORMER: Final[dict[str, str]] = {
+    "advantage.epsilon": _CONSTANT,
+    "cluster.placement_timeout_s": _CONSTANT,
+    "critic.aggregation": _CONSTANT,
+    "data.keep_eval_duplicates": _CONSTANT,
+    "data.max_operand": _CONSTANT,
+    "data.num_heldout": _CONSTANT,
+    "data.seed": _CONSTANT,
+    "ess.trip": "guard.min_ess",
+    "ess.steps": "guard.steps",
+    "k3.trip": "guard.max_k3",
+    "k3.steps": "guard.steps",
+    "khat.trip": "guard.max_khat",
+    "khat.steps": "guard.steps",
+    "loss.ratio_cap": _CONSTANT,
+    "loss.temperature_negative": _CONSTANT,
+    "loss.temperature_positive": _CONSTANT,
+    "model.seed": _CONSTANT,
+    "model.wrong_fraction": _CONSTANT,
+    "policy.cpus_per_worker": _CONSTANT,
+    "policy.logprob_chunk_tokens": _CONSTANT,
+    "policy.sync_bucket_mib": _CONSTANT,
+    "policy.threads_per_worker": _CONSTANT,
+    "reject.max_k2": _NO_CRITERION,
+    "reject.mean_k2": _NO_CRITERION,
+    "reject.sum_k2": _NO_CRITERION,
+    "reject.sum_k3": _NO_CRITERION,
+    "reject.token_k2": _NO_CRITERION,
+    "reward.format_score": _CONSTANT,
+    "reward.max_error_fraction": _CONSTANT,
+    "reward.memory_gib": _CONSTANT,
+    "rollout.cpus_per_engine": _CONSTANT,
+    "tracking.token_samples_per_step": _CONSTANT,
+    "tracking.wandb_timeout_s": _CONSTANT,
+}
+"""Last two parts of a key that Parity had until 2026-11-23 -> what took its place. A config.yaml may hold it."""
+
+RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS | FORMER
+"""Last part, or last two parts, of another trainer's or a former key -> the key of Parity."""
 
 
 def renamed_hint(path: list[str]) -> str:
-    """A sentence with Parity's name of another trainer's key; empty for all other keys."""
+    """A sentence with Parity's name of another trainer's or a former key; empty for all other keys."""
     parts = [part.replace("-", "_") for part in path]
     here = RENAMED.get(".".join(parts[-2:])) or RENAMED.get(parts[-1])
     return "" if here is None else f"Here it is {here}."

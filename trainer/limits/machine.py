@@ -27,7 +27,8 @@ class Machine:
 
 def num_cores() -> int:
     """Logical cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    # Only Linux tells the cores of a process; `parity doctor` must end with a report on other systems too.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_machine() -> Machine:

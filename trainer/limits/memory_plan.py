@@ -7,6 +7,8 @@ micro-batch.
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +26,8 @@ from trainer.limits.estimate import (
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.provenance import tool_output
 from trainer.rundir.text import counted, size
+
+logger = logging.getLogger(__name__)
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
@@ -128,5 +132,13 @@ def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
 
 def gpu_bytes() -> int | None:
     """Memory of the smallest NVIDIA device of this machine in bytes, from its driver; None if that is not known."""
-    listed = tool_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]) or ""
-    return min((int(line) * 2**20 for line in listed.split() if line.isdecimal()), default=None)
+    listed = tool_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+    if listed is None:
+        if shutil.which("nvidia-smi"):
+            logger.warning("the memory of the GPUs is unknown: nvidia-smi failed")
+        return None
+    lines = listed.splitlines()
+    if not lines or not all(line.strip().isdecimal() for line in lines):
+        logger.warning("the memory of the GPUs is unknown: nvidia-smi said %r", listed)
+        return None
+    return min(int(line) for line in lines) * 2**20

@@ -36,8 +36,9 @@ def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | Non
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
         return None
-    changed = changed_keys(checkpoint.state.config, config)
-    if other := [line for key, line in changed.items() if _is_fixed(key)]:
+    changed, now = changed_keys(checkpoint.state.config, config), flat_config(config)
+    # A key that this version of Parity no longer has cannot be set as it was; the user is told of the change only.
+    if other := [line for key, line in changed.items() if _is_fixed(key) and key in now]:
         raise CheckpointError(
             f"{checkpoint.path} belongs to another run: {'; '.join(other)}. "
             "Set them as they were, or begin a new run in another run.dir."

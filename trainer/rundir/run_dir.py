@@ -25,8 +25,10 @@ SAMPLES_FILE = "samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 EVENTS_FILE = "events.jsonl"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
-_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, ".config.unfinished", ".environment.unfinished", LOCK_FILE})
-"""Files of a run that was killed before it wrote environment.json."""
+UNFINISHED = ".unfinished"
+"""Ending of a file that is not whole yet."""
+_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, LOCK_FILE})
+"""Files of a run that was killed before it wrote environment.json, besides unfinished ones."""
 
 
 class RunStatus(Enum):
@@ -78,7 +80,8 @@ def is_run(directory: Path) -> bool:
         return "parity-rl" in record["versions"]
     except FileNotFoundError:
         names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-        return LOCK_FILE in names and names <= _BEFORE_ENVIRONMENT
+        whole = {name for name in names if not name.endswith(UNFINISHED)}
+        return LOCK_FILE in names and whole <= _BEFORE_ENVIRONMENT
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
@@ -135,7 +138,8 @@ def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a process killed during the write leaves either the old or the new file."""
-    unfinished = path.with_name(f".{path.stem}.unfinished")
+    # The name holds the process, because the cache of all runs is written without a lock.
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{UNFINISHED}")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 

@@ -145,14 +145,17 @@ def _read_manifest(path: Path, *, layout: int) -> dict[str, FileRecord]:
         manifest = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise SealError(f"{path} cannot be read ({error})") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(manifest, dict) or not isinstance(files, dict) or set(manifest) != {"format", "files"}:
+    if not isinstance(manifest, dict) or "format" not in manifest:
         raise SealError(f"{path} is no manifest")
+    # The format comes before the form: another format may have another form.
     if manifest["format"] != layout:
         raise SealError(
             f"{path} has format {manifest['format']}, this version of Parity reads format {layout}; the version that "
             "wrote it (environment.json of the run) can go on with it"
         )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(manifest) != {"format", "files"}:
+        raise SealError(f"{path} is no manifest")
     try:
         return {name: FileRecord(**record) for name, record in files.items()}
     except TypeError as error:
