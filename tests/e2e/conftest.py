@@ -1,4 +1,4 @@
-"""One Ray cluster and one base-model cache for all end-to-end tests."""
+"""A Ray cluster for each file of end-to-end tests, and one base-model cache for all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield cache
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def local_ray(base_model_cache: Path) -> Iterator[None]:
-    """Ray for runs inside this process: starting it once saves most of the time of a short run."""
+    """Ray for the runs of one file inside this process: starting it once saves most of the time of a short run.
+
+    It ends with the file, because other tests of the process start a cluster of their own.
+    """
     start_ray(None)
     yield
     ray.shutdown()
