@@ -54,8 +54,10 @@ def packed_attention(
 
 def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """True if torch's flash attention takes these tensors: float16 or bfloat16 on a GPU, Ampere or newer."""
+    if not query.is_cuda:
+        return False
     params = SDPAParams(query, key, value, None, 0.0, True, query.shape[1] != key.shape[1])
-    return query.is_cuda and query.shape[3] % 8 == 0 and can_use_flash_attention(params)
+    return query.shape[3] % 8 == 0 and can_use_flash_attention(params)
 
 
 def attend_at_once(
