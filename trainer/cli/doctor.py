@@ -23,7 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from rollout.config import SGLANG_REMEDY
-from trainer.limits.machine import num_cores
+from trainer.rundir.provenance import num_cores
 from trainer.rundir.text import size
 
 SGLANG_FLOOR = (0, 5, 23)

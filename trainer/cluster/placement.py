@@ -25,9 +25,10 @@ from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
-from trainer.limits.machine import CPUS_PER_WORKER, num_cores
+from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import may_take_turns, memory_plan
 from trainer.policy.worker import PolicySetup, PolicyWorker
+from trainer.rundir.provenance import num_cores
 from trainer.rundir.termination import end_at_sigterm
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,8 @@ import torch
 from rollout.config import DType
 from rollout.torch.onednn_linear import linear
 from rollout.weights.packing import DTYPES
-from trainer.limits.machine import num_cores
 from trainer.rundir.cache import default_cache_dir
-from trainer.rundir.provenance import cpu_name
+from trainer.rundir.provenance import cpu_name, num_cores
 from trainer.rundir.run_dir import write_whole
 
 logger = logging.getLogger(__name__)

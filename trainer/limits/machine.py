@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from trainer.rundir.provenance import num_cores
+
 CPUS_PER_WORKER = 0.25
 """Ray CPUs reserved for each rank and each engine: less than a core, because ranks and engines work in turns and share
 the cores, so that four engines and their ranks find a place on two cores."""
@@ -23,12 +25,6 @@ class Machine:
     """NVIDIA devices that this process may use."""
     memory: int
     """Bytes of memory in total."""
-
-
-def num_cores() -> int:
-    """Logical cores that this process may use."""
-    # Only Linux tells the cores of a process; `parity doctor` must end with a report on other systems too.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def this_machine() -> Machine:

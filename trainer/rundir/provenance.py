@@ -79,7 +79,7 @@ def environment_record(argv: Sequence[str]) -> dict[str, object]:
         "machine": platform.machine(),
         "cpu": cpu_name(),
         "logical_cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "usable_cores": num_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "gpus": _gpus(),
     }
@@ -124,6 +124,12 @@ def _gpus() -> list[str]:
     """Name, memory and driver of each NVIDIA GPU; empty without one."""
     listed = tool_output(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])
     return [line.strip() for line in listed.splitlines() if line.strip()] if listed else []
+
+
+def num_cores() -> int:
+    """Logical cores that this process may use."""
+    # Only Linux tells the cores of a process; `parity doctor` must end with a report on other systems too.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_name() -> str | None:
