@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
-
-import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -15,27 +16,38 @@ class ProcessMark(NamedTuple):
     """One process of a machine, by id and start time, because the system may give the id to another process later."""
 
     pid: int
-    created: float
-    """Start of the process, seconds since the epoch."""
+    started: int
+    """Start of the process in clock ticks since the boot: a step of the wall clock does not change it."""
 
 
 def mark_processes(pids: Iterable[int]) -> tuple[ProcessMark, ...]:
     """Marks of the processes in `pids` that still run."""
-    marks = []
-    for pid in pids:
-        try:
-            marks.append(ProcessMark(pid, psutil.Process(pid).create_time()))
-        except psutil.NoSuchProcess:
-            logger.debug("process %d has ended", pid)
-    return tuple(marks)
+    return tuple(ProcessMark(pid, started) for pid in pids if (started := _started(pid)) is not None)
 
 
 def kill_processes(marks: Sequence[ProcessMark]) -> None:
     """Kill the marked processes that still run; does not wait for their end."""
     for mark in marks:
         try:
-            process = psutil.Process(mark.pid)
-            if process.create_time() == mark.created:
-                process.kill()
-        except psutil.NoSuchProcess:
+            # The handle stays that of the process found now, also if its id goes to another process meanwhile.
+            handle = os.pidfd_open(mark.pid)
+        except ProcessLookupError:
             logger.debug("process %d has ended", mark.pid)
+            continue
+        try:
+            if _started(mark.pid) == mark.started:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            logger.debug("process %d has ended", mark.pid)
+        finally:
+            os.close(handle)
+
+
+def _started(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat: the start of a process in clock ticks since the boot; None without the process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Field 2, the name in parentheses, may hold spaces and parentheses itself.
+    return int(stat.rpartition(b")")[2].split()[19])
