@@ -69,8 +69,23 @@ OWNED_SGLANG_ARGS = frozenset({
 })  # fmt: skip
 """SGLang options that Parity sets itself; a value in engine_args would contradict a key of Parity."""
 
-REFUSED_SGLANG_ARGS = frozenset({"enable_custom_logit_processor"})
-"""SGLang options that are refused because they execute code sent with a request."""
+REFUSED_SGLANG_ARGS = {
+    "enable_custom_logit_processor": "it executes code sent with a request (CVE-2026-7304)",
+    **dict.fromkeys(("enable_metrics", "enable_metrics_for_all_schedulers"), "/metrics would answer without a key"),
+    **dict.fromkeys(
+        (
+            "decoupled_spec_bind_endpoint", "decoupled_spec_connect_endpoints", "disaggregation_bootstrap_port",
+            "disaggregation_mode", "dist_init_addr", "enable_trace", "encoder_bootstrap_port", "encoder_register_urls",
+            "encoder_urls", "engine_info_bootstrap_port", "gated_launch_port", "grpc_mode", "grpc_port",
+            "kv_events_config", "load_publish_endpoint", "otlp_traces_endpoint",
+            "remote_instance_weight_loader_seed_instance_ip",
+            "remote_instance_weight_loader_seed_instance_service_port",
+            "remote_instance_weight_loader_send_weights_group_ports", "smg_grpc_mode", "smg_http_sidecar_port",
+        ),
+        "the server would listen at another port, or connect to another address, without a key",
+    ),
+}  # fmt: skip
+"""SGLang options that are refused -> the reason."""
 
 UNSUPPORTED_SGLANG_ARGS = frozenset(
     {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm"}
@@ -149,7 +164,7 @@ class SGLangConfig(EngineConfig):
             if key in REFUSED_SGLANG_ARGS:
                 yield Problem(
                     key=f"engine_args.{key}",
-                    rule="is refused: it executes code sent with a request (CVE-2026-7304)",
+                    rule=f"is refused: {REFUSED_SGLANG_ARGS[key]}",
                     value=value,
                     remedy="Remove it.",
                 )

@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from algorithms.config import ConfigError
-from rollout.config import SGLangConfig
+from rollout.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.engine import EngineError
+from rollout.hf.torchvision_operators import declare_torchvision_operators
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
@@ -199,6 +200,13 @@ def test_engine_args_that_break_the_weight_sync_are_refused(tmp_path: Path) -> N
         make_engine(tmp_path, tp_size=0)
     with pytest.raises(ConfigError, match=r"engine_args\.weight_version is set by Parity, got '9'"):
         make_engine(tmp_path, weight_version="9")
+    for name, value in (("kv_events_config", '{"publisher": "zmq"}'), ("disaggregation_mode", "prefill")):
+        with pytest.raises(ConfigError, match=rf"engine_args\.{name} is refused: the server would listen at another"):
+            make_engine(tmp_path, **{name: value})
+    with pytest.raises(
+        ConfigError, match=r"engine_args\.enable_metrics is refused: /metrics would answer without a key"
+    ):
+        make_engine(tmp_path, enable_metrics=True)
     with pytest.raises(EngineError, match="device must be cpu or cuda, got 'tpu'"):
         SGLangEngine(SGLangConfig(), index=0, seed=0, device="tpu", log_dir=tmp_path, num_threads=None)
 
@@ -243,3 +251,15 @@ def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.sglang
+def test_the_refused_engine_args_are_options_of_the_installed_release() -> None:
+    """Each option of SGLang that names a port or an address is set by Parity, refused, or known to be harmless."""
+    declare_torchvision_operators()
+    from sglang.srt.server_args import ServerArgs
+
+    options = set(ServerArgs.__struct_fields__)
+    assert set(REFUSED_SGLANG_ARGS) <= options
+    reaching = {name for name in options if re.search(r"(_port|_ports|_addr|_endpoints?|_urls?|_ip)$", name)}
+    assert reaching - set(REFUSED_SGLANG_ARGS) - OWNED_SGLANG_ARGS == {"nccl_port"}
