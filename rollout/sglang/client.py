@@ -22,6 +22,8 @@ from rollout.config import LOOPBACK
 HOST = "127.0.0.1"
 SHOWN_REPLY_CHARS = 2000
 """Number of characters of the server's reply in an error."""
+MAX_REPLY_BYTES = 64 << 20
+"""Size at which a reply is given up: a sample takes about 60 bytes per token, so this is a million tokens."""
 
 ADMIN_ROUTES = frozenset(
     {
@@ -79,14 +81,19 @@ class SGLangClient:
             async with aiohttp.ClientSession(self.address, timeout=timeout) as session:
                 return await self.exchange(session, route, body)
 
-        return asyncio.run(once())
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(once())
+        finally:
+            # asyncio.run would wait here, without a deadline, for a thread that still looks up the host's name.
+            loop.close()
 
     async def exchange(self, session: aiohttp.ClientSession, route: str, body: Mapping[str, Any] | None) -> Any:
         """GET `route`, or POST `body` as JSON; returns the parsed reply. `session` belongs to this server.
 
         A reply that is not JSON comes back as text (`/flush_cache`). Raises ClientError when the server cannot be
-        reached, does not answer completely within the time limit of the session, answers with a status other than 200,
-        or answers {"success": false}.
+        reached, does not answer completely within the time limit of the session, answers with more than MAX_REPLY_BYTES
+        or with a status other than 200 (redirects are not followed), or answers {"success": false}.
         """
         method = "GET" if body is None else "POST"
         key = self.admin_api_key if route in ADMIN_ROUTES else self.api_key
@@ -95,7 +102,11 @@ class SGLangClient:
         what = f"{method} {route}"
         try:
             async with session.request(method, route, data=data, headers=headers, allow_redirects=False) as response:
-                raw = await response.read()
+                raw = bytearray()
+                async for part in response.content.iter_any():
+                    raw += part
+                    if len(raw) > MAX_REPLY_BYTES:
+                        raise ClientError(f"{what}: the answer has more than {MAX_REPLY_BYTES} bytes")
         except TimeoutError as error:
             limit_s = session.timeout.total or session.timeout.sock_connect
             raise ClientError(f"{what}: no complete answer within {limit_s} s") from error
@@ -103,7 +114,7 @@ class SGLangClient:
             # The error of the system below says more: a refused connection, an unknown host.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
             raise ClientError(f"{what}: {type(cause).__name__}: {cause}") from error
-        return parse_reply(what, raw, status=response.status, content_type=response.content_type)
+        return parse_reply(what, bytes(raw), status=response.status, content_type=response.content_type)
 
 
 def parse_reply(what: str, raw: bytes, *, status: int, content_type: str) -> Any:

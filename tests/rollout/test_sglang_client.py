@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -145,3 +146,54 @@ def test_broken_connections_have_no_status() -> None:
     assert caught.value.status is None
     with pytest.raises(ClientError, match="no time is left"):
         client.call("/generate", body={}, timeout_s=-1)
+
+
+def test_a_reply_without_end_is_given_up_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.sglang.client.MAX_REPLY_BYTES", 1 << 20)
+    sent = 0
+
+    def pour(connection: socket.socket, _: bytes) -> None:
+        nonlocal sent
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n[")
+        with suppress(OSError):
+            while sent < 64 << 20:
+                connection.sendall(b"1," * 32768)
+                sent += 65536
+
+    with answering(pour) as (client, _), pytest.raises(ClientError, match="the answer has more than 1048576 bytes"):
+        client.call("/model_info", timeout_s=30)
+    assert sent < 32 << 20, "nothing is read after the limit"
+
+
+def test_a_compressed_reply_counts_as_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.sglang.client.MAX_REPLY_BYTES", 1 << 20)
+    reply = http(gzip.compress(b"1" * (8 << 20))).replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n", 1)
+    with (
+        answering(lambda connection, _: connection.sendall(reply)) as (client, _),
+        pytest.raises(ClientError, match="more than 1048576 bytes"),
+    ):
+        client.call("/model_info", timeout_s=30)
+
+
+def test_a_redirect_is_an_error_and_takes_no_key_elsewhere() -> None:
+    with answering(lambda connection, _: connection.sendall(http(b"{}"))) as (other, asked):
+        head = f"HTTP/1.1 307 Temporary Redirect\r\nLocation: {other.address}/model_info\r\nContent-Length: 0\r\n\r\n"
+        with (
+            answering(lambda connection, _: connection.sendall(head.encode())) as (client, _),
+            pytest.raises(ClientError, match="GET /model_info: HTTP 307"),
+        ):
+            client.call("/model_info", timeout_s=5)
+        assert asked == []
+
+
+def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: given_up.wait(10) and [])
+    begin = time.monotonic()
+    try:
+        client = SGLangClient(address="http://engines.invalid:30000", api_key="", admin_api_key="")
+        with pytest.raises(ClientError, match=r"no complete answer within 0\.3 s"):
+            client.call("/model_info", timeout_s=0.3)
+        assert time.monotonic() - begin < 5
+    finally:
+        given_up.set()
