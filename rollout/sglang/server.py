@@ -210,8 +210,8 @@ class SGLangServer:
             time.sleep(WATCH_INTERVAL_S)
         self._end_noticed.set()
         self._survivors = self._kill_all()
-        if not self._survivors:
-            process.wait()
+        # No process runs any more, or SIGKILL does not end one: in neither case there is anything to wait for.
+        process.poll()
         self._ended.set()
 
     def _wait_ready(self, deadline: float, timeout_s: float) -> None:
