@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rollout.config import SGLangConfig
+from rollout.processes.secret_names import is_secret_name
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.components import ArithmeticModelConfig
 from trainer.config.train import TrainConfig
-from trainer.rundir.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from trainer.rundir.redact import REDACTED, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"
 

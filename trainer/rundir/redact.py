@@ -12,32 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 
+from rollout.processes.secret_names import SECRET_WORDS, is_secret_name
+
 REDACTED = "<redacted>"
 
-_SECRET_WORDS = r"key|token(?!iz)|secret|passw|pwd|credential|auth"
-_SECRET_NAME = re.compile(_SECRET_WORDS, re.IGNORECASE)
 # Numbers under these names are secrets too (`password: 123456`); `max_new_tokens: 64` is not.
 _SECRET_NUMBER_NAME = re.compile(r"secret|passw|pwd|credential|api_?key", re.IGNORECASE)
-_HARMLESS_NAMES = frozenset({"prompt_key", "answer_key"})
-"""Keys of Parity's configs that hold column names."""
 
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _FLAG = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[A-Za-z_][\w./-]*)=(?P<value>.*)", re.DOTALL)
 _INNER_PAIR = re.compile(
-    rf"(?P<name>[\w.-]*(?:{_SECRET_WORDS})[\w.-]*)(?P<mid>[\"']?\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,}}\]&;\"']+)",
+    rf"(?P<name>[\w.-]*(?:{SECRET_WORDS})[\w.-]*)(?P<mid>[\"']?\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,}}\]&;\"']+)",
     re.IGNORECASE,
 )
 _URL_LOGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.IGNORECASE)
-_URL_QUERY = re.compile(rf"(?P<name>[?&][\w.-]*(?:{_SECRET_WORDS})[\w.-]*=)[^&\s#]+", re.IGNORECASE)
+_URL_QUERY = re.compile(rf"(?P<name>[?&][\w.-]*(?:{SECRET_WORDS})[\w.-]*=)[^&\s#]+", re.IGNORECASE)
 _HEADER = re.compile(r"\b(?P<kind>Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 _KNOWN_PREFIX = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|wandb_v\d_)[\w-]{12,}")
-
-
-def is_secret_name(name: str) -> bool:
-    """True if a value under this key (the last part of a dotted or dashed path) must not be written."""
-    last = name.rsplit(".", 1)[-1].lstrip("+~-").replace("-", "_").lower()
-    return last not in _HARMLESS_NAMES and _SECRET_NAME.search(last) is not None
 
 
 def redact(value: object, *, name: str = "") -> object:
