@@ -17,7 +17,7 @@ from rollout.collect.filters import invalid_reason
 from rollout.config import DType
 from rollout.engine import EngineError, WeightSyncError
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("maps_memory", [True, False])

@@ -275,6 +275,7 @@ def test_gradients_do_not_depend_on_packing(model_path: Path) -> None:
         assert (one - other).norm() <= 1e-6 * one.norm()
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_the_number_of_ranks(model_path: Path, tmp_path: Path) -> None:
     # Twice: 16 samples, and one sample, which leaves the second rank with an empty micro-batch.
     config = ppo_config(model_path, num_workers=2, advantage={"gamma": 0.9, "gae_lambda": 0.7})

@@ -235,6 +235,7 @@ def test_it_loads_fast(run_dir: Path, tmp_path: Path) -> None:
     assert 0.2 < min(found) < MAX_LOAD, found
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_and_runs_beside_each_other(run_dir: Path, tmp_path: Path) -> None:
     short = write_run(tmp_path / "short", num_steps=1)
     both = write_comparison([run_dir, short], tmp_path / "both.html")
