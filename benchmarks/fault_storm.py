@@ -1,0 +1,371 @@
+"""Faults of all kinds, drawn at random, against a run with two ranks and two engines; then it must equal a quiet run.
+
+    python benchmarks/fault_storm.py [--minutes 30] [--seed 0] [--steps 10] [--dir DIR] [--only FAULT ...]
+
+First `arithmetic_grpo` runs without a fault: the torch engine, one sequence at a time, so that neither the engine that
+takes a request nor the requests beside it change a bit; checkpoint.every=1. Then round after round, until the minutes
+are over, the same run is struck until it has taken all its steps. Each attempt resumes the run, waits for a random
+moment (its start-up, or a random part of a random step), and suffers one fault of `Fault`. Faults that a run survives
+are followed by further faults in the same attempt; after the others the next attempt resumes.
+
+A round must end with weights, optimizer, metrics, samples and histograms that are bitwise those of the quiet run. After
+every attempt no process, no segment of shared memory and no file in the temporary directory may be left; every attempt
+must end within its deadline, with an exit code that its fault allows. Prints Markdown: one row per fault, then the
+counts and the verdict. Exit code 1 if anything differs or is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+from kill_and_resume import differences
+
+MARK = "PARITY_STORM"
+"""Environment variable that every process of the run inherits."""
+SHM = Path("/dev") / "shm"
+RECIPE = (
+    "arithmetic_grpo",
+    "rollout=torch",
+    "rollout.num_engines=2",
+    "rollout.max_batch_size=1",
+    "rollout.answer_timeout_s=5",
+    "rollout.max_restarts=10",
+    "rollout.start_timeout_s=60",
+    "policy.start_timeout_s=60",
+    "policy.num_workers=2",
+    "tracking.wandb=disabled",
+    "checkpoint.every=1",
+    "checkpoint.keep=3",
+    "batch.prompts_per_step=4",
+    "batch.group_size=4",
+    "batch.mini_batch_prompts=2",
+    "eval.max_prompts=4",
+    "model.num_steps=120",
+)
+NOT_COMPARED = frozenset({"rollout/engine_restarts", "rollout/redispatched"})
+"""Metrics that count the faults themselves."""
+REWARD = '''"""A reward in a child process, for answers of the built-in arithmetic task."""
+
+
+def reward(response: str, answer: str) -> float:
+    return float(response.strip().endswith(answer))
+'''
+END_S = 240.0
+"""Deadline for the end of an attempt whose fault ends it, and for each further step of one that goes on."""
+GRACE_S = 30.0
+"""Deadline for the last process of an attempt to end after the run itself."""
+POLL_S = 0.05
+
+
+class Fault(Enum):
+    """One kind of fault. The value describes the fault in the table."""
+
+    kill_all = "SIGKILL to every process"
+    kill_driver = "SIGKILL to the driver"
+    kill_rank = "SIGKILL to a rank"
+    stop_rank = "SIGSTOP to a rank"
+    kill_engine = "SIGKILL to an engine"
+    stop_engine = "SIGSTOP to an engine"
+    kill_reward = "SIGKILL to a reward process"
+    term = "SIGTERM to the run"
+    interrupt_twice = "SIGINT, and again a moment later"
+    full_disk = "no room on the disk for a file of a rank"
+    flip_bit = "SIGKILL, then one bit of the newest checkpoint flipped"
+    cut_file = "SIGKILL, then a file of the newest checkpoint cut"
+    torn_row = "SIGKILL, then half a row at the end of a row file"
+
+
+SURVIVED = frozenset({Fault.kill_engine, Fault.stop_engine, Fault.kill_reward})
+"""Faults after which the run must go on."""
+MAY_SURVIVE = frozenset({Fault.full_disk})
+"""Faults after which the run goes on, or ends with exit code 1 where the fault struck the last save."""
+EXIT_CODES = {
+    Fault.kill_all: {-signal.SIGKILL},
+    Fault.kill_driver: {-signal.SIGKILL},
+    Fault.kill_rank: {1},
+    Fault.stop_rank: {1},
+    Fault.term: {0, 128 + signal.SIGTERM},
+    Fault.interrupt_twice: {0, 128 + signal.SIGINT},
+    Fault.full_disk: {1},
+    Fault.flip_bit: {-signal.SIGKILL},
+    Fault.cut_file: {-signal.SIGKILL},
+    Fault.torn_row: {-signal.SIGKILL},
+}
+"""Exit codes that a fault allows. 0 is always allowed: the run may have taken its last step meanwhile."""
+ENDS_A_START = {1}
+"""Exit codes that every fault allows while the run starts: an engine or a rank that dies then ends the run."""
+
+
+class StormError(Exception):
+    """The run did something that no fault excuses."""
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault that was applied."""
+
+    round: int
+    fault: Fault
+    step: int
+    """Number of rows in metrics.jsonl when the fault came."""
+    outcome: str
+
+
+class Attempt:
+    """One process of the run, from its start or resumption on."""
+
+    def __init__(self, words: Sequence[str], *, run_dir: Path, scratch: Path, token: str) -> None:
+        self.run_dir = run_dir
+        self._token = token
+        self._log = run_dir.with_suffix(".log")
+        with self._log.open("a") as out:
+            self.process = subprocess.Popen(  # noqa: S603 - Parity's own command line
+                [sys.executable, "-m", "trainer", "train", *words, f"run.dir={run_dir}", "resume=auto"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                # Ray and SGLang rename their processes; SPT_NOENV keeps the environment of those readable.
+                env={**os.environ, MARK: token, "TMPDIR": str(scratch), "SPT_NOENV": "1", "RAY_worker_niceness": "0"},
+                start_new_session=True,
+            )
+
+    def rows(self) -> int:
+        """Number of steps in metrics.jsonl."""
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+    def wait(self, until: Callable[[], bool], *, timeout_s: float, action: str) -> bool:
+        """Wait for a condition; False if the process ended before. Raises StormError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > deadline:
+                raise StormError(f"the run did not {action} within {timeout_s:.0f} s; see {self._log}")
+            time.sleep(POLL_S)
+        return True
+
+    def end(self) -> int:
+        """Wait for the end -> exit code."""
+        self.wait(lambda: False, timeout_s=END_S, action="end")
+        return self.process.wait()
+
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Processes of this attempt whose command line holds one of `words`; all processes without `words`."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                line = " ".join(process.cmdline())
+                ours = process.environ().get(MARK) == self._token and process.status() != psutil.STATUS_ZOMBIE
+            except psutil.Error:
+                continue
+            if ours and (not words or any(word in line for word in words)):
+                found.append(process)
+        return sorted(found, key=lambda process: process.pid)
+
+
+def strike(fault: Fault, attempt: Attempt, draw: random.Random) -> str | None:
+    """Apply `fault` -> the process or file that it struck; None if there is nothing that it could strike now."""
+    roles = {
+        Fault.kill_rank: ("ray::PolicyWorker", signal.SIGKILL),
+        Fault.stop_rank: ("ray::PolicyWorker", signal.SIGSTOP),
+        Fault.kill_engine: ("ray::RolloutWorker", signal.SIGKILL),
+        Fault.stop_engine: ("ray::RolloutWorker", signal.SIGSTOP),
+        Fault.kill_reward: ("rollout.rewards.child", signal.SIGKILL),
+        Fault.full_disk: ("ray::PolicyWorker", None),
+    }
+    if fault in roles:
+        word, number = roles[fault]
+        victims = attempt.processes(word)
+        if not victims:
+            return None
+        victim = draw.choice(victims)
+        if number is None:
+            allow_bytes(victim, 4096)
+        else:
+            victim.send_signal(number)
+        return f"process {victims.index(victim) + 1} of {len(victims)}"
+    run = psutil.Process(attempt.process.pid)
+    match fault:
+        case Fault.term:
+            run.send_signal(signal.SIGTERM)
+        case Fault.interrupt_twice:
+            run.send_signal(signal.SIGINT)
+            time.sleep(draw.uniform(0.0, 1.0))
+            run.send_signal(signal.SIGINT)
+        case Fault.kill_driver:
+            run.kill()
+        case _:
+            for process in [run, *run.children(recursive=True)]:
+                process.kill()
+    return ""
+
+
+def allow_bytes(process: psutil.Process, limit: int) -> None:
+    """Let `process` write files up to `limit` bytes: the kernel refuses more with EFBIG."""
+    _, hard = process.rlimit(resource.RLIMIT_FSIZE)
+    process.rlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+
+def damage(fault: Fault, run_dir: Path, draw: random.Random) -> str:
+    """Damage what lies in the run directory of a run that has ended -> the file."""
+    if fault is Fault.torn_row:
+        path = run_dir / draw.choice(["metrics.jsonl", "samples.jsonl", "histograms.jsonl"])
+        if not path.is_file():
+            return "nothing to tear"
+        content = path.read_bytes()
+        last = content.rfind(b"\n", 0, len(content) - 1) + 1
+        path.write_bytes(content + content[last : last + max(1, (len(content) - last) // 2)])
+        return path.name
+    saved = sorted((run_dir / "checkpoints").glob("step_*"))
+    if len(saved) < 2:  # the only checkpoint is left alone: a run whose checkpoints are all bad refuses to go on
+        return "nothing to damage"
+    path = draw.choice(sorted(path for path in saved[-1].rglob("*") if path.is_file() and path.stat().st_size))
+    content = bytearray(path.read_bytes())
+    if fault is Fault.cut_file:
+        path.write_bytes(content[: draw.randrange(len(content))])
+    else:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(content)
+    return f"{path.relative_to(saved[-1].parent)}"
+
+
+def left_behind(attempt: Attempt, scratch: Path, segments: set[str]) -> list[str]:
+    """Processes, segments and files that an attempt left; waits until the last process has ended."""
+    deadline = time.monotonic() + GRACE_S
+    while (processes := attempt.processes()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    left = [f"process {process.pid} {' '.join(process.cmdline())[:100]}" for process in processes]
+    left += [f"segment {name}" for name in sorted(set(os.listdir(SHM)) - segments)]
+    return left + [f"file {path.name}" for path in sorted(scratch.iterdir())]
+
+
+def storm_round(
+    number: int, words: Sequence[str], run_dir: Path, *, faults: Sequence[Fault], draw: random.Random, start_s: float
+) -> list[Strike]:
+    """Strike one run until it has taken all its steps -> the faults that came. Raises StormError."""
+    strikes: list[Strike] = []
+    scratch = run_dir.with_suffix(".tmp")
+    scratch.mkdir()
+    for tries in range(100):
+        segments = set(os.listdir(SHM))
+        attempt = Attempt(words, run_dir=run_dir, scratch=scratch, token=f"{os.getpid()}.{number}.{tries}")
+        ended, starting = False, draw.random() < 0.25
+        while not ended:
+            fault = draw.choice(list(faults))
+            if not _reach_moment(attempt, draw, start_s=start_s if starting else None):
+                break
+            struck = strike(fault, attempt, draw)
+            if struck is None:
+                continue
+            step = attempt.rows()
+            ended, outcome = _outcome(fault, attempt, step, starting=starting)
+            if ended and fault in (Fault.flip_bit, Fault.cut_file, Fault.torn_row):
+                struck = damage(fault, run_dir, draw)
+            starting = False
+            strikes.append(Strike(number, fault, step, f"{struck}: {outcome}" if struck else outcome))
+            sys.stdout.write(f"| {number} | {fault.value} | {step} | {strikes[-1].outcome} |\n")
+            sys.stdout.flush()
+        code = attempt.end()
+        if left := left_behind(attempt, scratch, segments):
+            raise StormError(f"left after attempt {tries + 1}: {'; '.join(left)}")
+        if code == 0:
+            return strikes
+    raise StormError("100 attempts did not complete the run")
+
+
+def _reach_moment(attempt: Attempt, draw: random.Random, *, start_s: float | None) -> bool:
+    """Wait for a random moment: within `start_s` from now, or in one of the next two steps; False if the run ended."""
+    if start_s is not None:
+        aim = time.monotonic() + draw.uniform(0.0, start_s)
+        return attempt.wait(lambda: time.monotonic() > aim, timeout_s=END_S, action="start")
+    rows = attempt.rows() + draw.randint(1, 2)
+    # A step that is done again replaces its row: the number of rows can stand still, but not for long.
+    if not attempt.wait(lambda: attempt.rows() >= rows, timeout_s=END_S, action=f"reach step {rows}"):
+        return False
+    aim = time.monotonic() + draw.uniform(0.0, 2.0)
+    return attempt.wait(lambda: time.monotonic() > aim, timeout_s=END_S, action="go on")
+
+
+def _outcome(fault: Fault, attempt: Attempt, step: int, *, starting: bool) -> tuple[bool, str]:
+    """Wait for what a fault leads to -> (the attempt has ended, description). Raises StormError."""
+    if fault in SURVIVED | MAY_SURVIVE:
+        goes_on = attempt.wait(lambda: attempt.rows() > step, timeout_s=END_S, action=f"go on after {fault.value}")
+        if fault is Fault.full_disk:
+            for process in attempt.processes("ray::PolicyWorker"):
+                allow_bytes(process, resource.RLIM_INFINITY)
+        if goes_on:
+            return False, "went on"
+    allowed = {0} | EXIT_CODES.get(fault, set()) | (ENDS_A_START if starting else set())
+    code = attempt.end()
+    if code not in allowed:
+        raise StormError(f"exit code {code} after {fault.value}; expected one of {sorted(allowed)}")
+    return True, f"exit code {code}"
+
+
+def main() -> int:
+    """A quiet run, then storms until the time is over; 0 if all of them end like the quiet run."""
+    parser = argparse.ArgumentParser(description="random faults against a run")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--dir", type=Path, default=None, help="where the runs go; a new temporary one by default")
+    parser.add_argument("--only", nargs="*", choices=[fault.name for fault in Fault], help="only these faults")
+    arguments = parser.parse_args()
+    place: Path = arguments.dir or Path(tempfile.mkdtemp(prefix="parity-storm-"))
+    place.mkdir(parents=True, exist_ok=True)
+    reward = place / "reward.py"
+    reward.write_text(REWARD)
+    words = [*RECIPE, f"run.num_steps={arguments.steps}", f"reward.function={reward}:reward"]
+    faults = [Fault[name] for name in arguments.only] if arguments.only else list(Fault)
+    draw = random.Random(arguments.seed)  # noqa: S311
+    sys.stdout.write(f"seed {arguments.seed}, {arguments.minutes:g} minutes, {' '.join(words)}\n\n")
+
+    begun = time.monotonic()
+    quiet = place / "quiet"
+    scratch = place / "quiet.tmp"
+    scratch.mkdir()
+    attempt = Attempt(words, run_dir=quiet, scratch=scratch, token=f"{os.getpid()}.quiet")
+    attempt.wait(lambda: attempt.rows() > 0, timeout_s=END_S, action="take a step")
+    start_s = time.monotonic() - begun
+    if attempt.end() != 0:
+        raise SystemExit(f"the quiet run failed; see {quiet.with_suffix('.log')}")
+    sys.stdout.write("| round | fault | steps logged | outcome |\n|--:|---|--:|---|\n")
+    strikes: list[Strike] = []
+    wrong: list[str] = []
+    rounds = 0
+    while time.monotonic() < begun + 60 * arguments.minutes and not wrong:
+        rounds += 1
+        run_dir = place / f"storm_{rounds:03d}"
+        try:
+            strikes += storm_round(rounds, words, run_dir, faults=faults, draw=draw, start_s=start_s)
+            wrong += differences(quiet, run_dir, without=set(NOT_COMPARED))
+        except StormError as error:
+            wrong.append(str(error))
+    counts = Counter(entry.fault for entry in strikes)
+    sys.stdout.write("\n| fault | times |\n|---|--:|\n")
+    sys.stdout.writelines(f"| {fault.value} | {counts[fault]} |\n" for fault in faults)
+    learned = max(json.loads(line)["optim/grad_norm"] for line in (quiet / "metrics.jsonl").read_text().splitlines())
+    sys.stdout.write(f"\n{rounds} rounds, {len(strikes)} faults, {(time.monotonic() - begun) / 60:.0f} minutes; ")
+    sys.stdout.write(f"largest gradient norm {learned:.3g}; ")
+    sys.stdout.write("every round is bitwise equal to the quiet run, nothing was left\n" if not wrong else "\n")
+    sys.stdout.writelines(f"WRONG (round {rounds}): {line}\n" for line in wrong)
+    return 1 if wrong or not learned > 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
