@@ -212,7 +212,7 @@ def test_self_normalisation_divides_loss_and_gradient_by_the_mean_weight(model_p
     plain = make_config(model_path, num_workers=1, correction=TISConfig())
     normalised = make_config(model_path, num_workers=1, correction=TISConfig(self_normalize=SelfNormalize.mean_one))
     report, _ = train(normalised, model_path, [samples])
-    z, scale = report.metrics["mismatch/is/norm_Z"], report.metrics["mismatch/loss_scale"]
+    z, scale = report.metrics["mismatch/is/norm_Z"], report.metrics["mismatch/gradient_factor"]
     assert z is not None and abs(z - 1) > 1e-3
     assert scale == pytest.approx(1 / z)
     one = gradient(plain, model_path, samples, max_tokens=1000)

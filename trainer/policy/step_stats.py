@@ -153,7 +153,7 @@ class StepStats:
             **(merged(self._reference).metrics() if self._reference else {}),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
-            "mismatch/loss_scale": sum(factor.gradient for factor in self._factors) / num_steps,
+            "mismatch/gradient_factor": sum(factor.gradient for factor in self._factors) / num_steps,
             **merged(self._losses).metrics(optimizer_steps=num_steps),
             "optim/grad_norm": mean_or_none(sum(self._grad_norms), len(self._grad_norms)),
         }
