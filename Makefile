@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint setup lock bench clean
+.PHONY: help demo test test-slow chaos lint setup lock bench clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -40,7 +40,7 @@ help: ## list the targets (default)
 	  '' \
 	  'ENGINE=sglang|torch    rollout engine of demo (default: sglang); with torch no SGLang is installed' \
 	  '                       and the tests with SGLang are left out' \
-	  'ARGS="key=value ..."   more words for the command line of demo, for example ARGS="run.num_steps=5"' \
+	  'ARGS="key=value ..."   more words for the command line of demo or chaos, for example ARGS="run.num_steps=5"' \
 	  'BENCH="name ..."       only these benchmarks, for example BENCH="planner mode_cost"' \
 	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
 	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
@@ -58,6 +58,10 @@ test: ## ruff, mypy and the tests, without the slow ones
 test-slow: ## the slow tests: whole runs in all modes, kills, studies, more SGLang servers
 	@$(install) $(engine_list) dev
 	exec $(call pytest,slow)
+
+chaos: ## half an hour of random faults against a run; it must end like a quiet run, bit by bit
+	@$(install) dev
+	exec $(bin)/python benchmarks/fault_storm.py $(ARGS)
 
 lint: ## ruff and mypy only
 	@$(install) dev

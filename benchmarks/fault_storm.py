@@ -57,7 +57,7 @@ RECIPE = (
     "eval.max_prompts=4",
     "model.num_steps=120",
 )
-NOT_COMPARED = frozenset({"rollout/engine_restarts", "rollout/redispatched"})
+NOT_COMPARED = frozenset({"rollout/engine_restarts", "rollout/redispatched", "reward/crashes"})
 """Metrics that count the faults themselves."""
 REWARD = '''"""A reward in a child process, for answers of the built-in arithmetic task."""
 
@@ -112,18 +112,20 @@ ENDS_A_START = {1}
 
 
 class StormError(Exception):
-    """The run did something that no fault excuses."""
+    """The run did something that no fault excuses, and its round cannot go on."""
 
 
 @dataclass(frozen=True)
-class Strike:
-    """One fault that was applied."""
+class Storm:
+    """What is drawn from, and what came of it, in all rounds."""
 
-    round: int
-    fault: Fault
-    step: int
-    """Number of rows in metrics.jsonl when the fault came."""
-    outcome: str
+    faults: Sequence[Fault]
+    draw: random.Random
+    start_s: float
+    """Seconds from the start of the quiet run to the end of its first step."""
+    strikes: Counter[Fault]
+    wrong: list[str]
+    """Sentences about what should not be."""
 
 
 class Attempt:
@@ -227,9 +229,9 @@ def damage(fault: Fault, run_dir: Path, draw: random.Random) -> str:
         path = run_dir / draw.choice(["metrics.jsonl", "samples.jsonl", "histograms.jsonl"])
         if not path.is_file():
             return "nothing to tear"
-        content = path.read_bytes()
-        last = content.rfind(b"\n", 0, len(content) - 1) + 1
-        path.write_bytes(content + content[last : last + max(1, (len(content) - last) // 2)])
+        rows = path.read_bytes()
+        last = rows.rfind(b"\n", 0, len(rows) - 1) + 1
+        path.write_bytes(rows + rows[last : last + max(1, (len(rows) - last) // 2)])
         return path.name
     saved = sorted((run_dir / "checkpoints").glob("step_*"))
     if len(saved) < 2:  # the only checkpoint is left alone: a run whose checkpoints are all bad refuses to go on
@@ -254,38 +256,40 @@ def left_behind(attempt: Attempt, scratch: Path, segments: set[str]) -> list[str
     return left + [f"file {path.name}" for path in sorted(scratch.iterdir())]
 
 
-def storm_round(
-    number: int, words: Sequence[str], run_dir: Path, *, faults: Sequence[Fault], draw: random.Random, start_s: float
-) -> list[Strike]:
-    """Strike one run until it has taken all its steps -> the faults that came. Raises StormError."""
-    strikes: list[Strike] = []
+def storm_round(storm: Storm, number: int, words: Sequence[str], run_dir: Path) -> None:
+    """Strike one run until it has taken all its steps. Raises StormError."""
     scratch = run_dir.with_suffix(".tmp")
     scratch.mkdir()
-    for tries in range(100):
+    for tries in range(1, 101):
         segments = set(os.listdir(SHM))
         attempt = Attempt(words, run_dir=run_dir, scratch=scratch, token=f"{os.getpid()}.{number}.{tries}")
-        ended, starting = False, draw.random() < 0.25
-        while not ended:
-            fault = draw.choice(list(faults))
-            if not _reach_moment(attempt, draw, start_s=start_s if starting else None):
-                break
-            struck = strike(fault, attempt, draw)
-            if struck is None:
-                continue
-            step = attempt.rows()
-            ended, outcome = _outcome(fault, attempt, step, starting=starting)
-            if ended and fault in (Fault.flip_bit, Fault.cut_file, Fault.torn_row):
-                struck = damage(fault, run_dir, draw)
-            starting = False
-            strikes.append(Strike(number, fault, step, f"{struck}: {outcome}" if struck else outcome))
-            sys.stdout.write(f"| {number} | {fault.value} | {step} | {strikes[-1].outcome} |\n")
-            sys.stdout.flush()
+        _strike_attempt(storm, number, attempt)
         code = attempt.end()
-        if left := left_behind(attempt, scratch, segments):
-            raise StormError(f"left after attempt {tries + 1}: {'; '.join(left)}")
+        left = left_behind(attempt, scratch, segments)
+        storm.wrong.extend(f"round {number}, attempt {tries} left {thing}" for thing in left)
         if code == 0:
-            return strikes
+            return
     raise StormError("100 attempts did not complete the run")
+
+
+def _strike_attempt(storm: Storm, number: int, attempt: Attempt) -> None:
+    """Strike one attempt until it has ended, and print a row per fault. Raises StormError."""
+    ended, starting = False, storm.draw.random() < 0.25
+    while not ended:
+        fault = storm.draw.choice(storm.faults)
+        if not _reach_moment(attempt, storm.draw, start_s=storm.start_s if starting else None):
+            return
+        struck = strike(fault, attempt, storm.draw)
+        if struck is None:
+            continue
+        step = attempt.rows()
+        storm.strikes[fault] += 1
+        ended, outcome = _outcome(fault, attempt, step, starting=starting)
+        if ended and fault in (Fault.flip_bit, Fault.cut_file, Fault.torn_row):
+            struck = damage(fault, attempt.run_dir, storm.draw)
+        sys.stdout.write(f"| {number} | {fault.value} | {step} | {f'{struck}: ' if struck else ''}{outcome} |\n")
+        sys.stdout.flush()
+        starting = False
 
 
 def _reach_moment(attempt: Attempt, draw: random.Random, *, start_s: float | None) -> bool:
@@ -332,7 +336,6 @@ def main() -> int:
     reward.write_text(REWARD)
     words = [*RECIPE, f"run.num_steps={arguments.steps}", f"reward.function={reward}:reward"]
     faults = [Fault[name] for name in arguments.only] if arguments.only else list(Fault)
-    draw = random.Random(arguments.seed)  # noqa: S311
     sys.stdout.write(f"seed {arguments.seed}, {arguments.minutes:g} minutes, {' '.join(words)}\n\n")
 
     begun = time.monotonic()
@@ -345,26 +348,27 @@ def main() -> int:
     if attempt.end() != 0:
         raise SystemExit(f"the quiet run failed; see {quiet.with_suffix('.log')}")
     sys.stdout.write("| round | fault | steps logged | outcome |\n|--:|---|--:|---|\n")
-    strikes: list[Strike] = []
-    wrong: list[str] = []
+    draw = random.Random(arguments.seed)  # noqa: S311
+    storm = Storm(faults, draw, start_s, strikes=Counter(), wrong=[])
     rounds = 0
-    while time.monotonic() < begun + 60 * arguments.minutes and not wrong:
+    while time.monotonic() < begun + 60 * arguments.minutes:
         rounds += 1
         run_dir = place / f"storm_{rounds:03d}"
         try:
-            strikes += storm_round(rounds, words, run_dir, faults=faults, draw=draw, start_s=start_s)
-            wrong += differences(quiet, run_dir, without=set(NOT_COMPARED))
+            storm_round(storm, rounds, words, run_dir)
+            unequal = differences(quiet, run_dir, without=set(NOT_COMPARED))
+            storm.wrong.extend(f"round {rounds} DIFFERS: {line}" for line in unequal)
         except StormError as error:
-            wrong.append(str(error))
-    counts = Counter(entry.fault for entry in strikes)
+            storm.wrong.append(f"round {rounds}: {error}")
     sys.stdout.write("\n| fault | times |\n|---|--:|\n")
-    sys.stdout.writelines(f"| {fault.value} | {counts[fault]} |\n" for fault in faults)
+    sys.stdout.writelines(f"| {fault.value} | {storm.strikes[fault]} |\n" for fault in faults)
     learned = max(json.loads(line)["optim/grad_norm"] for line in (quiet / "metrics.jsonl").read_text().splitlines())
-    sys.stdout.write(f"\n{rounds} rounds, {len(strikes)} faults, {(time.monotonic() - begun) / 60:.0f} minutes; ")
+    minutes = (time.monotonic() - begun) / 60
+    sys.stdout.write(f"\n{rounds} rounds, {storm.strikes.total()} faults, {minutes:.0f} minutes; ")
     sys.stdout.write(f"largest gradient norm {learned:.3g}; ")
-    sys.stdout.write("every round is bitwise equal to the quiet run, nothing was left\n" if not wrong else "\n")
-    sys.stdout.writelines(f"WRONG (round {rounds}): {line}\n" for line in wrong)
-    return 1 if wrong or not learned > 0 else 0
+    sys.stdout.write("every round is bitwise equal to the quiet run, nothing was left\n" if not storm.wrong else "\n")
+    sys.stdout.writelines(f"WRONG: {line}\n" for line in storm.wrong)
+    return 1 if storm.wrong or not learned > 0 else 0
 
 
 if __name__ == "__main__":
