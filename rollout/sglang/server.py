@@ -26,8 +26,8 @@ import psutil
 
 from rollout.engine import EngineError
 from rollout.processes.child_process import python_module
+from rollout.processes.scratch import Scratch
 from rollout.sglang.client import HOST, ClientError, SGLangClient
-from rollout.sglang.scratch import Scratch
 
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 256 * 1024

@@ -17,11 +17,11 @@ from tiny_model import EOS_TOKEN_ID, write_tiny_model
 
 from rollout.config import DType, SGLangConfig
 from rollout.engine import EngineInfo
+from rollout.processes.scratch import Scratch
 from rollout.sglang.client import SGLangClient
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.external import ADMIN_API_KEY, API_KEY
 from rollout.sglang.replies import body_of
-from rollout.sglang.scratch import Scratch
 from rollout.sglang.server import SGLangServer
 from rollout.types import GenerateRequest, Generation, PackedWeights, SamplingParams
 from rollout.weights.packing import TensorShape

@@ -28,8 +28,8 @@ from tiny_model import write_tiny_model
 
 from rollout.config import DType
 from rollout.engine import EngineError, WeightSyncError
+from rollout.processes.scratch import Scratch
 from rollout.sglang.loader import LOADER
-from rollout.sglang.scratch import Scratch
 from rollout.sglang.weight_update import describe_weights
 from rollout.weights.shared_weights import WeightReader
 from trainer.run.probe import ProbeError

@@ -20,9 +20,9 @@ from algorithms.config import ConfigError
 from rollout.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.engine import EngineError
 from rollout.hf.torchvision_operators import declare_torchvision_operators
+from rollout.processes.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
-from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import PORTS, SGLangServer, free_port
 from rollout.types import GenerateRequest, SamplingParams
 
@@ -109,7 +109,7 @@ def test_log_tail_hides_keys_and_noise_and_keeps_the_last_twenty_lines(tmp_path:
 ORPHAN_SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from rollout.sglang.scratch import SHARED_MEMORY, Scratch, sweep
+from rollout.processes.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import SGLangServer
 server = SGLangServer(index=0, log_dir=Path(sys.argv[1]), environment={}, server_args={"model_path": "x"})
 threading.Thread(target=server.start, kwargs={"timeout_s": 60}, daemon=True).start()
@@ -143,7 +143,7 @@ def test_a_server_dies_with_its_parent(tmp_path: Path) -> None:
 SCRATCH_SCRIPT = """
 import sys, time
 from pathlib import Path
-from rollout.sglang.scratch import SEGMENTS, Scratch
+from rollout.processes.scratch import SEGMENTS, Scratch
 scratch = Scratch()
 (scratch.path / SEGMENTS).write_text(sys.argv[1])
 sys.stdout.write(f"{scratch.path}\\n")
