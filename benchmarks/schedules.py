@@ -26,9 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
-from trainer.cluster.placement import start_ray
+from trainer.cluster.placement import ray_session
 from trainer.compose.compose import resolve
 from trainer.run.loop import train
 
@@ -104,11 +102,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.dir or Path(scratch)
         found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in arguments.rows}
-        start_ray(None)  # once for all runs
-        for seed in range(arguments.seeds):
-            for name in arguments.rows:
-                found[name].append(run(name, seed, directory, arguments))
-        ray.shutdown()
+        with ray_session(None):  # once for all runs
+            for seed in range(arguments.seeds):
+                for name in arguments.rows:
+                    found[name].append(run(name, seed, directory, arguments))
     before = statistics.mean(rows[0]["eval/accuracy"] for rows in found[arguments.rows[0]])
     lines = [
         f"{arguments.steps} steps, {arguments.seeds} seeds; held-out accuracy before training ({arguments.rows[0]}) "

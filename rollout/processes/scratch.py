@@ -1,7 +1,8 @@
 """Traces of one server on the machine: a private temporary directory and named shared memory.
 
-`rollout/sglang/server.py` makes a `Scratch` per server and removes it. A process killed with SIGKILL removes nothing,
-so the next server to start removes the traces of killed owners.
+`rollout/sglang/server.py` makes a `Scratch` per server, `trainer/cluster/placement.py` one for Ray; both remove it.
+A process killed with SIGKILL removes nothing, so the next server of the kind to start removes the traces of killed
+owners.
 """
 
 from __future__ import annotations
@@ -26,10 +27,16 @@ OWN_SEGMENTS = ("sglang_", "sgl_", "sem.mp-", "psm_", "torch_")
 class Scratch:
     """The directory and the segments of one server; this process holds the lock in the directory while it lives."""
 
-    def __init__(self) -> None:
-        """Sweep, then make a directory that only this user can read. Raises OSError."""
-        sweep()
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, prefix: str = PREFIX, *, parent: Path | None = None) -> None:
+        """Sweep, then make a directory that only this user can read. Raises OSError.
+
+        Args:
+            prefix: beginning of the directory's name, one for each kind of server.
+            parent: where to make it; None for the directory of temporary files.
+        """
+        place = parent or Path(tempfile.gettempdir())
+        sweep(prefix, parent=place)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
         self.segments: set[Path] = set()
         # The directory is locked before it gets its name: a sweeper never sees an unlocked directory of a living owner.
         unlocked = self.path / f"{LOCK}.new"
@@ -55,9 +62,9 @@ class Scratch:
         self._lock = -1
 
 
-def sweep() -> None:
+def sweep(prefix: str, *, parent: Path) -> None:
     """Remove the traces of servers of this user whose owner was killed; traces of living owners are locked."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for directory in parent.glob(f"{prefix}*"):
         try:
             if directory.is_symlink() or directory.stat().st_uid != os.getuid():
                 continue

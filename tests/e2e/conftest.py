@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
 
-from trainer.cluster.placement import start_ray
+from trainer.cluster.placement import ray_session
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +25,5 @@ def local_ray(base_model_cache: Path) -> Iterator[None]:
 
     It ends with the file, because other tests of the process start a cluster of their own.
     """
-    start_ray(None)
-    yield
-    ray.shutdown()
+    with ray_session(None):
+        yield

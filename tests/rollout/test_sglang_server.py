@@ -20,7 +20,7 @@ from algorithms.config import ConfigError
 from rollout.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.engine import EngineError
 from rollout.hf.torchvision_operators import declare_torchvision_operators
-from rollout.processes.scratch import SHARED_MEMORY, Scratch, sweep
+from rollout.processes.scratch import PREFIX, SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.server import PORTS, SGLangServer, free_port
@@ -109,7 +109,6 @@ def test_log_tail_hides_keys_and_noise_and_keeps_the_last_twenty_lines(tmp_path:
 ORPHAN_SCRIPT = """
 import os, sys, threading, time
 from pathlib import Path
-from rollout.processes.scratch import SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.server import SGLangServer
 server = SGLangServer(index=0, log_dir=Path(sys.argv[1]), environment={}, server_args={"model_path": "x"})
 threading.Thread(target=server.start, kwargs={"timeout_s": 60}, daemon=True).start()
@@ -168,7 +167,7 @@ def test_what_a_killed_owner_left_is_swept_and_what_a_living_one_uses_is_not(
         assert left.parent == tmp_path and left.stat().st_mode & 0o777 == 0o700
         segment.touch()
         foreign.touch()
-        sweep()
+        sweep(PREFIX, parent=tmp_path)
         assert left.is_dir() and segment.exists()
         owner.kill()
         owner.wait(timeout=10)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import ray
 from policy_cases import flip_byte, held_versions, make_config, make_samples, published, save_policy
 
 import rollout.group.engine_group
@@ -22,7 +21,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
 from rollout.types import SharedWeights
 from trainer.batch.packing import pack
-from trainer.cluster.placement import Cluster, start_ray
+from trainer.cluster.placement import Cluster, ray_session
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
 
@@ -34,9 +33,8 @@ NODES = ["b", "here", "b", "c"]
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
-    start_ray(None)
-    yield
-    ray.shutdown()
+    with ray_session(None):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
 from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
-from trainer.cluster.placement import start_ray
+from trainer.cluster.placement import ray_session
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,8 @@ LONG = 100
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
-    start_ray(None)
-    yield
-    ray.shutdown()
+    with ray_session(None):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster import placement
-from trainer.cluster.placement import Cluster, PlacementError, start_ray
+from trainer.cluster.placement import Cluster, PlacementError, ray_session
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.components import ClusterConfig, OptimConfig, Residency
@@ -49,9 +49,8 @@ from trainer.limits.machine import CPUS_PER_WORKER
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray() -> Iterator[None]:
-    start_ray(None)
-    yield
-    ray.shutdown()
+    with ray_session(None):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
+from ray._raylet import AuthenticationTokenLoader
 from ray.actor import ActorHandle
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -23,6 +26,7 @@ from rollout.config import LOOPBACK, Quantization
 from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from rollout.processes.scratch import Scratch
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
@@ -35,6 +39,13 @@ logger = logging.getLogger(__name__)
 
 RENDEZVOUS_PORTS = range(20000, 30000)
 """Below the range from which Linux takes the ports of outgoing connections."""
+
+RAY_PREFIX = "parity-ray-"
+"""Prefix of the directory of a run that holds Ray's temporary files."""
+RAY_PARENT_BYTES = 20
+"""Longest path of the directory above. A path of a socket has 107 bytes, <parent>/parity-ray-XXXXXXXX/r/
+session_<time>_<process>/sockets/plasma_store has 86 after the parent."""
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 PLACEMENT_TIMEOUT_S = 60.0
 """Deadline in seconds for Ray to grant all resources: resources that another run holds seldom become free sooner."""
@@ -121,21 +132,62 @@ class OwnPathJob(JobConfig):
         pass
 
 
-def start_ray(address: str | None) -> None:
-    """Join the cluster at `address`, or start Ray on loopback, without dashboard (Ray itself turns its token on)."""
-    options: dict[str, Any] = {"job_config": OwnPathJob(), "log_to_driver": False, "logging_level": logging.ERROR}
-    if address is not None:
-        ray.init(address=address, **options)
-    else:
-        # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
-        # Both must be set, because Ray read the variable when it was imported.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        with _sessions_of_their_own():
-            # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
-            ray.init(address="local", include_dashboard=False, **options)
-    end_at_sigterm()
+@contextmanager
+def ray_session(address: str | None) -> Iterator[None]:
+    """Ray while the context is open: the cluster at `address`, or one of this process on loopback, without dashboard.
+
+    A cluster at an address has the token of its owner. Ray of this process has a token and files of its own, which no
+    other user of the machine can read.
+    """
+    start = partial(ray.init, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
+    with ExitStack() as ends:
+        if address is not None:
+            ends.callback(ray.shutdown)
+            start(address=address)
+        else:
+            # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
+            # Both must be set, because Ray read the variable when it was imported.
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            ray_constants.ENABLE_RAY_CLUSTER = False
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            scratch = Scratch(RAY_PREFIX, parent=_ray_parent())
+            ends.callback(scratch.remove)
+            ends.callback(ray.shutdown)
+            # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
+            files = str(scratch.path / "r")
+            with _sessions_of_their_own(), _token_of_its_own():
+                # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
+                start(address="local", include_dashboard=False, _temp_dir=files)
+        end_at_sigterm()
+        yield
+
+
+def _ray_parent() -> Path:
+    """The directory for Ray's temporary files: RAY_TMPDIR as Ray reads it, or one with a path short enough."""
+    if chosen := os.environ.get("RAY_TMPDIR"):
+        return Path(chosen)
+    usual = tempfile.gettempdir()
+    return Path(usual if len(os.fsencode(usual)) <= RAY_PARENT_BYTES else "/tmp")  # noqa: S108 - below it: mkdtemp
+
+
+@contextmanager
+def _token_of_its_own() -> Iterator[None]:
+    """Ray that is started within asks for a new token, which its processes inherit and no file holds.
+
+    Otherwise Ray shares ~/.ray/auth_token among all runs, and makes it readable for every user of the machine. Children
+    that this process starts later, such as those of rewards, do not get the token.
+    """
+    names = (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)  # without a mode Ray turns its token on
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -169,8 +221,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         with ExitStack() as ends:
             if not ray.is_initialized():
-                start_ray(self._config.cluster.address)
-                ends.callback(ray.shutdown)
+                ends.enter_context(ray_session(self._config.cluster.address))
             self._placement = self._reserve()
             ends.callback(remove_placement_group, self._placement)
             self._ends = ends.pop_all()
