@@ -286,3 +286,15 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     done = subprocess.run(["/bin/bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_help_of_a_recipe_calls_nothing_that_the_recipe_names(tmp_path: Path) -> None:
+    """Hydra sets up its log handlers, of any class, before it shows the help of a config."""
+    owned, recipe = tmp_path / "owned", tmp_path / "mine.yaml"
+    handler = f"{{class: logging.FileHandler, filename: {owned}}}"
+    logs = f"{{version: 1, handlers: {{x: {handler}}}, root: {{handlers: [x]}}}}"
+    recipe.write_text(f"defaults: [arithmetic_grpo, _self_]\nhydra: {{hydra_logging: {logs}}}\n")
+    for flag in (["--help"], ["--cfg", "hydra"]):
+        outcome = parity("train", str(recipe), *flag, cwd=tmp_path)
+        assert outcome.code == 2 and f"{recipe}: hydra has no effect" in outcome.err
+        assert not owned.exists()

@@ -438,6 +438,50 @@ def test_what_hydra_would_do_in_a_recipe_is_refused(tmp_path: Path) -> None:
     )
 
 
+CODE = "{_target_: os.system, command: 'touch owned'}"
+CHOSEN = "[/train, override /model: arithmetic, override /data: arithmetic, {}, _self_]"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "choice"),
+    [
+        ("hydra/callbacks/own.yaml", f"x: {CODE}", "override /hydra/callbacks: own"),
+        ("hydra/launcher/own.yaml", CODE, "override /hydra/launcher: own"),
+        ("hydra/sweeper/own.yaml", CODE, "override /hydra/sweeper: own"),
+        ("hydra/job_logging/own.yaml", "root: {level: INFO}", "override /hydra/job_logging: own"),
+        ("guard/own.yaml", f"# @package _global_\nhydra: {{callbacks: {{x: {CODE}}}}}", "override /guard: own"),
+        ("guard/train.yaml", f"# @package _global_\nhydra: {{callbacks: {{x: {CODE}}}}}", "override /guard: train"),
+        ("guard/own.yaml", f"# @package hydra.callbacks.x\n{CODE}", "override /guard: own"),
+    ],
+)
+def test_nothing_that_hydra_would_call_gets_in_through_files_of_the_user(
+    tmp_path: Path, file: str, content: str, choice: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(content + "\n")
+    path = own_recipe(tmp_path, f"defaults: {CHOSEN.format(choice)}\n")
+    problems = [str(problem) for problem in resolve(path, (), own_dir=tmp_path, multirun=False).problems]
+    expected = f"{tmp_path / file}: hydra has no effect: Parity starts the runs itself"
+    assert [text for text in problems if text.startswith(expected)], problems
+
+
+def test_a_recipe_cannot_put_a_secret_of_the_environment_into_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("OWNER", "ada")
+    text = (
+        "defaults: [arithmetic_grpo, _self_]\ntracking: {project: '${oc.env:WANDB_API_KEY}', entity: '${oc.env:OWNER}'}"
+    )
+    path = own_recipe(tmp_path, text)
+    [problem] = resolve(path, (), own_dir=None, multirun=False).problems
+    assert str(problem).startswith(f"{path}: tracking.project cannot be resolved")
+    assert "oc.env must not read WANDB_API_KEY, whose name is that of a secret" in str(problem)
+    assert "0123456789" not in str(problem)
+    [run] = resolve(path, ("tracking.project=p",), own_dir=None, multirun=False).runs
+    assert run.config is not None and run.config.tracking.entity == "ada"
+
+
 def test_the_directory_of_one_run_cannot_be_given_to_a_sweep() -> None:
     assert messages("run.dir=x", "run.seed=0,1", multirun=True) == [
         "run.dir has no effect in a sweep: every run has its own directory, got 'x'. Remove it; hydra.sweep.dir=... "

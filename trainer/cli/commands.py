@@ -297,12 +297,13 @@ def _checked_train(
     from trainer.cli.job import launch
     from trainer.cli.resume import earlier_run
     from trainer.cli.show import show
-    from trainer.compose.compose import resolve
+    from trainer.compose.compose import hydra_problems, resolve
     from trainer.compose.overrides import directory_override
     from trainer.compose.start import start_problems
 
     if arguments.inspection is not None:
         # Hydra also shows incomplete and invalid configs.
+        problems += hydra_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
         if problems:
             return report(problems, command=command)
         return show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=arguments.own_dir)

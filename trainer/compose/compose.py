@@ -15,10 +15,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import MissingConfigException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from algorithms.config import Problem
 from trainer.compose.keys import field_names, nearest
@@ -26,8 +27,11 @@ from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.components import RunConfig
-from trainer.config.paths import MAIN_CONFIG
+from trainer.config.paths import MAIN_CONFIG, config_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
+
+HYDRA_OPTIONS = ("basic", "default")
+"""Options of Hydra's own groups that Hydra chooses by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,14 +147,38 @@ def _compose(
         remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
         found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=shown, remedy=remedy))
         return None, []
-    for file, prefix, content in _files(defaults, loader):
-        if not prefix and HYDRA_KEY in content and Path(file).stem != MAIN_CONFIG:
-            rule = "has no effect: Parity starts the runs itself"
-            given = OmegaConf.to_container(content[HYDRA_KEY])
-            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=given, remedy="Remove it."))
+    found += _about_hydra(defaults, loader)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe.stem)]
     return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
+
+
+def hydra_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:
+    """Problems of what the recipe says about Hydra itself; none if it cannot be composed, which Hydra then reports."""
+    with hydra_session(recipe, own_dir) as loader:
+        try:
+            overrides = [override.input_line or "" for override in parse(words, loader=loader, multirun=True)[0]]
+            return _about_hydra(loader.compute_defaults_list(recipe.stem, overrides, RunMode.RUN).defaults, loader)
+        except (HydraException, OmegaConfBaseException, OSError, ValueError, YAMLError):
+            return []
+
+
+def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> list[Problem]:
+    """Problems of files that set, or choose, a part of Hydra's own section, wherever they put it.
+
+    That section can name any class or function for Hydra to call: callbacks, launchers, sweepers, log handlers.
+    """
+    rule, found = "has no effect: Parity starts the runs itself", []
+    for file, prefix, content in _files(defaults, loader):
+        given = content.get(HYDRA_KEY) if not prefix else content if f"{prefix}.".startswith(f"{HYDRA_KEY}.") else None
+        if given is not None and Path(file) != config_dir() / f"{MAIN_CONFIG}.yaml":
+            shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+            found.append(Problem(key=f"{file}: {HYDRA_KEY}", rule=rule, value=shown, remedy="Remove it."))
+    for default in defaults:
+        group, _, name = (default.config_path or "").rpartition("/")
+        if group.startswith(f"{HYDRA_KEY}/") and name not in HYDRA_OPTIONS:
+            found.append(Problem(key=group, rule=rule, value=name, remedy="Remove it from the defaults."))
+    return found
 
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
@@ -218,7 +246,12 @@ def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[
 
 def _sets(content: DictConfig, key: str, prefix: str) -> bool:
     """True if a file with this content, below `prefix`, sets `key`, which ends in a dot."""
-    return key.startswith(prefix) and OmegaConf.select(content, key[len(prefix) : -1], default=_sets) is not _sets
+    node: object = OmegaConf.to_container(content) if key.startswith(prefix) else None
+    for name in key[len(prefix) : -1].split("."):
+        if not isinstance(node, Mapping) or name not in node:
+            return False
+        node = node[name]
+    return True
 
 
 def _directory(root: DictConfig, key: str) -> tuple[Path | None, bool]:

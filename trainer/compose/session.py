@@ -21,9 +21,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.resolvers import oc
 
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.rundir.redact import is_secret_name
 
 VERSION_BASE = "1.3"
 """Version of Hydra whose behaviour the configs expect."""
@@ -47,6 +49,7 @@ def empty_root() -> DictConfig:
 @functools.cache
 def register(own_dir: Path | None) -> None:
     """Register the groups and the YAML directories with Hydra, once, for the life of this process."""
+    OmegaConf.register_new_resolver("oc.env", _public_variable, replace=True)
     store = ConfigStore.instance()
     store.store(name=SCHEMA, node=empty_root())
     for group, kinds in GROUPS.items():
@@ -63,6 +66,14 @@ def register(own_dir: Path | None) -> None:
             search_path.append("parity", f"file://{recipe_dir()}")
 
     Plugins.instance().register(ParitySearchPath)
+
+
+def _public_variable(name: str, *default: str | None) -> str | None:
+    """Value of `${oc.env:name}`: of any variable but a secret, because a config goes to files and to trackers."""
+    if is_secret_name(name):
+        raise ValueError(f"oc.env must not read {name}, whose name is that of a secret")
+    value: str | None = oc.env(name, *default)
+    return value
 
 
 @contextmanager
