@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import PreTrainedTokenizerFast
 
 from algorithms.config import AdvantageConfig, Estimator
@@ -17,8 +23,10 @@ from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.batch.packing import pack
 from trainer.config.recording import CheckpointConfig, EvalConfig
 from trainer.policy.model import full_tensors
+from trainer.run.evaluation import evaluate_model
 from trainer.run.export import export_model
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.weights_source import SourceKind, WeightsSource
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
@@ -57,3 +65,67 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estima
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         export_model(config, tmp_path / "empty", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+class Evil:
+    """An object whose pickle makes a directory when it is read."""
+
+    def __init__(self, owned: Path) -> None:
+        self.owned = owned
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self.owned),)
+
+
+def index_that_runs_code(policy: Path, owned: Path) -> None:
+    (policy / ".metadata").write_bytes(pickle.dumps(Evil(owned)))
+
+
+def value_that_runs_code(policy: Path, owned: Path) -> None:
+    """The index says that a weight is no tensor; torch would unpickle what stands in its place."""
+    index = dcp.FileSystemReader(policy).read_metadata()
+    name = next(name for name in index.state_dict_metadata if name.startswith("policy.model."))
+    for key in [key for key in index.storage_data if key.fqn == name]:
+        del index.storage_data[key]
+    torch.save(Evil(owned), policy / "evil.distcp")
+    index.state_dict_metadata[name] = BytesStorageMetadata()
+    size = (policy / "evil.distcp").stat().st_size
+    index.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, size)
+    (policy / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def index_that_leads_out(policy: Path, owned: Path) -> None:
+    index = dcp.FileSystemReader(policy).read_metadata()
+    for stored in index.storage_data.values():
+        stored.relative_path = f"../../{stored.relative_path}"
+    (policy / ".metadata").write_bytes(pickle.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("tamper", "reason"),
+    [
+        (index_that_runs_code, r"\.metadata is not the index .*: it names posix\.mkdir, which could run code"),
+        (value_that_runs_code, r"the value of policy\.model\.\S+ is no data"),
+        (index_that_leads_out, r"\.metadata is not the index .*: it leads out of the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_a_stranger_runs_no_code(
+    tmp_path: Path, tamper: Callable[[Path, Path], None], reason: str
+) -> None:
+    """Its manifest agrees with its files: whoever makes a checkpoint makes the manifest too."""
+    start, run_dir, owned = save_policy(tmp_path / "start"), tmp_path / "run", tmp_path / "owned"
+    config = make_config(start, num_workers=1)
+    with lone_worker(config, start) as worker:
+        unfinished = begin_checkpoint(run_dir, 1)
+        worker.save_checkpoint(unfinished / POLICY, asynchronous=False)
+        tamper(unfinished / POLICY, owned)
+        stream = StreamState(seed=0, epoch=0, position=0, digest="")
+        path = commit_checkpoint(unfinished, RunState(step=1, policy_version=1, stream=stream), keep=2).path
+        with pytest.raises(CheckpointError, match=reason):  # parity resume
+            worker.load_checkpoint(path / POLICY, 1)
+    with pytest.raises(CheckpointError, match=reason):
+        export_model(config, run_dir, tmp_path / "out")
+    source = WeightsSource(kind=SourceKind.checkpoint, path=path)
+    with pytest.raises(CheckpointError, match=reason):
+        evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda text: None)
+    assert not owned.exists()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainer.policy.shard_reader import INDEX, DataPlanner, DataReader
 from trainer.rundir.checkpoint import CheckpointError
 from trainer.rundir.sealed import FileRecord, describe_file, to_disk
 
@@ -112,17 +113,18 @@ class ShardWriter:
         return ShardReport(files={} if problem else files, error=problem, write_s=time.perf_counter() - started)
 
     def _own_files(self, path: Path) -> list[Path]:
-        index = [path / ".metadata"] if self._rank == 0 else []
+        index = [path / INDEX] if self._rank == 0 else []
         return [*sorted(path.glob(f"__{self._rank}_*")), _rng_path(path, self._rank), *index]
 
 
-def load_shards(state: Mapping[str, Any], path: Path) -> None:
+def load_shards(state: Mapping[str, Any], path: Path, *, alone: bool = False) -> None:
     """Fill the tensors of `state` from the directory `path`, which any number of ranks may have written.
 
-    Raises CheckpointError if they do not fit, with the names of the tensors.
+    All ranks call this together, unless this process is `alone`. Raises CheckpointError if the tensors do not fit, with
+    their names, or if the directory holds more than data.
     """
     try:
-        dcp.load(dict(state), checkpoint_id=path)
+        dcp.load(dict(state), storage_reader=DataReader(path), planner=DataPlanner(), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit the model and the optimizer of this run: {_reasons(error)}. "

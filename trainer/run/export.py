@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from rollout.hf.transformers import AutoConfig, AutoTokenizer
@@ -15,6 +14,7 @@ from trainer.config.train import TrainConfig
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import load_causal_lm
+from trainer.policy.shards import load_shards
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_checkpoint, newest_checkpoint
 
@@ -70,7 +70,7 @@ def load_policy(config: TrainConfig, start: Path, checkpoint: Checkpoint | None)
     model = ScoringModel(causal_lm, chunk_tokens=LOGPROB_CHUNK_TOKENS, fp32_head=config.policy.fp32_head)
     if checkpoint is not None:
         state = get_model_state_dict(model)
-        dcp.load({"policy": {"model": state}}, checkpoint_id=checkpoint.policy_path, no_dist=True)
+        load_shards({"policy": {"model": state}}, checkpoint.policy_path, alone=True)
         set_model_state_dict(model, state)
     return model
 
