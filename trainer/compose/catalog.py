@@ -65,17 +65,20 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
 
     Returns a Problem with the nearest name if no file has the name.
     """
-    if given.endswith(SUFFIX) or "/" in given:
+    if given.endswith((SUFFIX, ".yml")) or "/" in given:
         path = Path(given)
         if path.suffix != SUFFIX:
-            return Problem(key="recipe", rule=f"must be the name of a recipe or end in {SUFFIX}", value=given)
+            remedy = f"Rename the file to {path.with_suffix(SUFFIX)}." if path.is_file() else ""
+            rule = f"must be the name of a recipe or end in {SUFFIX}"
+            return Problem(key="recipe", rule=rule, value=given, remedy=remedy)
         if not path.is_file():
             return Problem(key="recipe", rule="must be an existing file", value=given, remedy=_names(own_dir))
     else:
         found = _known(own_dir)
         if given not in found:
             close = nearest(given, found)
-            hint = f"Did you mean {close}? " if close else ""
+            alike = [close] if close else [name for name in found if given.lower() in name]
+            hint = f"Did you mean {' or '.join(alike)}? " if alike else ""
             return Problem(key="recipe", rule="is not known", value=given, remedy=hint + _names(own_dir))
         path = found[given]
     if path.stem == MAIN_CONFIG:

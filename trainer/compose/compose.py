@@ -183,7 +183,7 @@ def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> lis
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
     """Report an option that does not exist; return the override that replaces the choice."""
-    close = nearest(str(value), options, cutoff=0.5)
+    close = nearest(str(value), options)
     hint = f"Did you mean {group}={close}?" if close else ""
     rule = f"must be one of {', '.join(options)}"
     found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))

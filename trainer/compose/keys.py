@@ -14,10 +14,12 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin
 
 from algorithms.config import Checked, Problem
-from trainer.compose.renamed import renamed_hint
+from trainer.compose.renamed import SYNONYMS, renamed_hint
 from trainer.config.train import GROUPS, TrainConfig
 
 Kinds = Mapping[str, type]
+SIMILAR = 0.75
+"""Ratio of difflib in [0, 1] from which two names are similar: two letters exchanged in four still are."""
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -26,9 +28,14 @@ def field_names(kind: type) -> list[str]:
     return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
 
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The entry of `known` most similar to `word`; None if no similarity reaches `cutoff`, in [0, 1]."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` that `word` probably means: the same but for upper case, a synonym, or similar; or None."""
+    names = list(known)
+    lower = word.lower()
+    for name in (lower, *SYNONYMS.get(lower, ())):
+        if name in names:
+            return name
+    return next(iter(difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)), None)
 
 
 def accepted(hint: Any) -> str:

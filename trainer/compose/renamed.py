@@ -56,6 +56,42 @@ VERL: Final[dict[str, str]] = {
     "n": "batch.group_size",
     "val_kwargs.n": "eval.samples",
     "test_freq": "eval.every",
+    "ppo_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
+    "log_prob_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
+    "forward_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
+    "prompt_length": "data.max_prompt_tokens",
+    "response_length": "sampling.max_new_tokens",
+    "rollout.name": "rollout=sglang or rollout=torch",
+    "tensor_model_parallel_size": "+rollout.engine_args.tp_size",
+    "gpu_memory_utilization": "+rollout.engine_args.mem_fraction_static",
+    "max_num_seqs": "+rollout.engine_args.max_running_requests",
+    "max_num_batched_tokens": "+rollout.engine_args.chunked_prefill_size",
+    "max_model_len": "+rollout.engine_args.context_length",
+    "enforce_eager": "+rollout.engine_args.disable_cuda_graph",
+    "lr_warmup_steps": "optim.warmup_rollout_steps",
+    "grad_clip": "optim.max_grad_norm",
+    "min_lr_ratio": "optim.schedule=cosine or linear, which end at 0",
+    "warmup_style": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "kl_penalty": "reference.estimator",
+    "kl_coef": "reference.coef",
+    "norm_adv_by_std_in_grpo": "advantage.estimator=grpo (true) or dr_grpo (false)",
+    "async_save": "checkpoint.asynchronous",
+    "custom_reward_function.path": "reward.function=path.py:name",
+    "custom_reward_function.name": "reward.function=path.py:name",
+    "reward_manager": "reward.function",
+    "overlong_buffer.len": "reward.overlong_buffer_tokens",
+    "overlong_buffer.penalty_factor": "reward.overlong_penalty",
+    "filter_groups.enable": "collect=dynamic",
+    "max_num_gen_batches": "collect.max_rounds of collect=dynamic",
+    "n_gpus_per_node": "policy.num_workers, the ranks, and policy.gpus_per_worker",
+    "nnodes": "cluster.address: workers go where the Ray cluster has room",
+    "default_local_dir": "run.dir",
+    "project_name": "tracking.project",
+    "experiment_name": "run.dir, whose last part names the run in W&B",
+    "log_val_generations": "tracking.samples_per_step",
+    "max_actor_ckpt_to_keep": "checkpoint.keep",
+    "multi_turn.enable": "episode.function",
 }
 """Key of verl -> key of Parity: algorithm.rollout_correction.*, actor.* and others."""
 
@@ -118,6 +154,32 @@ TRL: Final[dict[str, str]] = {
     "resume_from_checkpoint": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
     "beta": "reference.coef",
     "scale_rewards": "advantage.estimator=grpo (true) or dr_grpo (false)",
+    "model_name_or_path": "model.path",
+    "output_dir": "run.dir",
+    "num_train_epochs": "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step",
+    "steps_per_generation": "batch.mini_batch_prompts: optimizer steps per rollout = prompts_per_step / it",
+    "generation_batch_size": "batch.prompts_per_step times batch.group_size",
+    "num_generations_eval": "eval.samples",
+    "warmup_steps": "optim.warmup_rollout_steps",
+    "adam_beta2": "optim.beta2",
+    "bf16": "policy.dtype=bfloat16",
+    "fp16": "policy.dtype=float16",
+    "cast_lm_head_to_fp32": "policy.fp32_head",
+    "delta": "loss.dual_clip",
+    "use_vllm": "rollout=sglang or rollout=torch",
+    "vllm_server_base_url": "rollout.servers",
+    "vllm_tensor_parallel_size": "+rollout.engine_args.tp_size",
+    "vllm_gpu_memory_utilization": "+rollout.engine_args.mem_fraction_static",
+    "vllm_max_model_length": "+rollout.engine_args.context_length",
+    "vllm_enable_sleep_mode": "cluster.residency",
+    "run_name": "run.dir, whose last part names the run in W&B",
+    "report_to": "tracking.wandb and tracking.tensorboard",
+    "log_completions": "tracking.samples_per_step",
+    "num_completions_to_print": "tracking.samples_per_step",
+    "save_strategy": "checkpoint.every",
+    "eval_strategy": "eval.every",
+    "per_device_train_batch_size": "batch.prompts_per_step, over all ranks",
+    "multi_objective_aggregation": "reward.function, which returns one score and may add named parts",
 }
 
 OTHERS: Final[dict[str, str]] = {
@@ -134,6 +196,47 @@ OTHERS: Final[dict[str, str]] = {
     "freezing_actor_steps": "critic.warmup_rollout_steps",
 }
 """Key of OpenRLHF, SkyRL, NeMo-RL and AReaL -> key of Parity."""
+
+_BY_TOKENS = "micro-batches are packed by tokens: batch.max_tokens_per_microbatch bounds them"
+_ALWAYS = "it is always on"
+_ONE_FUNCTION = "one reward.function returns the score, and may return its parts by name"
+_NO_PASSES = "every sample is trained on once per rollout; batch.mini_batch_prompts makes several optimizer steps of it"
+_ALL_STEPS = "every rollout step is logged"
+
+ABSENT: Final[dict[str, str]] = {
+    "ppo_epochs": _NO_PASSES,
+    "num_iterations": _NO_PASSES,
+    "ppo_micro_batch_size": _BY_TOKENS,
+    "ppo_micro_batch_size_per_gpu": _BY_TOKENS,
+    "log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
+    "gradient_accumulation_steps": _BY_TOKENS,
+    "use_dynamic_bsz": _ALWAYS,
+    "use_remove_padding": _ALWAYS,
+    "balance_batch": _ALWAYS,
+    "calculate_log_probs": _ALWAYS,
+    "val_before_train": "the untouched policy is always evaluated first",
+    "reward_weights": _ONE_FUNCTION,
+    "reward_fn_key": _ONE_FUNCTION,
+    "logging_steps": _ALL_STEPS,
+    "logging_strategy": _ALL_STEPS,
+    "logger": "tracking.wandb and tracking.tensorboard choose the trackers; files are always written",
+    "strategy": "the policy is always sharded with FSDP2",
+    "hybrid_engine": "engines and ranks always share weights; cluster.residency lets them share GPUs",
+    "do_sample": "training always samples; the evaluation is greedy and sampled",
+    "use_kl_loss": "reference.coef above 0 turns the KL on",
+    "lr_warmup_steps_ratio": "optim.warmup_rollout_steps counts rollout steps",
+    "warmup_ratio": "optim.warmup_rollout_steps counts rollout steps",
+    "mask_truncated_completions": "reward.overlong_buffer_tokens penalises long responses instead",
+    "vllm_mode": "engines are always processes of the run, or servers that run already (rollout.servers)",
+    "lora_rank": "all weights are trained; there is no LoRA",
+    "use_peft": "all weights are trained; there is no LoRA",
+    "ulysses_sequence_parallel_size": "ranks are data-parallel (FSDP2) only",
+    "filter_overlong_prompts": "data.on_bad_row=skip drops prompts above data.max_prompt_tokens, fail reports them",
+    "truncation": "data.on_bad_row=skip drops prompts above data.max_prompt_tokens; none is cut",
+    "repetition_penalty": "off: it changes the sampling distribution, but not the log-prob that the engine reports",
+    "trust_remote_code": "code of a model is never run",
+}
+"""Last part of another trainer's key that has no key here -> a sentence that says why."""
 
 _CONSTANT = "a constant now: leave the key out"
 _NO_CRITERION = "no criterion any more: docs/from_other_trainers.md says what to use"
@@ -179,8 +282,25 @@ RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS | FORM
 """Last part, or last two parts, of another trainer's or a former key -> the key of Parity."""
 
 
+SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
+    "fp32": ("float32",),
+    "bf16": ("bfloat16",),
+    "fp16": ("float16",),
+    "half": ("float16",),
+    **dict.fromkeys(("none", "null", "off", "false", "no"), ("none", "disabled", "never", "recompute")),
+    **dict.fromkeys(("on", "true", "yes"), ("mismatch", "always", "online")),
+    "async": ("one_step_off",),
+    "ppo": ("ppo_clip", "gae"),
+    "vllm": ("sglang",),
+    "hf": ("torch",),
+}
+"""Word of other trainers for a value -> values of Parity; the first one that a key or a group accepts is meant."""
+
+
 def renamed_hint(path: list[str]) -> str:
-    """A sentence with Parity's name of another trainer's or a former key; empty for all other keys."""
+    """A sentence about another trainer's or a former key, with Parity's key if there is one; empty for other keys."""
     parts = [part.replace("-", "_") for part in path]
     here = RENAMED.get(".".join(parts[-2:])) or RENAMED.get(parts[-1])
-    return "" if here is None else f"Here it is {here}."
+    if here is not None:
+        return f"Here it is {here}."
+    return f"There is none here: {ABSENT[parts[-1]]}." if parts[-1] in ABSENT else ""
