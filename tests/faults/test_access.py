@@ -12,6 +12,9 @@ import pytest
 import ray
 
 from trainer.cluster.placement import TOKEN_VARIABLE, ray_session
+from trainer.report.frame import write_page
+from trainer.rundir import run_dir
+from trainer.rundir.run_dir import lock_directory, release_directory, write_whole
 
 NOBODY = 65534
 """The user of the system who owns nothing."""
@@ -68,3 +71,73 @@ def test_ray_of_a_run_lets_nobody_in_and_leaves_nothing(monkeypatch: pytest.Monk
             )
             assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr
         assert [path.name for path in Path(parent).iterdir()] == ["home"]
+
+
+LATE = """
+import fcntl, sys
+from pathlib import Path
+from trainer.rundir import run_dir
+real = fcntl.flock
+def late(file, operation):
+    print("opened", flush=True)
+    sys.stdin.readline()
+    real(file, operation)
+fcntl.flock = late
+try:
+    run_dir.lock_directory(Path(sys.argv[1]), key="run.dir")
+except run_dir.RunDirectoryError as refused:
+    print(refused, flush=True)
+else:
+    print("locked", flush=True)
+"""
+
+
+@pytest.mark.scenario(35)
+def test_who_opens_the_lock_of_a_run_that_ends_does_not_share_with_the_next_run(tmp_path: Path) -> None:
+    """One process has opened the lock when its holder removes it, and a third one has the directory by then."""
+    directory = tmp_path / "run"
+    first = lock_directory(directory, key="run.dir")
+    other = subprocess.Popen(
+        [sys.executable, "-c", LATE, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    with other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "opened\n"
+        release_directory(first, directory)
+        second = lock_directory(directory, key="run.dir")
+        other.stdin.write("go\ngo\n")
+        assert other.stdout.readline() == "opened\n"
+        assert f"is in use by process {os.getpid()}" in other.stdout.readline()
+    release_directory(second, directory)
+    release_directory(lock_directory(directory, key="run.dir"), directory)
+
+
+def test_other_users_cannot_read_a_run_unless_its_directory_was_made_for_them(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    for directory, mode in ((tmp_path / "runs" / "new", 0o700), (shared, 0o755)):
+        lock = lock_directory(directory, key="run.dir")
+        (directory / "samples.jsonl").write_text("a response")
+        assert directory.stat().st_mode & 0o777 == mode
+        release_directory(lock, directory)
+    assert_closed_to_others(tmp_path / "runs" / "new" / "samples.jsonl")
+
+
+def test_a_page_in_a_directory_of_all_users_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a link under a name that others can guess, nor one under the name that is really used."""
+    victim = tmp_path / "victim"
+    victim.write_text("whole")
+    for name in ("", f"{os.getpid()}."):
+        (tmp_path / f".page.{name}unfinished").symlink_to(victim)
+    write_page("<p>", tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "<p>" and not (tmp_path / "page.html").is_symlink()
+    monkeypatch.setattr(run_dir.secrets, "token_hex", lambda length: "guessed")
+    link = tmp_path / ".page.guessed.unfinished"
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_whole(tmp_path / "page.html", "<i>")
+    assert victim.read_text() == "whole"

@@ -14,7 +14,7 @@ from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED
 from trainer.config.train import TrainConfig
 from trainer.rundir.redact import redact_text
-from trainer.rundir.run_dir import RunDirectoryError
+from trainer.rundir.run_dir import RunDirectoryError, make_private
 from trainer.rundir.termination import RunTerminated
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
@@ -84,7 +84,7 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         return FAILED
     log = run_dir / ERROR_LOG
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_private(run_dir)
         log.write_text(trace, encoding="utf-8")
         kept = f"The full traceback is in {log}."
     except OSError as unwritable:

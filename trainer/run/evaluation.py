@@ -33,7 +33,7 @@ from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at
 from trainer.rundir.provenance import config_record, environment_record, group_choices
 from trainer.rundir.resume import changed_keys
-from trainer.rundir.run_dir import write_whole
+from trainer.rundir.run_dir import make_private, write_whole
 from trainer.rundir.weights_source import SourceKind, WeightsSource
 
 RESULT_FILE, ROWS_FILE = "eval.json", "eval.jsonl"
@@ -86,7 +86,7 @@ def evaluate_model(
         CheckpointError: there is no good checkpoint, or the config describes another model than the one it is of.
     """
     started = time.perf_counter()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_private(run_dir)
     # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
     with tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)

@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -138,10 +139,25 @@ def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: a process killed during the write leaves either the old or the new file."""
-    # The name holds the process, because the cache of all runs is written without a lock.
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}{UNFINISHED}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    # No two writers share the name, because the cache of all runs is written without a lock. Nobody can guess it, and
+    # "x" follows no link, because a page may be written to a directory of all users.
+    unfinished = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{UNFINISHED}")
+    file = unfinished.open("x", encoding="utf-8")
+    try:
+        with file:
+            file.write(text)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def make_private(directory: Path) -> None:
+    """Make `directory`, which only its owner can enter: prompts, responses and weights come into it.
+
+    A directory that exists keeps its mode, which is how a user lets others read a run. Raises OSError.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def lock_directory(directory: Path, *, key: str) -> TextIO:
@@ -149,25 +165,37 @@ def lock_directory(directory: Path, *, key: str) -> TextIO:
 
     Raises RunDirectoryError if the directory cannot be used, or another process holds it.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise RunDirectoryError(f"{key} cannot be used: {error}. Use another {key}.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise RunDirectoryError(
-            f"{key} {directory} is in use by process {holder}. Leave {key} out, or use another one."
-        ) from error
+    while True:
+        try:
+            make_private(directory)
+            lock = (directory / LOCK_FILE).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise RunDirectoryError(f"{key} cannot be used: {error}. Use another {key}.") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise RunDirectoryError(
+                f"{key} {directory} is in use by process {holder}. Leave {key} out, or use another one."
+            ) from error
+        if _is_named(lock, directory / LOCK_FILE):
+            break
+        lock.close()  # its last holder has removed it in between; the next turn opens the one that took its place
     lock.seek(0)
     lock.truncate()
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def _is_named(lock: TextIO, path: Path) -> bool:
+    """True if `path` leads to the open file `lock`."""
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def release_directory(lock: TextIO, run_dir: Path) -> None:
