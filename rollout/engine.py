@@ -18,6 +18,8 @@ from rollout.types import Completion, FinishReason, GenerateRequest, Generation,
 
 POLL_S = 5.0
 """Seconds of one poll of a caller that has no other work."""
+ABORT_TIMEOUT_S = 20.0
+"""Seconds after which an engine gives an aborted request up that has not ended, without its tokens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -205,5 +207,14 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
 
 def aborted(request: GenerateRequest) -> Generation:
     """The answer to a request that was aborted before an engine began to process it."""
-    nothing = Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=FinishReason.abort)
+    return _nothing_new(request, FinishReason.abort)
+
+
+def given_up(request: GenerateRequest) -> Generation:
+    """The answer to a request that no engine can serve: the collector drops its sample."""
+    return _nothing_new(request, FinishReason.failed)
+
+
+def _nothing_new(request: GenerateRequest, reason: FinishReason) -> Generation:
+    nothing = Generation(token_ids=[], logprobs=[], token_versions=[], finish_reason=reason)
     return whole_response(request, nothing)

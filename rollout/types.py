@@ -30,7 +30,7 @@ class FinishReason(Enum):
     abort = "abort"
     """The engine ended the request before the response was complete."""
     failed = "failed"
-    """The rollout function of an episode failed; see rollout/episodes/."""
+    """The rollout function of an episode failed (see rollout/episodes/), or no engine could serve the request."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,7 +20,7 @@ class InvalidReason(Enum):
     """
 
     abort = "the engine gave the request up"
-    failed = "the rollout function failed"
+    failed = "the rollout function failed, or no engine could serve the request"
     wrong_version = "sampled from other weights than the step expects"
     empty = "no token was returned"
     too_long = "more tokens than sampling.max_new_tokens were returned"

@@ -25,6 +25,7 @@ from rollout.engine import (
     WeightSyncError,
     aborted,
     continuation,
+    given_up,
     request_problem,
     whole_response,
 )
@@ -138,8 +139,8 @@ class SGLangEngine(Engine):
     def poll(self, timeout_s: float) -> list[Completion]:
         """Responses that have ended since the last poll. See `Engine.poll`.
 
-        Also raises EngineError when the server refuses a request or its reply does not match the request. After an
-        error no request is unfinished.
+        A request that the server refuses comes back as failed. Also raises EngineError when the server fails at a
+        request or its reply does not match the request. After an error no request is unfinished.
         """
         stream = self._stream("generate")
         if self._broken and stream.num_unfinished:
@@ -345,9 +346,10 @@ class SGLangEngine(Engine):
 
     def _completion(self, answer: Answer) -> Completion:
         """The Completion of an answer. Raises EngineError, and ends all requests, if reply and request do not match."""
-        job, reply = answer
+        job, reply = answer.job, answer.reply
         if reply is None:
-            return Completion(job.ticket, aborted(job.request))
+            unanswered = given_up if answer.is_refused else aborted
+            return Completion(job.ticket, unanswered(job.request))
         try:
             rest = generation_of(
                 continuation(job.request),

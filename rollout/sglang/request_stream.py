@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import aiohttp
 
+from rollout.engine import ABORT_TIMEOUT_S
 from rollout.processes.busy_clock import BusyClock
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.types import GenerateRequest
@@ -30,12 +32,12 @@ CONNECT_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 0.2
 ABORT_REPEAT_S = 1.0
 """Seconds after which an abort is sent again: a server forgets an abort that overtook its request."""
-ABORT_TIMEOUT_S = 20.0
-"""Seconds after which an aborted request that has not ended is given up without its tokens."""
 HANDOVER_TIMEOUT_S = 30.0
 """Deadline in seconds for handing work to the thread."""
 DEFAULT_WINDOW = 256
 """Maximum of unanswered requests to a server that does not report how many it runs together."""
+REFUSED_STATUSES = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+"""Statuses that are about one request; any other error, such as 401 or 503, is about the server."""
 WINDOW_SLACK = 1.125
 """Ratio of sent requests to requests that the server runs together, so that free slots are filled without delay."""
 
@@ -65,13 +67,16 @@ class Answer(NamedTuple):
 
     job: Job
     reply: dict[str, Any] | None
-    """The server's reply; None if the job was aborted before it was sent, or never answered its abort."""
+    """The server's reply; None if the job was aborted before it was sent, never answered its abort, or was refused."""
+    is_refused: bool = False
+    """True if the server refused the request."""
 
 
 class RequestStream:
     """The requests of one engine. `submit`, `poll` and `abort` may be called by any thread.
 
-    A failure ends all unfinished jobs: `poll` raises the error once, after returning the jobs that had ended before.
+    A refused request ends its own job. Any other failure ends all unfinished jobs: `poll` raises the error once, after
+    returning the jobs that had ended before.
     """
 
     def __init__(self, client: SGLangClient, *, window: int, timeout_s: float, is_shared: bool) -> None:
@@ -130,7 +135,7 @@ class RequestStream:
     def poll(self, timeout_s: float) -> list[Answer]:
         """Jobs that have ended since the last call; waits at most `timeout_s` seconds for the first.
 
-        Raises ClientError if the server cannot be reached, refused a request or did not answer one in time.
+        Raises ClientError if the server cannot be reached, failed at a request or did not answer one in time.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._failure is not None, timeout=max(0.0, timeout_s))
@@ -220,7 +225,9 @@ class RequestStream:
             reply = await self._client.exchange(self._session, "/generate", body)
         except Exception as error:  # whatever it is: nobody looks at this task, and its request must not hang
             cause = error if isinstance(error, ClientError) else ClientError(f"{type(error).__name__}: {error}")
-            if self._sent.get(job.ticket) is job:
+            if cause.status in REFUSED_STATUSES:
+                self._end(Answer(job, None, is_refused=True))
+            elif self._sent.get(job.ticket) is job:
                 await self._drop(cause, but=job)
             return
         self._end(Answer(job, reply))

@@ -196,8 +196,15 @@ def test_requests_that_cannot_be_served_are_refused_and_the_engine_goes_on(serve
     ):
         with pytest.raises(ValueError, match=text):
             served.engine.generate([request, broken])
-    with pytest.raises(EngineError, match=r"generate: POST /generate: HTTP 400: .*top_p must be in"):
-        served.engine.generate([replace(request, sampling=replace(request.sampling, top_p=2.0))])
+    # What the server itself refuses, with HTTP 400, costs its own sample, whatever is sampled beside it.
+    others = make_requests(PROMPTS)
+    expected = tokens(served.engine.generate(others))
+    poison = replace(request, sampling=replace(request.sampling, top_p=2.0))
+    generations = served.engine.generate([*others[:2], poison, *others[2:]])
+    refused = generations.pop(2)
+    assert (refused.token_ids, refused.finish_reason) == ([], FinishReason.failed)
+    assert tokens(generations) == expected
+    assert "top_p must be in" in served.log.read_text(encoding="utf-8")
     unreadable = replace(request, sampling=replace(request.sampling, seed=np.int64(3)))  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=r"generate: \w+: Type is not JSON serializable"):
         served.engine.generate([unreadable])
