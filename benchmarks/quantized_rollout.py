@@ -36,6 +36,7 @@ import torch.distributed as dist
 from rollout.collect.collector import Collector, CollectPlan
 from rollout.config import EngineConfig, Quantization, TorchEngineConfig
 from rollout.data.dataset import PromptStream
+from rollout.engine import ABORT_TIMEOUT_S
 from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
 from rollout.weights.quantization import GRIDS, dequantize, quantize, relative_error, weight_publisher
@@ -142,6 +143,10 @@ class OneEngine:
     @property
     def unfinished(self) -> int:
         return len(self._open)
+
+    @property
+    def abort_timeout_s(self) -> float:
+        return ABORT_TIMEOUT_S
 
     def sampling_s(self) -> float:
         return self._engine.sampling_s

@@ -22,8 +22,6 @@ POLL_S = 1.0
 """Seconds of waiting per poll, where only engines, or only rewards, are expected."""
 TURN_S = 0.02
 """Seconds of waiting per poll of the engines, where engines and rewards are expected."""
-ABORT_TIMEOUT_S = 60.0
-"""Deadline in seconds for the engines to return aborted responses."""
 
 
 class Sampler(Protocol):
@@ -48,6 +46,11 @@ class Sampler(Protocol):
     @property
     def unfinished(self) -> int:
         """Number of tickets that `poll` has not returned yet."""
+        ...
+
+    @property
+    def abort_timeout_s(self) -> float:
+        """Seconds within which `poll` returns every aborted request, engines that must be replaced for it included."""
         ...
 
     def sampling_s(self) -> float:
@@ -128,13 +131,14 @@ class Dispatcher:
         for ticket in tickets:
             self._in_flight[ticket][1].is_stopping = True
         self._sampler.abort(tickets)
-        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        timeout_s = self._sampler.abort_timeout_s
+        deadline = time.monotonic() + timeout_s
         while any(ticket in self._in_flight for ticket in tickets):
             if time.monotonic() > deadline:
                 left = sum(ticket in self._in_flight for ticket in tickets)
                 raise RuntimeError(
                     f"step {step}: {left} of {len(tickets)} aborted responses did not come back within "
-                    f"{ABORT_TIMEOUT_S:.0f} s. Look at the engine's log."
+                    f"{timeout_s:.0f} s. Look at the engine's log."
                 )
             self.look(step, stats)
 

@@ -134,6 +134,11 @@ class EpisodeSampler:
                 self._alone.pop(ticket, None)
             stats.warn()
 
+    @property
+    def abort_timeout_s(self) -> float:
+        """Seconds within which `poll` returns every aborted request; an abort waits for no engine."""
+        return self._sampler.abort_timeout_s
+
     def sampling_s(self) -> float:
         """Seconds that the engines have sampled since their start; mean over engines."""
         return self._sampler.sampling_s()
@@ -214,6 +219,8 @@ class EpisodeSampler:
             episode = self._episodes[number]
             episode.engine_ticket = None
             episode.add(generation)
+            if generation.finish_reason is FinishReason.failed:
+                self._stats_of(episode).last_failure = f"{episode.name}: no engine could serve a turn"
             if generation.finish_reason not in (FinishReason.stop, FinishReason.length):
                 self._let_go(episode)
                 self._finish(episode, generation.finish_reason)

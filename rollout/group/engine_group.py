@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +17,7 @@ from ray.actor import ActorHandle
 
 from rollout.config import EngineConfig
 from rollout.engine import (
+    ABORT_TIMEOUT_S,
     POLL_S,
     BroadcastError,
     EngineError,
@@ -23,16 +25,21 @@ from rollout.engine import (
     WeightReport,
     WeightSyncError,
     aborted,
+    given_up,
     wait_for,
 )
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
 from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Transport
 from rollout.group.residency import SharedGpu
-from rollout.types import Completion, GenerateRequest, Generation, SharedWeights
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 
 logger = logging.getLogger(__name__)
+
+SUSPECT_LOSSES = 2
+"""Number of engines that were lost with a request, from which on the request is a suspect: it may be the cause. An
+engine holds one suspect at a time, so that the next loss tells who is guilty, and costs no other request its sample."""
 
 
 class EngineGroup:
@@ -40,8 +47,8 @@ class EngineGroup:
 
     An engine is lost when its process dies, when it raises, or when it holds requests and does not answer in time.
     The group kills and restarts a lost engine, sends the weights published last, and uses the engine once it has
-    verified these weights; the requests of the lost engine go to other engines. All of this runs in the caller's own
-    thread, inside the methods.
+    verified these weights; the requests of the lost engine go to other engines. A request that three engines were lost
+    with is given up: its generation is failed. All of this runs in the caller's own thread, inside the methods.
     """
 
     def __init__(
@@ -66,7 +73,9 @@ class EngineGroup:
         """Ticket -> request that no engine holds."""
         self._early: list[Completion] = []
         """Completions that the next `poll` returns at once."""
-        self._num_restarts = self._num_redispatched = 0
+        self._losses: Counter[int] = Counter()
+        """Ticket of an unfinished request -> number of engines that were lost with it."""
+        self._num_restarts = self._num_redispatched = self._num_given_up = 0
         self._generating_s = 0.0
         """Seconds in which the engines sampled inside `generate`."""
 
@@ -122,12 +131,15 @@ class EngineGroup:
             for member in self._serving():
                 if member.in_flight and member.pending_call is None:
                     member.pending_call = member.worker.poll.remote(POLL_S)
-                    member.deadline = time.monotonic() + POLL_S + self._config.answer_timeout_s
+                    member.polled_at = time.monotonic()
+                    member.deadline = member.polled_at + POLL_S + self._config.answer_timeout_s
             self._early += self._wait(deadline - time.monotonic())
             idle = not self._backlog and not any(member.in_flight for member in self._members)
             if idle or time.monotonic() >= deadline:
                 break
         completions, self._early = self._early, []
+        for completion in completions:
+            self._losses.pop(completion.ticket, None)
         return completions
 
     def abort(self, tickets: Sequence[int] | None) -> None:
@@ -138,7 +150,17 @@ class EngineGroup:
         for member in self._members:
             if mine := [ticket for ticket in member.in_flight if chosen is None or ticket in chosen]:
                 member.aborting.update(mine)
+                member.abort_due = time.monotonic() + ABORT_TIMEOUT_S + self._config.answer_timeout_s
                 member.worker.abort.remote(mine)
+
+    @property
+    def abort_timeout_s(self) -> float:
+        """Seconds within which `poll` returns every aborted request, engines that must be replaced for it included.
+
+        An engine has ABORT_TIMEOUT_S for the abort, and answer_timeout_s for each of three calls that may be missed one
+        after the other: the step during which the abort came, the next poll, and a submit to another engine.
+        """
+        return ABORT_TIMEOUT_S + 3 * (self._config.answer_timeout_s + GRACE_S)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """One response per request, in the order of the requests, spread over the engines."""
@@ -222,10 +244,14 @@ class EngineGroup:
         return {index: report.private_bytes for index, report in reports.items() if report.private_bytes is not None}
 
     def metrics(self) -> dict[str, float | None]:
-        """Number of restarted engines and of requests moved to another engine since the last call."""
-        restarts, redispatched = self._num_restarts, self._num_redispatched
-        self._num_restarts = self._num_redispatched = 0
-        return {"rollout/engine_restarts": float(restarts), "rollout/redispatched": float(redispatched)}
+        """Numbers of restarted engines, of requests moved to another engine, and given up, since the last call."""
+        counts: dict[str, float | None] = {
+            "rollout/engine_restarts": float(self._num_restarts),
+            "rollout/redispatched": float(self._num_redispatched),
+            "rollout/given_up": float(self._num_given_up),
+        }
+        self._num_restarts = self._num_redispatched = self._num_given_up = 0
+        return counts
 
     def stop(self) -> None:
         """Stop every engine; a silent engine is killed with its worker."""
@@ -251,19 +277,34 @@ class EngineGroup:
 
     def _dispatch(self) -> None:
         """Send the backlog to the serving engines, in the order of submission."""
-        while self._backlog and (serving := self._serving()):
-            given = dict(sorted(self._backlog.items()))
-            self._backlog.clear()
-            tickets, requests = list(given), list(given.values())
-            loads = [sum(map(load_of, member.in_flight.values())) for member in serving]
+        while parts := self._take_parts(self._serving()):
             calls: dict[int, ray.ObjectRef[Any]] = {}
-            for member, part in zip(serving, split_by_load(requests, loads), strict=True):
-                if part:
-                    mine = {tickets[index]: requests[index] for index in part}
-                    member.in_flight.update(mine)
-                    calls[member.index] = member.worker.submit.remote(list(mine), list(mine.values()))
+            for index, part in parts.items():
+                member = self._members[index]
+                member.in_flight.update(part)
+                calls[index] = member.worker.submit.remote(list(part), list(part.values()))
             # The requests of an engine that is lost meanwhile return to the backlog.
             self._gather(calls, phase="generate", deadline_s=self._config.answer_timeout_s)
+
+    def _take_parts(self, serving: Sequence[Member]) -> dict[int, dict[int, GenerateRequest]]:
+        """Take from the backlog what the engines can hold: index of the engine -> ticket -> request.
+
+        A suspect remains in the backlog until an engine holds no other suspect.
+        """
+        if not serving:
+            return {}
+        suspects = [ticket for ticket in sorted(self._backlog) if self._losses[ticket] >= SUSPECT_LOSSES]
+        tickets = sorted(self._backlog.keys() - suspects)
+        loads = [sum(map(load_of, member.in_flight.values())) for member in serving]
+        split = split_by_load([self._backlog[ticket] for ticket in tickets], loads)
+        parts = {}
+        for member, indices in zip(serving, split, strict=True):
+            mine = [tickets[index] for index in indices]
+            if suspects and all(self._losses[ticket] < SUSPECT_LOSSES for ticket in member.in_flight):
+                mine.append(suspects.pop(0))
+            if mine:
+                parts[member.index] = {ticket: self._backlog.pop(ticket) for ticket in mine}
+        return parts
 
     def _wait(self, timeout_s: float) -> list[Completion]:
         """Take all ready answers, or wait for the first answer; treat engines with overdue answers as lost."""
@@ -297,7 +338,13 @@ class EngineGroup:
                 self._lose(member, str(error))
             return []
         if member.health is Health.serving:
-            return member.take(answer)
+            for ticket, generation in answer:
+                if generation.finish_reason is FinishReason.failed and ticket in member.in_flight:
+                    self._note_given_up(member.in_flight[ticket], f"{member.name} refused it, and its log says why")
+            taken = member.take(answer)
+            if member.aborting and member.polled_at > member.abort_due:
+                self._lose(member, f"phase abort: {member.name} did not end {len(member.aborting)} requests in time")
+            return taken
         if member.health is Health.starting:
             _, member.processes = answer
             self._load(member)
@@ -358,15 +405,26 @@ class EngineGroup:
         names = [member.name for member in self._serving()]
         gather(calls, names=names, phase=phase, deadline_s=self._config.sync_timeout_s + GRACE_S)
 
+    def _note_given_up(self, request: GenerateRequest, cause: str) -> None:
+        self._num_given_up += 1
+        logger.warning("the request for prompt %d/%d is given up: %s", request.prompt_id, request.sample_index, cause)
+
     def _lose(self, member: Member, cause: str) -> None:
-        """Kill an engine and start a new engine in its place; the requests that it held return to the backlog."""
+        """Kill an engine and start a new engine in its place; the requests that it held return to the backlog.
+
+        At most one of the requests is given up: the suspect.
+        """
         logger.warning("%s is lost, with %d requests unfinished: %s", member.name, len(member.in_flight), cause)
-        again = {ticket: request for ticket, request in member.in_flight.items() if ticket not in member.aborting}
-        self._backlog.update(again)
-        self._num_redispatched += len(again)
-        self._early += [
-            Completion(t, aborted(request)) for t, request in member.in_flight.items() if t in member.aborting
-        ]
+        for ticket, request in member.in_flight.items():
+            self._losses[ticket] += 1
+            if ticket in member.aborting:
+                self._early.append(Completion(ticket, aborted(request)))
+            elif self._losses[ticket] > SUSPECT_LOSSES:
+                self._note_given_up(request, f"{self._losses[ticket]} engines were lost with it")
+                self._early.append(Completion(ticket, given_up(request)))
+            else:
+                self._backlog[ticket] = request
+                self._num_redispatched += 1
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1

@@ -57,6 +57,10 @@ class Member:
     """Ticket -> request that the engine has not answered yet."""
     aborting: set[int] = field(default_factory=set)
     """Tickets of the requests in flight that the engine was told to abort."""
+    abort_due: float = 0.0
+    """time.monotonic() at which a poll begins that must return all of `aborting`, or the engine is lost."""
+    polled_at: float = 0.0
+    """time.monotonic() of the last poll."""
     processes: tuple[ProcessMark, ...] = ()
     requested_version: int = -1
     """Policy version of the weights that the engine was last told to load; -1 before the first."""

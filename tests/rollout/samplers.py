@@ -30,6 +30,8 @@ def cut(request: GenerateRequest, generation: Generation, num_new: int) -> Gener
 class LocalSampler:
     """One engine, without an actor around it."""
 
+    abort_timeout_s = 60.0
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.asked: dict[int, GenerateRequest] = {}

@@ -12,11 +12,21 @@ import pytest
 from samplers import Shuffled
 from test_collect import MAX_NEW_TOKENS, engine, make_prompts, parity  # noqa: F401 - engine is a fixture
 
-import rollout.collect.dispatch
 from rollout.collect.collector import Collector, CollectPlan, Surplus
-from rollout.config import CollectOrder, DynamicCollectConfig, FixedCollectConfig, SamplingConfig
+from rollout.config import (
+    CollectOrder,
+    DynamicCollectConfig,
+    FixedCollectConfig,
+    SamplingConfig,
+    SGLangConfig,
+    TorchEngineConfig,
+)
 from rollout.data.dataset import PromptStream
+from rollout.engine import ABORT_TIMEOUT_S, POLL_S
+from rollout.group.actor_calls import GRACE_S
+from rollout.group.engine_group import EngineGroup
 from rollout.rewards import Scorer
+from rollout.sglang.request_stream import WATCH_INTERVAL_S
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason
 
@@ -387,7 +397,7 @@ def test_what_the_engines_have_is_asked_again_after_a_restart(engine):  # noqa: 
     assert [r.sampling.seed for r in fresh.asked.values()] == [r.sampling.seed for r in lost]
 
 
-def test_aborted_responses_must_come_back(engine, monkeypatch):  # noqa: F811
+def test_aborted_responses_must_come_back(engine):  # noqa: F811
     class Deaf(Shuffled):
         def abort(self, tickets):
             pass
@@ -397,12 +407,23 @@ def test_aborted_responses_must_come_back(engine, monkeypatch):  # noqa: F811
             self.wanted -= len(found)
             return found
 
-    monkeypatch.setattr(rollout.collect.dispatch, "ABORT_TIMEOUT_S", 0.05)
     sampler = Deaf(engine, min)
+    sampler.abort_timeout_s = 0.05
     sampler.wanted = 6 * GROUP_SIZE
     collector, _ = make(sampler, PARTIAL, max_lag_steps=1, surplus=Surplus.resume)
     with pytest.raises(RuntimeError, match=r"step 1: 9 of 9 aborted responses did not come back within"):
         collector.collect(1, 0)
+
+
+@pytest.mark.parametrize("config", [TorchEngineConfig(), SGLangConfig(), SGLangConfig(answer_timeout_s=600)])
+def test_the_deadlines_of_an_abort_end_from_the_inside_out(config):
+    """A request, then its engine, then the run: each deadline leaves the inner one time to act."""
+    group = EngineGroup(pytest.fail, nodes=[], config=config)
+    request = ABORT_TIMEOUT_S + WATCH_INTERVAL_S
+    patience = ABORT_TIMEOUT_S + config.answer_timeout_s
+    # A poll under way ends, and the next is not answered; then the engine is killed.
+    replaced = patience + POLL_S + (POLL_S + config.answer_timeout_s) + GRACE_S
+    assert request < patience < replaced < group.abort_timeout_s
 
 
 def test_config_rules():

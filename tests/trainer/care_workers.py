@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from rollout.engine import WeightReport
+from rollout.engine import WeightReport, given_up
 from rollout.group.worker import RolloutWorker
-from rollout.types import PackedWeights, SharedWeights
+from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
+
+POISON, REFUSED = 61, 62
+"""Token ids of prompts that kill whoever has begun to serve them, or are refused."""
 
 
 def decoder_of(worker: RolloutWorker) -> Any:
@@ -42,3 +48,34 @@ class DishonestWorker(RolloutWorker):
             mark.touch()
             decoder_of(self).step = lambda *arguments: time.sleep(600)
         return report
+
+
+class HungWorker(RolloutWorker):
+    """Engine 0 answers polls but never gets on."""
+
+    def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
+        report = super().load_weights(weights)
+        if self._setup.index == 0:
+            decoder_of(self).step = lambda *arguments: time.sleep(600)
+        return report
+
+
+class MortalWorker(SlowWorker):
+    """Dies of a prompt with POISON when it is sampled, and refuses one with REFUSED as an SGLang server does."""
+
+    _refused: Sequence[Completion] = ()
+    _is_poisoned = False
+
+    def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
+        asked = list(zip(tickets, requests, strict=True))
+        self._refused = [Completion(t, given_up(r)) for t, r in asked if REFUSED in r.prompt_token_ids]
+        self._is_poisoned = self._is_poisoned or any(POISON in request.prompt_token_ids for request in requests)
+        served = [(t, r) for t, r in asked if REFUSED not in r.prompt_token_ids]
+        super().submit([t for t, _ in served], [r for _, r in served])
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        refused, self._refused = self._refused, ()
+        if self._is_poisoned:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return list(refused) or super().poll(timeout_s)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
-from care_workers import DishonestWorker, SlowWorker
+from care_workers import POISON, REFUSED, DishonestWorker, HungWorker, MortalWorker, SlowWorker
 from policy_cases import held_versions, save_policy
 from policy_cases import published as published_on
 
@@ -61,7 +61,8 @@ class Published:
 
 def build_group(worker: type[RolloutWorker], model_path: Path, log_dir: Path, **keys: Any) -> EngineGroup:
     """Two engines that are ready and hold version 0."""
-    config = TorchEngineConfig(dtype=DType.float32, num_engines=2, answer_timeout_s=3.0, max_restarts=1, **keys)
+    keys = {"answer_timeout_s": 3.0, "max_restarts": 1, **keys}
+    config = TorchEngineConfig(dtype=DType.float32, num_engines=2, **keys)
     # The actors can import what lies beside this file.
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(worker)  # type: ignore[call-overload]
@@ -167,7 +168,7 @@ def test_what_is_refused_costs_no_engine(group: EngineGroup, published: Publishe
         load(group, shared)
     spec.digest = digest
     assert [report.policy_version for report in load(group, shared).values()] == [new, new]
-    assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0}
+    assert group.metrics() == {"rollout/engine_restarts": 0.0, "rollout/redispatched": 0.0, "rollout/given_up": 0.0}
 
 
 def serve_all(group: EngineGroup, *, timeout_s: float = 60.0) -> None:
@@ -186,8 +187,21 @@ def mortal_group(model_path: Path, published: Published, tmp_path: Path) -> Iter
     group.stop()
 
 
+@pytest.fixture
+def mortal(model_path: Path, published: Published, tmp_path: Path) -> Iterator[EngineGroup]:
+    """Engines that a request can kill."""
+    group = build_group(MortalWorker, model_path, tmp_path)
+    load(group, published.version(0))
+    yield group
+    group.stop()
+
+
+@pytest.mark.scenario(14)
+@pytest.mark.scenario(15)
+@pytest.mark.scenario(17)
+@pytest.mark.scenario(36)
 def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
-    mortal_group: EngineGroup, published: Published
+    mortal_group: EngineGroup, published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, requests = mortal_group, requests_of()
     expected = group.generate(requests)
@@ -195,7 +209,7 @@ def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
     sample_a_little(group)
     os.kill(pid_of(group, 1), signal.SIGKILL)
     assert same_tokens(collect(group, tickets), expected)
-    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 4.0}
+    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 4.0, "rollout/given_up": 0.0}
     # It takes part again with the weights that are current then, not those that it died with.
     load(group, published.version(3))
     serve_all(group)
@@ -203,6 +217,9 @@ def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
     tickets = group.submit(requests)
     wedged = psutil.Process(pid_of(group, 0))
     wedged.suspend()
+    # The wall clock is set forward by an hour: the engine is found and ended all the same.
+    booted = psutil.boot_time()
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: booted + 3600)
     group.abort(tickets[:1])
     found = collect(group, tickets)
     # What was to be ended is not sampled again.
@@ -210,7 +227,7 @@ def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
     assert (cut.token_ids, cut.finish_reason) == ([], FinishReason.abort)
     assert same_tokens(found, expected[1:])
     assert {version for each in found.values() for version in each.token_versions} == {3}
-    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 3.0}
+    assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 3.0, "rollout/given_up": 0.0}
     with pytest.raises(psutil.NoSuchProcess):
         wedged.wait(timeout=10)
         psutil.Process(wedged.pid)
@@ -231,6 +248,8 @@ def test_engines_that_are_killed_or_stopped_lose_nothing_and_come_back(
     assert sorted(completion.ticket for completion in group.poll(0.0)) == tickets
 
 
+@pytest.mark.scenario(15)
+@pytest.mark.scenario(16)
 def test_an_engine_that_never_gets_on_or_holds_other_weights_is_not_used(
     model_path: Path, published: Published, tmp_path: Path
 ) -> None:
@@ -239,7 +258,7 @@ def test_an_engine_that_never_gets_on_or_holds_other_weights_is_not_used(
         load(group, published.version(4))
         found = collect(group, group.submit(requests_of(4, tokens=20)))
         assert [len(each.token_ids) for each in found.values()] == [20] * 4
-        assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 2.0}
+        assert group.metrics() == {"rollout/engine_restarts": 1.0, "rollout/redispatched": 2.0, "rollout/given_up": 0.0}
         deadline = time.monotonic() + 60
         while group._members[0].health is not Health.retired:
             assert time.monotonic() < deadline
@@ -249,3 +268,48 @@ def test_an_engine_that_never_gets_on_or_holds_other_weights_is_not_used(
         collect(group, group.submit(requests_of(4, tokens=20)))
     finally:
         group.stop()
+
+
+@pytest.mark.scenario(15)
+def test_an_engine_that_never_ends_an_aborted_request_is_replaced(
+    model_path: Path, published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread hangs: it answers every poll, and rollout.generate_timeout_s is long."""
+    monkeypatch.setattr("rollout.group.engine_group.ABORT_TIMEOUT_S", 1.0)
+    group = build_group(HungWorker, model_path, tmp_path, answer_timeout_s=2.0, max_restarts=0)
+    try:
+        load(group, published.version(5))
+        tickets = group.submit(requests_of(4, tokens=20))
+        hung = sorted(group._members[0].in_flight)
+        begin = time.monotonic()
+        group.abort(hung[:1])
+        found: dict[int, Generation] = {}
+        while len(found) < 3:
+            assert time.monotonic() - begin < group.abort_timeout_s
+            found |= dict(group.poll(1.0))
+        assert found[hung[0]].finish_reason is FinishReason.abort
+        while group.unfinished:
+            found |= dict(group.poll(1.0))
+        assert [len(found[ticket].token_ids) for ticket in tickets if ticket != hung[0]] == [20] * 3
+        assert "phase abort: engine 0 did not end 1 requests in time" in group._members[0].lost_by
+    finally:
+        group.stop()
+
+
+@pytest.mark.scenario(14)
+def test_a_request_that_kills_every_engine_is_given_up_and_costs_no_other_request(
+    mortal: EngineGroup,
+) -> None:
+    requests = requests_of(8, tokens=20)
+    expected = mortal.generate(requests)
+    for index, token in ((5, POISON), (6, REFUSED)):
+        requests[index].prompt_token_ids.append(token)
+    tickets = mortal.submit(requests)
+    found = collect(mortal, tickets)
+    assert [ticket - tickets[0] for ticket in tickets if found[ticket].finish_reason is FinishReason.failed] == [5, 6]
+    for index, (ticket, whole) in enumerate(zip(tickets, expected, strict=True)):
+        assert found[ticket].token_ids == ([] if index in (5, 6) else whole.token_ids)
+    counts = mortal.metrics()
+    # The third engine that was lost was one that had been started again: it is retired.
+    assert (counts["rollout/engine_restarts"], counts["rollout/given_up"]) == (2.0, 2.0)
+    assert mortal.generate(requests_of(4, tokens=20)) == expected[:4]

@@ -35,6 +35,7 @@ class Event:
 
 _TOLD_BY_ROWS = (
     ("rollout/engine_restarts", "engine", "engines lost and started again: {:.0f}; the log says why"),
+    ("rollout/given_up", "engine", "requests that no engine could serve: {:.0f}; the log says why"),
     ("perf/checkpoint_failures", "checkpoint", "checkpoints in a row that were not written: {:.0f}; the log says why"),
 )
 """(metric, kind, text): a value above 0 is an event."""
