@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.engine import EngineError
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 15.0
 """Seconds that a group waits beyond the worker's deadline, so that the worker's own, better error arrives first."""
+_USED_MEMORY = re.compile(r"was (?P<used>\S+) used / (?P<limit>\S+) limit")
+_ENDED_FOR_MEMORY = re.compile(r"pid=(?P<pid>\d+), actual memory used=(?P<held>[^\s,]+)")
+"""Parts of Ray's message about processes that it ended because a machine was short of memory."""
 
 
 class WorkerError(RuntimeError):
@@ -31,10 +35,23 @@ class LostWorkerError(WorkerError):
     """A worker died, or did not answer in time: the process may still run, but cannot be used any more."""
 
 
-def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: str, deadline_s: float) -> list[Any]:
+class WorkerProcess(NamedTuple):
+    """The process of a worker."""
+
+    name: str
+    """Name of the worker in messages."""
+    node: str
+    """Ray node id of its machine."""
+    mark: ProcessMark
+
+
+def gather(
+    refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: str, deadline_s: float, memory_note: str = ""
+) -> list[Any]:
     """Results of `refs` in order; raises at the first failure, without waiting for the other results.
 
     Waiting for all results would hide the cause: when one FSDP rank dies, the others hang in a collective.
+    `memory_note` ends the message about a worker that Ray ended because the memory was used up.
     Raises EngineError as the worker raised it, LostWorkerError for a dead or silent worker, WorkerError for any other
     failure.
     """
@@ -49,19 +66,34 @@ def gather(refs: Sequence[ray.ObjectRef[Any]], *, names: Sequence[str], phase: s
         for ref in done:
             position = pending.pop(ref)
             try:
-                results[position] = ray.get(ref)
+                # The answer is ready; one from another machine is still to be copied.
+                results[position] = ray.get(ref, timeout=max(GRACE_S, deadline - time.monotonic()))
             except RayTaskError as error:
                 if isinstance(error.cause, EngineError):
                     raise error.cause from error
                 raise WorkerError(
                     f"phase {phase}: {names[position]} raised {type(error.cause).__name__}: {error.cause}"
                 ) from error
-            except RayActorError as error:
-                raise LostWorkerError(f"phase {phase}: {names[position]} died: {error}") from error
+            except (RayActorError, OutOfMemoryError) as error:
+                cause = cause_of_death(str(error), memory_note=memory_note)
+                raise LostWorkerError(f"phase {phase}: {names[position]} died: {cause}") from error
             except RayError as error:
                 kind = type(error).__name__
                 raise WorkerError(f"phase {phase}: {names[position]} could not answer: {kind}: {error}") from error
     return results
+
+
+def cause_of_death(message: str, *, memory_note: str = "") -> str:
+    """One paragraph out of Ray's `message` about a dead worker, which has up to fifty lines."""
+    used, ended = _USED_MEMORY.search(message), list(_ENDED_FOR_MEMORY.finditer(message))
+    if used is None or not ended:
+        detail = message.partition("Worker exit detail:")[2] or message
+        return " ".join(detail.split())
+    processes = " and ".join(f"process {each['pid']}, which held {each['held']}" for each in ended)
+    return (
+        f"the memory of its machine was used up ({used['used']} of {used['limit']}), and Ray ended {processes}. "
+        f"{memory_note}"
+    ).rstrip()
 
 
 def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -> None:
@@ -73,7 +105,7 @@ def stop_workers(workers: Sequence[ActorHandle[Any]], *, names: Sequence[str]) -
             logger.warning("%s did not stop within %.0f s and is killed", name, GRACE_S)
             continue
         try:
-            ray.get(ref)
+            ray.get(ref, timeout=GRACE_S)
         except RayActorError:
             logger.debug("%s was gone before it was asked to stop", name)
         except RayError as error:
@@ -86,12 +118,22 @@ def kill_worker(worker: ActorHandle[Any], *, node: str, processes: Sequence[Proc
     """Kill an actor that may not answer, and `processes` on its Ray node; takes at most GRACE_S."""
     ray.kill(worker)
     # Ray asks the process to end itself, and a stopped process (SIGSTOP) does not react.
-    if node == ray.get_runtime_context().get_node_id():
-        kill_processes(processes)
-        return
-    done, _ = ray.wait([_call_on(node, kill_processes, list(processes))], timeout=GRACE_S)
-    if not done:
+    if not run_on(node, kill_processes, list(processes)):
         logger.warning("processes %s on another machine may still run", [mark.pid for mark in processes])
+
+
+def is_here(node: str) -> bool:
+    """True if the Ray node is the machine of the caller."""
+    return bool(node == ray.get_runtime_context().get_node_id())
+
+
+def run_on(node: str, function: Callable[..., None], *arguments: object) -> bool:
+    """Run `function` on the machine of a Ray node; False if it has not ended there within GRACE_S."""
+    if is_here(node):
+        function(*arguments)
+        return True
+    done, _ = ray.wait([_call_on(node, function, *arguments)], timeout=GRACE_S)
+    return bool(done)
 
 
 def copy_weights(shared: SharedWeights, *, node: str) -> ray.ObjectRef[Any]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +29,11 @@ def mark_processes(pids: Iterable[int]) -> tuple[ProcessMark, ...]:
 
 def kill_processes(marks: Sequence[ProcessMark]) -> None:
     """Kill the marked processes that still run; does not wait for their end."""
+    signal_processes(marks, signal.SIGKILL)
+
+
+def signal_processes(marks: Sequence[ProcessMark], number: signal.Signals) -> None:
+    """Send a signal to the marked processes that still run."""
     for mark in marks:
         try:
             # The handle stays that of the process found now, also if its id goes to another process meanwhile.
@@ -36,11 +43,19 @@ def kill_processes(marks: Sequence[ProcessMark]) -> None:
             continue
         try:
             if _started(mark.pid) == mark.started:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                signal.pidfd_send_signal(handle, number)
         except ProcessLookupError:
             logger.debug("process %d has ended", mark.pid)
         finally:
             os.close(handle)
+
+
+def is_suspended(mark: ProcessMark) -> bool:
+    """True if the process was stopped, by SIGSTOP or by a debugger."""
+    try:
+        return psutil.Process(mark.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _started(pid: int) -> int | None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from policy_cases import lone_worker, make_config, save_policy
@@ -27,9 +28,10 @@ from trainer.config.components import (
 )
 from trainer.config.rules import sharing_problems
 from trainer.config.train import TrainConfig
+from trainer.limits import machine
 from trainer.limits.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
-from trainer.limits.machine import CPUS_PER_WORKER
-from trainer.limits.memory_plan import USABLE, may_take_turns, memory_plan
+from trainer.limits.machine import CPUS_PER_WORKER, usable_memory
+from trainer.limits.memory_plan import PROCESS_BYTES, USABLE, may_take_turns, memory_plan
 from trainer.policy.dry_run import _sample
 
 
@@ -165,3 +167,38 @@ def test_a_torch_engine_needs_weights_and_cache() -> None:
     config = replace(shared(), rollout=TorchEngineConfig(num_engines=2, gpus_per_engine=0.4))
     plan = memory_plan(config, device_bytes=2**40)
     assert plan.engine is not None and plan.engine_bytes == plan.engine.weights + plan.engine.kv_cache
+
+
+def on_cpu(model_path: Path) -> TrainConfig:
+    return make_config(save_policy(model_path), num_workers=2)
+
+
+def test_the_plan_compares_the_sum_with_the_memory_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = memory_plan(on_cpu(tmp_path), device_bytes=None)
+    assert plan.rank is not None and plan.engine is not None
+    alone = 2 * plan.rank.on_device + plan.engine.weights + plan.engine.kv_cache
+    assert plan.host_bytes == alone + 3 * PROCESS_BYTES
+    assert plan.host_verdict in list(plan.lines())
+    monkeypatch.setattr("trainer.limits.memory_plan.usable_memory", lambda: plan.host_bytes)
+    assert plan.host_verdict.endswith(": it fits")
+    monkeypatch.setattr("trainer.limits.memory_plan.usable_memory", lambda: alone)
+    assert ": MAY NOT FIT; lower batch.max_tokens_per_microbatch, " in plan.host_verdict
+
+
+@pytest.mark.parametrize(
+    ("line", "file"), [("4:memory:/a/b", "memory/a/memory.limit_in_bytes"), ("0::/a/b", "a/b/memory.max")]
+)
+def test_the_memory_of_a_container_is_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, file: str
+) -> None:
+    (tmp_path / "own").write_text(f"7:cpu:/other\n{line}\n")
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    assert usable_memory() == psutil.virtual_memory().total
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("max\n")
+    assert usable_memory() == psutil.virtual_memory().total
+    (tmp_path / file).write_text(f"{2**20}\n")
+    assert usable_memory() == 2**20

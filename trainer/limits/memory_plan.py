@@ -23,6 +23,7 @@ from trainer.limits.estimate import (
     model_shape,
     rank_memory,
 )
+from trainer.limits.machine import usable_memory
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.provenance import tool_output
 from trainer.rundir.text import counted, size
@@ -31,6 +32,13 @@ logger = logging.getLogger(__name__)
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
+PROCESS_BYTES = 2**29
+"""Memory of a rank or an engine besides what the plan counts: Python, torch, transformers and the C library's rest."""
+SAVING_KEYS = (
+    "batch.max_tokens_per_microbatch, sampling.max_new_tokens, rollout.num_engines or policy.num_workers, or set "
+    "policy.activation_checkpoint_every=1 or policy.dtype=bfloat16"
+)
+"""Keys that lower the host memory of a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +68,33 @@ class MemoryPlan:
         if self.rank is None or self.engine_bytes is None or self.device_bytes is None:
             return None
         return self.rank.on_device + self.engine_bytes <= USABLE * self.device_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes that ranks and engines take of the host's memory, at the cap; None if the model's size is unknown."""
+        if self.rank is None or self.engine is None:
+            return None
+        policy, rollout = self.config.policy, self.config.rollout
+        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.on_device)
+        of_engine = 0 if rollout.gpus_per_engine else self.engine.weights + self.engine.kv_cache
+        return policy.num_workers * (of_rank + PROCESS_BYTES) + rollout.num_engines * (of_engine + PROCESS_BYTES)
+
+    @property
+    def host_verdict(self) -> str:
+        """Comparison of the sum with the memory of this machine."""
+        if self.host_bytes is None:
+            return f"the memory that the run needs is unknown: {self.unknown}"
+        needs = f"ranks and engines need up to {size(self.host_bytes)} of the host's memory"
+        if self.config.cluster.address is not None:
+            return f"{needs}, on the machines of the cluster together"
+        memory = usable_memory()
+        fits = f"MAY NOT FIT; lower {SAVING_KEYS}" if self.host_bytes > memory else "it fits"
+        return f"{needs}; this machine has {size(memory)}: {fits}"
+
+    @property
+    def memory_note(self) -> str:
+        """Sentence for a run whose memory was used up."""
+        return f"The memory plan said: {self.host_verdict.partition('; lower')[0]}. Lower {SAVING_KEYS}."
 
     @property
     def takes_turns(self) -> bool:
@@ -106,6 +141,7 @@ class MemoryPlan:
             f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "
             f"+ KV cache {size(engine.kv_cache)} if all its samples were at the cap at once"
         )
+        yield self.host_verdict
         yield self.verdict
 
 
