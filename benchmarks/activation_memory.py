@@ -70,7 +70,13 @@ def measure(_: int, path: Path, variant: str, tokens: int, result: Path) -> None
     """Run one variant and write down peak MiB, planned MiB and seconds of processor time."""
     config = config_of(path, VARIANTS[variant], tokens=tokens)
     setup = PolicySetup(
-        config=config, model_path=path, rank=0, init_method=f"file://{result}.meet", device="cpu", num_threads=1
+        config=config,
+        model_path=path,
+        log_dir=path,
+        rank=0,
+        init_method=f"file://{result}.meet",
+        device="cpu",
+        num_threads=1,
     )
     worker = PolicyWorker(setup)
     worker.setup()

@@ -165,6 +165,7 @@ def main() -> None:
         setup = PolicySetup(
             config=config,
             model_path=path,
+            log_dir=path,
             rank=0,
             init_method=f"file://{path / secrets.token_hex(8)}",
             device="cpu",

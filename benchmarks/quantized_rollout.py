@@ -180,6 +180,7 @@ class Run:
         setup = PolicySetup(
             config=config,
             model_path=task.model_path,
+            log_dir=scratch,
             rank=0,
             init_method=f"file://{scratch / secrets.token_hex(8)}",
             device="cpu",

@@ -28,7 +28,15 @@ from rollout.engine import (
     given_up,
     wait_for,
 )
-from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, gather, kill_worker, stop_workers
+from rollout.group.actor_calls import (
+    GRACE_S,
+    LostWorkerError,
+    WorkerError,
+    WorkerProcess,
+    gather,
+    kill_worker,
+    stop_workers,
+)
 from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Transport
 from rollout.group.residency import SharedGpu
@@ -99,6 +107,17 @@ class EngineGroup:
     def unfinished(self) -> int:
         """Number of tickets that `poll` has not returned yet."""
         return sum(len(member.in_flight) for member in self._members) + len(self._backlog) + len(self._early)
+
+    @property
+    def num_answers(self) -> int:
+        """Number of requests that were answered up to now."""
+        return self._next_ticket - self.unfinished
+
+    @property
+    def processes(self) -> list[WorkerProcess]:
+        """The process of every engine that has started."""
+        ready = [member for member in self._members if member.processes]
+        return [WorkerProcess(member.name, member.node, member.processes[0]) for member in ready]
 
     def submit(self, requests: Sequence[GenerateRequest]) -> list[int]:
         """Queue requests, spread over the engines -> one ticket per request, unique in the run.

@@ -17,6 +17,7 @@ from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConf
 from rollout.engine import BroadcastError, Engine, EngineInfo, WeightReport
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.process_memory import private_bytes
+from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import WeightReceiver
@@ -39,7 +40,7 @@ class EngineSetup:
     num_threads: int
     """Number of compute threads of the engine on a CPU."""
     log_dir: Path
-    """Directory of the server's log file."""
+    """Directory of the server's log file and of the file of stacks."""
     model_path: Path
     sleeps: bool = False
     """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
@@ -70,6 +71,7 @@ class RolloutWorker:
     """One engine behind the methods of the Engine protocol."""
 
     def __init__(self, setup: EngineSetup) -> None:
+        write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._engine = build_engine(setup)
         self._pids: tuple[int, ...] = ()

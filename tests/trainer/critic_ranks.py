@@ -45,6 +45,7 @@ def _rank(
             PolicySetup(
                 config=config,
                 model_path=model_path,
+                log_dir=model_path,
                 rank=rank,
                 init_method=f"file://{directory / f'meeting_{number}'}",
                 device="cpu",

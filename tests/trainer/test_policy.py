@@ -321,7 +321,7 @@ def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
     with Cluster(config, log_dir=model_path) as cluster:
         policy = cluster.spawn_policy(model_path)
         infos = policy.wait_ready()
-        subprocess.run(["kill", "-9", str(infos[1].pid)], check=True)
+        subprocess.run(["kill", "-9", str(infos[1].process.pid)], check=True)
         with pytest.raises(RuntimeError, match=r"phase train: policy [01]"):
             policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
 

@@ -255,6 +255,7 @@ class Cluster:
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
                 num_threads=threads,
+                log_dir=self._log_dir.resolve(),
                 host=self._host(),
                 engine_threads=engine_threads(self._config),
             )
@@ -262,7 +263,8 @@ class Cluster:
             workers.append(actor.remote(setup))
         self._policy = PolicyGroup(
             workers,
-            node=self._nodes()[0],
+            nodes=self._nodes()[: config.num_workers],
+            memory_note=memory_plan(self._config, device_bytes=None).memory_note,
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
             shared_gpu=self._shared_gpu,

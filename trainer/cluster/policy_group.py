@@ -13,8 +13,9 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from rollout.engine import BroadcastError
-from rollout.group.actor_calls import GRACE_S, gather
+from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, WorkerProcess, gather, run_on
 from rollout.group.residency import SharedGpu
+from rollout.processes.process_marks import kill_processes
 from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
@@ -37,20 +38,33 @@ class PolicyGroup:
         self,
         workers: Sequence[ActorHandle[Any]],
         *,
-        node: str,
+        nodes: Sequence[str],
+        memory_note: str,
         start_timeout_s: float,
         step_timeout_s: float,
         shared_gpu: SharedGpu | None = None,
     ) -> None:
-        """`node` is the Ray node id of rank 0, from which the weights go out; `shared_gpu` is given if the engines use
-        the same GPUs."""
+        """`nodes` are the Ray node ids of the ranks.
+
+        `memory_note` is said if Ray ends a rank because the memory is used up. `shared_gpu` is given if the engines use
+        the same GPUs.
+        """
         self._workers = list(workers)
-        self.node = node
+        self._nodes = list(nodes)
+        self.node = nodes[0]
+        """Ray node id of rank 0, from which the weights go out."""
+        self._memory_note = memory_note
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
         self._starting = [worker.setup.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._shared_gpu = shared_gpu or SharedGpu()
+        self.processes: list[WorkerProcess] = []
+        """The process of every rank, once they are ready."""
+        self.num_answers = 0
+        """Number of calls that every rank has answered."""
+        self._given_up = ""
+        """Reason for which the watchdog has ended a rank; "" if it has ended none."""
         self._failed: tuple[Receiver, ...] = ()
         """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
 
@@ -59,7 +73,10 @@ class PolicyGroup:
 
     def wait_ready(self) -> list[PolicyInfo]:
         """Return when every rank has loaded and sharded the model; they began when the group was made."""
-        return self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
+        infos: list[PolicyInfo] = self._gather(self._starting, phase="policy start", deadline_s=self._start_timeout_s)
+        marks = [info.process for info in infos]
+        self.processes = [WorkerProcess(*rank) for rank in zip(self._names, self._nodes, marks, strict=True)]
+        return infos
 
     def train(self, batch: TrainBatch, *, step: int, dump_dir: Path | None = None) -> TrainReport:
         """One rollout step on all ranks. Every rank writes what it trained on to `dump_dir`, if there is one."""
@@ -153,10 +170,31 @@ class PolicyGroup:
         refs = [worker.load_checkpoint.remote(path, step) for worker in self._workers]
         return all(self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s))
 
+    def give_up(self, rank: WorkerProcess, reason: str) -> None:
+        """Kill a rank that cannot answer any more; the call that waits for it raises with this reason."""
+        self._given_up = reason
+        run_on(rank.node, kill_processes, [rank.mark])
+
     def stop(self) -> None:
         """End every rank: it is killed, for it holds nothing that would have to be given back."""
         for worker in self._workers:
             ray.kill(worker)
+        # A suspended process does not hear Ray.
+        for node in set(self._nodes):
+            run_on(node, kill_processes, [rank.mark for rank in self.processes if rank.node == node])
 
     def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
-        return gather(refs, names=self._names, phase=phase, deadline_s=deadline_s + GRACE_S)
+        try:
+            answers = gather(
+                refs,
+                names=self._names,
+                phase=phase,
+                deadline_s=deadline_s + GRACE_S,
+                memory_note=self._memory_note,
+            )
+        except WorkerError as error:
+            if self._given_up:
+                raise LostWorkerError(f"phase {phase}: {self._given_up}") from error
+            raise
+        self.num_answers += 1
+        return answers

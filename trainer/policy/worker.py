@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.processes.process_marks import ProcessMark, mark_processes
+from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import SharedWeights
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
@@ -56,6 +58,8 @@ class PolicySetup:
     """"cpu" or "cuda"."""
     num_threads: int
     """Torch threads on a CPU."""
+    log_dir: Path
+    """Directory of the file of stacks."""
     host: str = "127.0.0.1"
     """Address at which other machines reach the machine of rank 0."""
     engine_threads: int = 1
@@ -68,7 +72,7 @@ class PolicySetup:
 class PolicyInfo:
     """Facts that a rank reports about itself once the rank is ready."""
 
-    pid: int
+    process: ProcessMark
     device_bytes: int | None
     """Memory of the rank's GPU; None on a CPU."""
 
@@ -77,6 +81,7 @@ class PolicyWorker:
     """One FSDP2 rank: master weights, optimizer and the training step."""
 
     def __init__(self, setup: PolicySetup) -> None:
+        write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._config = setup.config
 
@@ -115,7 +120,7 @@ class PolicyWorker:
         self._receivers: tuple[Receiver, ...] = ()
         self._sender: WeightSender | None = None
         return PolicyInfo(
-            pid=os.getpid(),
+            process=mark_processes([os.getpid()])[0],
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
         )
 

@@ -26,11 +26,13 @@ from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
+from rollout.processes.stacks import STACKS_FILE
 from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
@@ -140,6 +142,10 @@ def open_run(
     policy.wait_ready()
     for info in engines.wait_ready():
         tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
+    stacks = run_dir / "logs" / STACKS_FILE
+    within.enter_context(
+        Watchdog(policy, engines, file=stacks, longest_s=longest_call_s(config), say=tracker.console.line)
+    )
     prompts = PromptStream(task.dataset.train, seed=config.run.seed)
     sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
     run = Run(
