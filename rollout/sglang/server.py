@@ -63,11 +63,11 @@ class SGLangServer:
         self._environment = environment
         self._api_key = secrets.token_urlsafe(32)
         self._admin_api_key = secrets.token_urlsafe(32)
-        self._port = free_port()
+        self._held_port = hold_port()
         self._server_args = {
             **server_args,
             "host": HOST,
-            "port": self._port,
+            "port": self._held_port.getsockname()[1],
             "api_key": self._api_key,
             "admin_api_key": self._admin_api_key,
         }
@@ -88,7 +88,7 @@ class SGLangServer:
 
     @property
     def address(self) -> str:
-        return f"http://{HOST}:{self._port}"
+        return f"http://{HOST}:{self._server_args['port']}"
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -135,6 +135,7 @@ class SGLangServer:
                 self._ended.wait(timeout=2 * STOP_TIMEOUT_S)
             if self._scratch is not None:
                 self._scratch.remove()
+            self._held_port.close()
             atexit.unregister(self.stop)
             if self._survivors or (self._process is not None and not self._ended.is_set()):
                 raise EngineError(
@@ -283,15 +284,23 @@ class SGLangServer:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
 
-def free_port() -> int:
-    """A free loopback port. Raises EngineError if a hundred random ports are all taken."""
+def hold_port() -> socket.socket:
+    """A socket that holds a free loopback port for a server, which starts to listen many seconds later.
+
+    It does not listen itself. With SO_REUSEADDR on both sides the kernel lets the server bind the port too; a socket
+    without this option, as of another server that looks for a free port, is refused. Raises EngineError if a hundred
+    random ports are all taken.
+    """
     for port in (secrets.choice(PORTS) for _ in range(100)):
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            return port
+        held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            # Without the option the kernel refuses a port that anybody else holds.
+            held.bind((HOST, port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
     raise EngineError(f"no free port among 100 of {PORTS.start}..{PORTS.stop - 1} on {HOST}")
 
 

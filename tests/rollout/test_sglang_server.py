@@ -11,7 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -23,7 +25,7 @@ from rollout.hf.torchvision_operators import declare_torchvision_operators
 from rollout.processes.scratch import PREFIX, SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
 from rollout.sglang.engine import SGLangEngine
-from rollout.sglang.server import PORTS, SGLangServer, free_port
+from rollout.sglang.server import PORTS, SGLangServer, hold_port
 from rollout.types import GenerateRequest, SamplingParams
 
 
@@ -182,14 +184,28 @@ def test_what_a_killed_owner_left_is_swept_and_what_a_living_one_uses_is_not(
         foreign.unlink(missing_ok=True)
 
 
-def test_ports_lie_below_those_of_outgoing_connections_and_are_free() -> None:
-    ports = {free_port() for _ in range(20)}
-    assert ports <= set(PORTS)
-    assert len(ports) > 10
+def test_ports_lie_below_those_of_outgoing_connections() -> None:
+    with ExitStack() as held:
+        ports = {held.enter_context(hold_port()).getsockname()[1] for _ in range(20)}
+    assert ports <= set(PORTS) and len(ports) == 20
     first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     assert max(ports) < first_ephemeral
-    with socket.create_server(("127.0.0.1", free_port())):
-        pass
+
+
+@pytest.mark.scenario(33)
+def test_nobody_takes_the_port_between_its_choice_and_the_start_of_the_server(tmp_path: Path) -> None:
+    server = make_server(tmp_path, environment={})
+    port = urlsplit(server.address).port
+    assert port is not None
+    script = f"import socket; socket.socket().bind(('127.0.0.1', {port}))"
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "Address already in use" in other.stderr
+    # The server itself can listen there, as uvicorn does, and only once.
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(OSError, match="Address already in use"):
+        socket.create_server(("127.0.0.1", port))
+    server.stop()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))
 
 
 def test_engine_args_that_break_the_weight_sync_are_refused(tmp_path: Path) -> None:
