@@ -11,6 +11,7 @@ M: sequences that are read.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -58,8 +59,8 @@ class _Sequence:
     request: GenerateRequest
     taken_up: float
     """Time of its admission, time.monotonic()."""
-    draws: list[float]
-    """[max_new_tokens] all draws of the sample, fixed by its seed alone: draw t is for response token t."""
+    draws: array[float]
+    """[max_new_tokens] float64, all draws of the sample, fixed by its seed alone: draw t is for response token t."""
     tokens: list[int]
     """[R] response tokens so far, resumed tokens included."""
     logprobs: list[float] = field(default_factory=list)
@@ -171,9 +172,9 @@ class Batch:
             generator.manual_seed(request.sampling.seed)
             draws = torch.rand(request.sampling.max_new_tokens, generator=generator, dtype=torch.float64)
             begun = [] if request.resumed is None else list(request.resumed.token_ids)
-            self._sequences.append(
-                _Sequence(ticket=ticket, request=request, taken_up=now, draws=draws.tolist(), tokens=begun)
-            )
+            # A list would hold four times as many bytes, for every token that the response might have.
+            packed = array("d", draws.numpy().tobytes())
+            self._sequences.append(_Sequence(ticket=ticket, request=request, taken_up=now, draws=packed, tokens=begun))
         new = self._sequences[active:]
         self._slots.resize(
             num_slots=self.num_active,
