@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.engine import EngineError
@@ -77,6 +77,8 @@ def gather(
             except (RayActorError, OutOfMemoryError) as error:
                 cause = cause_of_death(str(error), memory_note=memory_note)
                 raise LostWorkerError(f"phase {phase}: {names[position]} died: {cause}") from error
+            except GetTimeoutError as error:
+                raise LostWorkerError(f"phase {phase}: the answer of {names[position]} did not arrive") from error
             except RayError as error:
                 kind = type(error).__name__
                 raise WorkerError(f"phase {phase}: {names[position]} could not answer: {kind}: {error}") from error
