@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-SECRET_WORDS = r"key|token(?!iz)|secret|passw|pwd|credential|auth"
+SECRET_WORDS = (
+    r"key(?!word|board)|token(?!iz)|secret|passw|passphrase|pwd|credential|auth(?!or(?!i[sz]))|bearer|cookie|signature"
+    r"|session_?id|(?<![\w.-])session(?![\w.-])|(?<![a-z])(?:pat|sig|jwt)(?![a-z])"
+)
 """Regular expression of the parts of a name that mark a secret."""
 _SECRET_NAME = re.compile(SECRET_WORDS, re.IGNORECASE)
 _HARMLESS_NAMES = frozenset({"prompt_key", "answer_key"})

@@ -23,9 +23,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
+from rollout.processes.secret_names import is_secret_name
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
-from trainer.rundir.redact import is_secret_name
 
 VERSION_BASE = "1.3"
 """Version of Hydra whose behaviour the configs expect."""

@@ -2,7 +2,7 @@
 
 Any value -> the same shape with secret strings replaced by "<redacted>". trainer/tracking/tracker.py redacts a config
 before it reaches config.yaml, environment.json or W&B. A secret is recognised by the name of its key (api_key,
-hf_token, password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known prefix.
+hf_token, password, ...), by its place (user:password@ in a URL, the value after --api-key) or by a well-known form.
 """
 
 from __future__ import annotations
@@ -22,14 +22,44 @@ _SECRET_NUMBER_NAME = re.compile(r"secret|passw|pwd|credential|api_?key", re.IGN
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 _FLAG = re.compile(r"--?(?P<name>[A-Za-z][\w.-]*)")
 _ASSIGNMENT = re.compile(r"(?P<name>[+~-]*[A-Za-z_][\w./-]*)=(?P<value>.*)", re.DOTALL)
-_INNER_PAIR = re.compile(
-    rf"(?P<name>[\w.-]*(?:{SECRET_WORDS})[\w.-]*)(?P<mid>[\"']?\s*[:=]\s*)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,}}\]&;\"']+)",
+
+# Every pattern below begins where a word begins and bounds what comes before its mark: a text may be a megabyte of one
+# letter, and its time must grow with its length only.
+_VALUE = r"(?P<value>\"[^\"]*\"|'[^']*'|[^\s,}\]&;\"'<]+)"
+_NAME_WITH = r"(?<![\w.-])(?P<name>[\w.-]{{0,64}}?(?:{})[\w.-]{{0,64}})"
+_INNER_PAIR = re.compile(_NAME_WITH.format(SECRET_WORDS) + r"(?P<mid>[\"']?\s{0,9}[:=]\s{0,9})" + _VALUE, re.IGNORECASE)
+_QUOTED_PAIR = re.compile(
+    _NAME_WITH.format(SECRET_WORDS) + r"(?P<mid>\\?[\"']\s{0,9}:\s{0,9}\\?(?=[\"']))(?P<value>\"[^\"]*\"|'[^']*')",
     re.IGNORECASE,
 )
-_URL_LOGIN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/\s@]+@", re.IGNORECASE)
-_URL_QUERY = re.compile(rf"(?P<name>[?&][\w.-]*(?:{SECRET_WORDS})[\w.-]*=)[^&\s#]+", re.IGNORECASE)
-_HEADER = re.compile(r"\b(?P<kind>Bearer|Basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
-_KNOWN_PREFIX = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA|wandb_v\d_)[\w-]{12,}")
+# In prose only these names mark a secret: `KeyError: 'x'` and `not a key: x` must stay readable.
+_STRONG_WORDS = (
+    r"(?:api|access|private|secret|account)[_-]?key|(?:auth|access|refresh|hf|session|bearer|security)[_-]?token"
+    r"|secret|passw(?:or)?d|passphrase|credential|cookie|session_?id|(?<![a-z])pat(?![a-z])"
+)
+_PLAIN_PAIR = re.compile(
+    _NAME_WITH.format(_STRONG_WORDS) + r"(?P<mid>=|\s?[:=]\s?(?=[^\s,;]{0,199}\d))(?P<value>[^\s,}\]&;\"'<()]{4,})",
+    re.IGNORECASE,
+)
+_HEADERS = re.compile(
+    r"\b(?P<name>(?:proxy-)?authorization[\"']?\s?[:=]\s?[\"']?(?:[a-z]{1,20}\s)?|bearer\s(?=[^\s\"']{0,99}\d))"
+    r"[\w.~+/=%:-]{8,}",
+    re.IGNORECASE,
+)
+_COOKIES = re.compile(r"\b(?P<name>(?:set-)?cookie:\s?)[^\r\n\"']+", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]{0,20}://)[^/\s@]+@", re.IGNORECASE)
+_URL_QUERY = re.compile(rf"(?P<name>[?&;][\w.-]{{0,64}}?(?:{SECRET_WORDS})[\w.-]{{0,64}}=)[^&\s#\"'<>]+", re.IGNORECASE)
+_WANDB_KEY = re.compile(r"(?P<name>\bwandb\b[^\n]{0,40}?)(?<![\w-])[0-9a-f]{40}(?!\w)", re.IGNORECASE)
+"""A key of W&B looks like a commit, which must stay: W&B must be named before it."""
+_KNOWN_FORM = re.compile(
+    r"(?<![\w-])(?:"
+    r"hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]{0,99}\d)[\w-]{16,}|[sr]k_(?:live|test)_\w{16,}|gh[opusr]_\w{16,}|github_pat_\w{16,}"
+    r"|glpat-[\w-]{16,}|xox[abeprs]-[\w-]{12,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|npm_\w{30,}"
+    r"|pypi-[\w-]{30,}|nvapi-[\w-]{20,}|gsk_\w{20,}|wandb_v\d_[\w-]{12,}|local-[0-9a-f]{40}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----.*?(?:-----END [A-Z ]{0,40}-----|\Z)",
+    re.DOTALL,
+)
 
 
 def redact(value: object, *, name: str = "") -> object:
@@ -62,11 +92,22 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
 
 
 def redact_text(text: str) -> str:
-    """Free text without logins in URLs, secrets in query strings, authorization headers and well-known key formats."""
+    """Free text without secrets: by their form, their header, their place in a URL, or the name right before them."""
+    text = _KNOWN_FORM.sub(REDACTED, text)
     text = _URL_LOGIN.sub(rf"\g<scheme>{REDACTED}@", text)
-    text = _URL_QUERY.sub(rf"\g<name>{REDACTED}", text)
-    text = _HEADER.sub(rf"\g<kind> {REDACTED}", text)
-    return _KNOWN_PREFIX.sub(REDACTED, text)
+    for pattern in (_URL_QUERY, _HEADERS, _COOKIES, _WANDB_KEY):
+        text = pattern.sub(rf"\g<name>{REDACTED}", text)
+    for pattern in (_QUOTED_PAIR, _PLAIN_PAIR):
+        text = pattern.sub(_without_value, text)
+    return text
+
+
+def _without_value(pair: re.Match[str]) -> str:
+    """A pair `name: value` without its value, in the quotes that the value has, if the name is that of a secret."""
+    if not _is_hidden(pair["name"], pair["value"]):
+        return pair[0]
+    quote = pair["value"][0] if pair["value"][0] in "\"'" else ""
+    return f"{pair['name']}{pair['mid']}{quote}{REDACTED}{quote}"
 
 
 def _redact_items(items: Sequence[object]) -> list[object]:
@@ -92,10 +133,7 @@ def _redact_argument(item: str) -> str:
     if value and _is_hidden(name, value):
         return f"{name}={REDACTED}"
     # A Hydra dict override holds pairs `api_key: X` of its own.
-    inner = _INNER_PAIR.sub(
-        lambda pair: f"{pair['name']}{pair['mid']}{REDACTED}" if _is_hidden(pair["name"], pair["value"]) else pair[0],
-        value,
-    )
+    inner = _INNER_PAIR.sub(_without_value, value)
     return f"{name}={redact_text(inner)}"
 
 
