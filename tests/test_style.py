@@ -26,6 +26,10 @@ MAX_PARAMETERS = 8
 MAX_NESTING = 4
 
 ALLOWED: dict[tuple[str, str, str], str] = {
+    **{
+        ("trainer/rundir/text.py", "printing", f"sys.{stream}.write(printable(text))"): "takes control characters out"
+        for stream in ("stdout", "stderr")
+    },
     ("trainer/policy/shard_reader.py", "unsafe", "import pickle"): "for the unpickler that admits an index and no code",
     ("rollout/sglang/weight_update.py", "unsafe", "import pickle"): "SGLang's update route takes pickled tensors only",
     (
@@ -164,7 +168,9 @@ def blocks_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 def printing(source: Source) -> Iterator[Found]:
     for name, call in source.calls():
         if name == "print":
-            yield call.lineno, "print(): log it, or write it to sys.stdout in the command line"
+            yield call.lineno, "print(): log it, or use to_stdout of trainer/rundir/text.py in the command line"
+        if name in ("sys.stdout.write", "sys.stderr.write"):
+            yield call.lineno, f"{name}() lets control characters through: use trainer/rundir/text.py"
 
 
 def swallowed_error(source: Source) -> Iterator[Found]:
@@ -275,7 +281,7 @@ BROKEN: dict[Rule, tuple[str, ...]] = {
         "def f():\n if a:\n  for b in c:\n   while d:\n    with e:\n     try:\n      g()\n     finally:\n      h()",
         "def f():\n if a: pass\n elif b:\n  for c in d:\n   match e:\n    case 1:\n     if f:\n      if g: pass",
     ),
-    printing: ("print('x')",),
+    printing: ("print('x')", "sys.stderr.write(text)"),
     swallowed_error: (
         "try: f()\nexcept: pass",
         "try: f()\nexcept Exception: pass",

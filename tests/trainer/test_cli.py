@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from cli_process import HEAVY, parity
 
+from rollout.rewards.scorer import RewardError
 from trainer.cli.commands import run
+from trainer.cli.job import ERROR_LOG, failed
 
 
 @pytest.mark.parametrize("words", [["--help"], ["recipes", "--help"], ["doctor", "--help"], ["train", "--help"]])
@@ -298,3 +300,34 @@ def test_help_of_a_recipe_calls_nothing_that_the_recipe_names(tmp_path: Path) ->
         outcome = parity("train", str(recipe), *flag, cwd=tmp_path)
         assert outcome.code == 2 and f"{recipe}: hydra has no effect" in outcome.err
         assert not owned.exists()
+
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\r"
+
+
+def test_what_a_stranger_wrote_does_not_move_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message of a reward that failed on a response, a file name, a value of the command line: one way out."""
+    failed(RewardError(f"no answer in {ESCAPES}\ud83d"), tmp_path / "run", command="parity train")
+    run(["report", str(tmp_path / f"no{ESCAPES}run")])
+    run(["train", "arithmetic_grpo", f"optim.lr={ESCAPES}"])
+    captured = capsys.readouterr()
+    assert "no answer in ]0;owned[2J31m" in captured.err and "optim.lr" in captured.err
+    shown = captured.out + captured.err + (tmp_path / "run" / ERROR_LOG).read_text()
+    assert not set(ESCAPES + "\ud83d") & set(shown) - set("]0;owned[2J31m")
+
+
+def test_a_warning_without_a_console_does_not_move_the_terminal(tmp_path: Path) -> None:
+    """`parity export` of a stranger's run warns about a file whose name is an escape sequence."""
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text(
+        '{"format": 2, "files": {"\\u001b]0;owned": {"bytes": 1, "xxh3_128": ""}}}'
+    )
+    code = (
+        "from pathlib import Path; from trainer.cli import commands; from trainer.rundir import checkpoint\n"
+        "commands.run(['--version'])\n"
+        f"checkpoint.newest_checkpoint(Path({str(tmp_path / 'run')!r}))"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    first = outcome.stderr.splitlines()[0]
+    assert "step_000001 is damaged" in first and "]0;owned" in first and "\x1b" not in first

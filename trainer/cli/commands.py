@@ -6,6 +6,7 @@ large package: help appears at once, and a mistake is reported before torch or R
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from trainer.compose.outcome import (
 )  # fmt: skip
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
+from trainer.rundir.text import PrintableFormatter, to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -138,10 +140,12 @@ USAGES = {
 
 def run(words: Sequence[str]) -> int:
     """Run one command; return its exit code."""
+    if logging.lastResort is not None:  # writes the warnings that come while there is no console
+        logging.lastResort.setFormatter(PrintableFormatter())
     try:
         return _dispatch(list(words))
     except KeyboardInterrupt:
-        sys.stderr.write("parity: interrupted\n")
+        to_stderr("parity: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of the output has closed the pipe; the interpreter must not report this at exit.
@@ -155,14 +159,14 @@ def _dispatch(words: list[str]) -> int:
 
         return complete(words)
     if not words:
-        sys.stderr.write(HELP)
+        to_stderr(HELP)
         return REFUSED
     command, rest = words[0], words[1:]
     if command in HELP_FLAGS:
-        sys.stdout.write(HELP)
+        to_stdout(HELP)
         return DONE
     if command == "--version":
-        sys.stdout.write(f"parity-rl {version('parity-rl')}\n")
+        to_stdout(f"parity-rl {version('parity-rl')}\n")
         return DONE
     if command == "train":
         return _train(rest)
@@ -171,7 +175,7 @@ def _dispatch(words: list[str]) -> int:
         hint = f"Did you mean parity {close}? " if close else ""
         return refuse("parity", "command", "is not known", command, f"{hint}See parity --help.")
     if any(flag in rest for flag in HELP_FLAGS):
-        sys.stdout.write(USAGES[command])
+        to_stdout(USAGES[command])
         return DONE
     match command:
         case "resume":
@@ -211,7 +215,7 @@ def _doctor() -> int:
     from trainer.cli.doctor import examine, render
 
     findings = examine()
-    sys.stdout.write(render(findings))
+    to_stdout(render(findings))
     return DONE if findings.engines else FAILED
 
 
@@ -237,9 +241,9 @@ def _export(words: list[str]) -> int:
     try:
         checkpoint = export_model(config, run_dir, directory, best=best)
     except CheckpointError as error:
-        sys.stderr.write(f"{command}: {error}\n")
+        to_stderr(f"{command}: {error}\n")
         return FAILED
-    sys.stdout.write(f"{directory}: the policy after step {checkpoint.state.step}\n")
+    to_stdout(f"{directory}: the policy after step {checkpoint.state.step}\n")
     return DONE
 
 
@@ -251,7 +255,7 @@ def _train(words: list[str]) -> int:
                 "  ".join(f"{group}={'|'.join(options)}" for group, options in table.items())
                 for table in (GROUPS, PRESETS)
             )
-            sys.stdout.write(TRAIN_HELP.format(groups=groups, presets=presets))
+            to_stdout(TRAIN_HELP.format(groups=groups, presets=presets))
             return DONE
         names = ", ".join(recipe_files(recipe_dir()))
         return refuse(command, "recipe", "must be given", None, f"{command} <recipe>; recipes: {names}.")
@@ -320,6 +324,6 @@ def _checked_train(
     if arguments.dry_run:
         from trainer.cli.plan import render_plans
 
-        sys.stdout.write(render_plans(resolution))
+        to_stdout(render_plans(resolution))
         return DONE
     return launch(resolution)

@@ -7,7 +7,6 @@ module completes commands and recipes; Hydra completes the words after a recipe,
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from trainer.cli.show import hydra_main
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
+from trainer.rundir.text import to_stdout
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
@@ -67,4 +67,4 @@ def _query(query: str, line: str) -> None:
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:
-    sys.stdout.write(" ".join(word for word in candidates if word.startswith(start)) + "\n")
+    to_stdout(" ".join(word for word in candidates if word.startswith(start)) + "\n")

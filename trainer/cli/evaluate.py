@@ -5,7 +5,6 @@ All problems are reported together before torch or Ray is loaded. Called by `com
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from trainer.compose.compose import resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
+from trainer.rundir.text import to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 
 if TYPE_CHECKING:
@@ -92,15 +92,14 @@ def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
     from trainer.run.evaluation import evaluate_model
 
     def say(line: str) -> None:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+        to_stdout(f"{line}\n")
 
     try:
         evaluated = evaluate_model(config, source, run_dir=run_dir, say=say)
     except Exception as error:
         return failed(error, run_dir, command=NAME)
-    sys.stdout.write(render_results(evaluated.results))
-    sys.stdout.write(f"{evaluated.result_path}\n")
+    to_stdout(render_results(evaluated.results))
+    to_stdout(f"{evaluated.result_path}\n")
     return DONE
 
 

@@ -6,7 +6,6 @@ Every run uses the config that was checked before the first run started. Called 
 from __future__ import annotations
 
 import shlex
-import sys
 import traceback
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from trainer.config.train import TrainConfig
 from trainer.rundir.redact import redact_text
 from trainer.rundir.run_dir import RunDirectoryError, make_private
 from trainer.rundir.termination import RunTerminated
+from trainer.rundir.text import printable, to_stderr, to_stdout
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
@@ -29,16 +29,15 @@ def launch(resolution: Resolution) -> int:
         run_dir = resolution.run_dir(index)
         run.config.run.dir = str(run_dir)
         if len(resolution.runs) > 1:
-            sys.stdout.write(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
-            sys.stdout.flush()
+            to_stdout(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
         outcomes.append(run_job(run.config, run_dir))
         if outcomes[-1] > 128:  # a signal asked to end: this ends the command, not only one of its runs
             break
     if not_begun := len(resolution.runs) - len(outcomes):
-        sys.stderr.write(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
+        to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
     num_failed = sum(outcome == FAILED for outcome in outcomes)
     if len(outcomes) > 1 and num_failed:
-        sys.stderr.write(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
+        to_stderr(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
     return max(outcomes)
 
 
@@ -50,18 +49,18 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
 
         result = train(config)
     except KeyboardInterrupt:
-        sys.stderr.write(f"parity train: interrupted; what was written stays in {run_dir}\n")
+        to_stderr(f"parity train: interrupted; what was written stays in {run_dir}\n")
         raise
     except RunTerminated as ended:
         saved = f"go on with {resume_command(run_dir)}" if config.checkpoint.every else "nothing was saved"
-        sys.stderr.write(f"parity train: {ended}; {saved}\n")
+        to_stderr(f"parity train: {ended}; {saved}\n")
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command="parity train")
     if result.was_complete:
         more = f"{resume_command(run_dir)} run.num_steps=<more> goes on with it"
-        sys.stdout.write(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
-    sys.stdout.write(f"{result.report_path}\n")
+        to_stdout(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
+    to_stdout(f"{result.report_path}\n")
     return DONE
 
 
@@ -72,7 +71,7 @@ def resume_command(run_dir: Path) -> str:
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:
     """Report an error in one paragraph; keep the traceback in the run directory, unless it belongs to another run."""
-    trace = redact_text("".join(traceback.format_exception(error)))
+    trace = printable(redact_text("".join(traceback.format_exception(error))))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
         message = str(error)
     else:
@@ -80,7 +79,7 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     if isinstance(error, RunDirectoryError):
-        sys.stderr.write(f"{command} failed: {redact_text(message)}\n")
+        to_stderr(f"{command} failed: {redact_text(message)}\n")
         return FAILED
     log = run_dir / ERROR_LOG
     try:
@@ -89,5 +88,5 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         kept = f"The full traceback is in {log}."
     except OSError as unwritable:
         kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
-    sys.stderr.write(f"{command} failed: {redact_text(message)}\n{kept}\n")
+    to_stderr(f"{command} failed: {redact_text(message)}\n{kept}\n")
     return FAILED

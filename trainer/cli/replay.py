@@ -5,7 +5,6 @@ All problems are reported together before torch is loaded. Called by `commands.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from trainer.compose.outcome import DONE, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.text import to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.replay.results import Replay
@@ -49,7 +49,7 @@ def run_replay(words: Sequence[str]) -> int:
     try:
         dump = open_dump(arguments.run_dir, arguments.step)
     except DumpError as error:
-        sys.stderr.write(f"{command}: nothing was started: {error}\n")
+        to_stderr(f"{command}: nothing was started: {error}\n")
         return REFUSED
     resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config
@@ -141,5 +141,4 @@ def render_replay(replay: Replay) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    to_stdout(text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from algorithms.config import Problem
 from trainer.compose.outcome import DONE, FAILED, report
+from trainer.rundir.text import to_stderr, to_stdout
 
 COMMAND = "parity report"
 METRICS = "metrics.jsonl"
@@ -33,9 +33,9 @@ def run_report(words: Sequence[str]) -> int:
     try:
         path = write_comparison(run_dirs, out)
     except OSError as error:
-        sys.stderr.write(f"{COMMAND}: {error}\n")
+        to_stderr(f"{COMMAND}: {error}\n")
         return FAILED
-    sys.stdout.write(f"{path}\n")
+    to_stdout(f"{path}\n")
     return DONE
 
 

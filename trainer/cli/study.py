@@ -5,7 +5,6 @@ Every problem of every run is reported before a run is started. Called by `comma
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -23,6 +22,7 @@ from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory
+from trainer.rundir.text import to_stderr, to_stdout
 from trainer.study.config import StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study, recipe_problems
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
@@ -65,14 +65,14 @@ def run_study(words: Sequence[str]) -> int:
     if problems:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     if arguments.dry_run:
-        sys.stdout.write(render_grid(study, study_dir))
+        to_stdout(render_grid(study, study_dir))
         return DONE
     # The recorded command omits study.dir and resume, so that it stays the same when a study is continued or moved.
     kept = [word for word in words if word not in RESUME_WORDS and not word.startswith(f"{SECTION}.dir=")]
     try:
         lock = lock_directory(study_dir, key="study.dir")
     except RunDirectoryError as error:
-        sys.stderr.write(f"{NAME}: nothing was started: {error}\n")
+        to_stderr(f"{NAME}: nothing was started: {error}\n")
         return REFUSED
     try:
         return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
@@ -108,7 +108,7 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     notes = study_notes(study.config, results, ranking)
     page = study_dir / PAGE_FILE
     table = rows_text([TITLES, *table_rows(ranking)], num_words=MODE_COLUMN + 1)
-    sys.stdout.write("\n".join([table, *notes, str(page), ""]))
+    to_stdout("\n".join([table, *notes, str(page), ""]))
     if not_written:
         _say(f"{NAME}: {page} could not be written ({not_written})")
     if request is not None:
@@ -123,8 +123,7 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    to_stderr(f"{line}\n")
 
 
 def summary(study: Study, study_dir: Path, records: dict[str, CellRecord]) -> str:

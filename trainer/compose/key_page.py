@@ -9,7 +9,6 @@ The page takes default, rule and meaning from the config dataclasses, and names 
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -19,6 +18,7 @@ from algorithms.config.rules import Description, describe
 from trainer.compose.keys import accepted
 from trainer.compose.renamed import TRL, VERL
 from trainer.config.train import GROUPS, TrainConfig
+from trainer.rundir.text import to_stdout
 
 MAX_COLUMNS = 120
 INTRODUCTION = """# Every key
@@ -102,4 +102,4 @@ def _elsewhere(key: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(key_page())
+    to_stdout(key_page())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from algorithms.config import Problem
+from trainer.rundir.text import to_stderr
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run failed; nothing was started because of the command line; ended by Ctrl-C."""
@@ -28,5 +28,5 @@ def report(problems: Sequence[Problem], *, command: str) -> int:
     """Write every problem to stderr; return the exit code of a refused command."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     lines = [f"{command}: {count}, {NOTHING_STARTED}", *(f"  - {problem}" for problem in problems)]
-    sys.stderr.write("\n".join(lines) + "\n")
+    to_stderr("\n".join(lines) + "\n")
     return REFUSED

@@ -1,6 +1,9 @@
-"""Numbers for readers: counts with their noun, bytes in a short unit. Every plan and report uses these functions."""
+"""Text for readers: counts with their noun, bytes in a short unit, and the way of every text to the terminal."""
 
 from __future__ import annotations
+
+import logging
+import sys
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -15,3 +18,30 @@ def size(num_bytes: int) -> str:
         amount /= 1024
         units.pop(0)
     return f"{amount:.3g} {units[0]}"
+
+
+def printable(text: str) -> str:
+    """Text without control characters; line breaks and tabs stay.
+
+    Text of a model, a data set or a file must not move the cursor, recolour or rename the terminal.
+    """
+    return "".join(char for char in text if char in "\n\t" or char.isprintable())
+
+
+def to_stdout(text: str) -> None:
+    """Write what a command answers, at once and without control characters."""
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()
+
+
+def to_stderr(text: str) -> None:
+    """Write what a command reports, at once and without control characters."""
+    sys.stderr.write(printable(text))
+    sys.stderr.flush()
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log records without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

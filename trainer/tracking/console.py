@@ -21,6 +21,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from trainer.rundir.text import printable
+
 logger = logging.getLogger(__name__)
 
 MISSING = "-"
@@ -124,7 +126,7 @@ class Console:
 
     def line(self, text: str, *, style: str = "") -> None:
         """Write one permanent line, above the bar if there is one. Control characters are taken out."""
-        clean = _without_control_characters(text)
+        clean = printable(text)
         with self._writing():
             if self._broken:
                 return
@@ -138,7 +140,7 @@ class Console:
         """Say what the run does from now on ("starting engines"); ends the phase before and writes its seconds."""
         with self._writing():
             self._end_phase(outcome="done")
-            self._phase = _without_control_characters(text)
+            self._phase = printable(text)
             self._phase_started = self._phase_reported = time.monotonic()
             if self._bar is not None:
                 self._bar.reset(self._bar.task_ids[0], description=self._phase, total=None, **_EMPTY)
@@ -228,8 +230,3 @@ class _LogLines(logging.Handler):
 def _writes_to_terminal_streams(handler: logging.Handler) -> bool:
     standard = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
     return isinstance(handler, logging.StreamHandler) and any(handler.stream is stream for stream in standard)
-
-
-def _without_control_characters(text: str) -> str:
-    """Text from a model or a library must not move the cursor or recolour the terminal; line breaks and tabs stay."""
-    return "".join(char for char in text if char in "\n\t" or (char.isprintable() or char == " "))
