@@ -84,8 +84,8 @@ def mark(phase: str) -> None:
 class MarkedWorker(PolicyWorker):
     """A rank that says when it is in the optimizer step."""
 
-    def setup(self) -> PolicyInfo:
-        info = super().setup()
+    def setup(self, store_port: int | None = None) -> PolicyInfo:
+        info = super().setup(store_port)
         from torch.optim import optimizer
 
         optimizer.register_optimizer_step_pre_hook(lambda *_: mark("optimizer"))

@@ -317,7 +317,8 @@ def test_placement_held_by_another_run_ends_at_the_deadline(model_path: Path, mo
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
     config = make_config(model_path)
-    config.cluster = ClusterConfig(address="auto")  # as in a joined cluster, the ranks meet at a port
+    # As in a joined cluster, the ranks meet at a port: one that rank 0 has opened when the others hear of it.
+    config.cluster = ClusterConfig(address="auto")
     with Cluster(config, log_dir=model_path) as cluster:
         policy = cluster.spawn_policy(model_path)
         infos = policy.wait_ready()

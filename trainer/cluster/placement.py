@@ -37,9 +37,6 @@ from trainer.rundir.termination import end_at_sigterm
 
 logger = logging.getLogger(__name__)
 
-RENDEZVOUS_PORTS = range(20000, 30000)
-"""Below the range from which Linux takes the ports of outgoing connections."""
-
 RAY_PREFIX = "parity-ray-"
 """Prefix of the directory of a run that holds Ray's temporary files."""
 RAY_PARENT_BYTES = 20
@@ -267,6 +264,7 @@ class Cluster:
             memory_note=memory_plan(self._config, device_bytes=None).memory_note,
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
+            meets_at_port=init_method is None,
             shared_gpu=self._shared_gpu,
         )
         self._ends.callback(self._policy.stop)
@@ -316,13 +314,13 @@ class Cluster:
             self._policy.sleep()
         return plan.takes_turns
 
-    def _rendezvous(self) -> str:
-        """Return the rendezvous of the ranks: a file on one machine, a port on the machine of rank 0 across machines.
+    def _rendezvous(self) -> str | None:
+        """The file at which the ranks of one machine meet; None across machines: at a store that rank 0 opens.
 
-        The store behind a port listens on every interface and knows no password; a file cannot be reached.
+        The store listens on every interface and knows no password; a file cannot be reached.
         """
         if self._config.cluster.address is not None:
-            return f"tcp://{self._host()}:{secrets.choice(RENDEZVOUS_PORTS)}"
+            return None
         self._log_dir.mkdir(parents=True, exist_ok=True)
         file = (self._log_dir / f".rendezvous-{secrets.token_hex(8)}").resolve()
         self._ends.callback(file.unlink, missing_ok=True)

@@ -42,9 +42,10 @@ class PolicyGroup:
         memory_note: str,
         start_timeout_s: float,
         step_timeout_s: float,
+        meets_at_port: bool = False,
         shared_gpu: SharedGpu | None = None,
     ) -> None:
-        """`nodes` are the Ray node ids of the ranks.
+        """`nodes` are the Ray node ids of the ranks; `meets_at_port` is True if the ranks meet at the store of rank 0.
 
         `memory_note` is said if Ray ends a rank because the memory is used up. `shared_gpu` is given if the engines use
         the same GPUs.
@@ -55,8 +56,12 @@ class PolicyGroup:
         """Ray node id of rank 0, from which the weights go out."""
         self._memory_note = memory_note
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
-        self._starting = [worker.setup.remote() for worker in self._workers]
         self._start_timeout_s = start_timeout_s
+        ports: list[int] = []
+        if meets_at_port:
+            opened = [self._workers[0].open_store.remote()]
+            ports = gather(opened, names=self._names[:1], phase="policy start", deadline_s=start_timeout_s)
+        self._starting = [worker.setup.remote(*ports) for worker in self._workers]
         self._step_timeout_s = step_timeout_s
         self._shared_gpu = shared_gpu or SharedGpu()
         self.processes: list[WorkerProcess] = []

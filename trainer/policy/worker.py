@@ -52,8 +52,8 @@ class PolicySetup:
     config: TrainConfig
     model_path: Path
     rank: int
-    init_method: str
-    """Rendezvous of the process group, "file://<path>" or "tcp://<address>:<port>"."""
+    init_method: str | None
+    """File at which the ranks of one machine meet, "file://<path>"; None if ranks meet at the store of rank 0."""
     device: str
     """"cpu" or "cuda"."""
     num_threads: int
@@ -84,10 +84,28 @@ class PolicyWorker:
         write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._config = setup.config
+        self._store: dist.TCPStore | None = None
 
-    def setup(self) -> PolicyInfo:
-        """Join the process group, load the model, shard it, build the optimizer."""
+    def open_store(self) -> int:
+        """Open the store at which the ranks of several machines meet, on rank 0 -> its port, which the system chooses.
+
+        The port is in use from here on, so that nobody can take it before the other ranks come.
+        """
+        self._store = self._meet(0, is_master=True)
+        return self._store.port
+
+    def _meet(self, port: int, *, is_master: bool) -> dist.TCPStore:
+        timeout = timedelta(seconds=self._config.policy.start_timeout_s)
+        return dist.TCPStore(self._setup.host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+    def setup(self, store_port: int | None = None) -> PolicyInfo:
+        """Join the process group, load the model, shard it, build the optimizer.
+
+        `store_port` is given if the ranks meet at the store of rank 0.
+        """
         setup, config = self._setup, self._config
+        if store_port is not None and self._store is None:
+            self._store = self._meet(store_port, is_master=False)
         torch.manual_seed(config.run.seed)
         if setup.device == "cpu":
             torch.set_num_threads(setup.num_threads)
@@ -96,6 +114,7 @@ class PolicyWorker:
             # Norms of gradients that lie on the host are summed there.
             "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
             init_method=setup.init_method,
+            store=self._store,
             rank=setup.rank,
             world_size=config.policy.num_workers,
             timeout=timedelta(seconds=config.policy.step_timeout_s),
