@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,9 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 
 PLACEMENT_TIMEOUT_S = 60.0
 """Deadline in seconds for Ray to grant all resources: resources that another run holds seldom become free sooner."""
+
+REACH_TIMEOUT_S = 10.0
+"""Deadline in seconds for the connection to a running Ray cluster."""
 
 ONEDNN_KERNELS = 32
 """Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
@@ -139,6 +143,7 @@ def ray_session(address: str | None) -> Iterator[None]:
     start = partial(ray.init, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
     with ExitStack() as ends:
         if address is not None:
+            _check_reachable(address)
             ends.callback(ray.shutdown)
             start(address=address)
         else:
@@ -157,6 +162,21 @@ def ray_session(address: str | None) -> Iterator[None]:
                 start(address="local", include_dashboard=False, _temp_dir=files)
         end_at_sigterm()
         yield
+
+
+def _check_reachable(address: str) -> None:
+    """Raise PlacementError if nothing listens where Ray looks for `address`: Ray itself tries for many minutes."""
+    try:
+        # "auto" is RAY_ADDRESS, or the address that the last Ray of this machine left in a file.
+        found = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
+        if found is not None:
+            host, _, port = found.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        raise PlacementError(
+            f"phase placement: no Ray cluster can be reached at cluster.address={address}: {error}. Start one there, "
+            "name another address, or remove cluster.address to use this machine alone"
+        ) from error
 
 
 def _ray_parent() -> Path:

@@ -1,0 +1,53 @@
+"""A machine that is not as the run needs it: what is left of another Ray, no Ray, no GPU. One sentence ends the run."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from policy_cases import make_config, save_policy
+
+from trainer.cluster.placement import Cluster, PlacementError, ray_session
+from trainer.config.components import ClusterConfig
+
+
+def address_without_ray() -> str:
+    """A loopback address at which nothing listens any more."""
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        return f"127.0.0.1:{ended.getsockname()[1]}"
+
+
+@pytest.mark.scenario(33)
+@pytest.mark.parametrize("key", ["auto", "named"])
+def test_a_cluster_that_has_ended_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    stale = address_without_ray()
+    monkeypatch.setenv("RAY_ADDRESS", stale)
+    config = make_config(tmp_path)
+    config.cluster = ClusterConfig(address="auto" if key == "auto" else stale)
+    begin = time.monotonic()
+    with (
+        pytest.raises(PlacementError, match=r"no Ray cluster can be reached at cluster\.address=.*refused.*remove"),
+        Cluster(config, log_dir=tmp_path),
+    ):
+        pass
+    assert time.monotonic() - begin < 10
+    assert not ray.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(33)
+def test_what_another_ray_left_is_not_followed_and_a_missing_gpu_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address_without_ray())
+    config = make_config(save_policy(tmp_path / "model"))
+    config.rollout.gpus_per_engine = 1.0
+    with (
+        ray_session(None),
+        pytest.raises(PlacementError, match=r"requires CPU .*, GPU 1; the cluster has CPU .*, GPU 0\. "),
+        Cluster(config, log_dir=tmp_path),
+    ):
+        pass
