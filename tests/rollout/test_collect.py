@@ -295,6 +295,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.scenario(19)
 @pytest.mark.parametrize("reason", DAMAGES)
 def test_invalid_samples_are_dropped_and_counted(engine, reason):
     sampler = Faulty(engine, lambda position, g: DAMAGES[reason](g) if position in (1, 9) else g)

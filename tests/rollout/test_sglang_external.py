@@ -111,6 +111,7 @@ def first_logprob(reply: dict[str, Any], value: float | None) -> None:
     reply["meta_info"]["output_token_logprobs"][0][0] = value
 
 
+@pytest.mark.scenario(19)
 @pytest.mark.parametrize(
     ("change", "dropped"),
     [
@@ -135,6 +136,7 @@ def test_a_reply_that_cannot_be_trained_on_is_dropped_by_name(
         assert reason is not None and reason.name == dropped
 
 
+@pytest.mark.scenario(19)
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -183,6 +185,37 @@ def test_a_server_that_holds_other_weights_than_it_says_is_found_by_the_digests(
         theirs.load(served.model)
 
 
+@pytest.mark.scenario(18)
+@pytest.mark.parametrize("route", ["/update_weights_from_tensor", "/end_weight_update"])
+def test_a_sync_whose_connection_breaks_half_way_leaves_no_engine_that_samples(
+    served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, route: str
+) -> None:
+    """The server may hold the new weights or a part of them: nothing is sampled before a sync is verified again."""
+    new = write_tiny_model(tmp_path / "new", seed=30)
+    broken: list[str] = []
+
+    def break_once(asked: str, reply: Any) -> Any:
+        if asked == route and len(broken) == 0:
+            broken.append(asked)
+            raise ConnectionError
+        return reply
+
+    requests = make_requests(PROMPTS)
+    with (
+        lying_front(served.info.address, break_once) as address,
+        external(served, monkeypatch, address=address) as theirs,
+    ):
+        with pytest.raises(EngineError, match=f"load_weights: the new weights were not loaded: POST {route}: "):
+            theirs.load(new)
+        assert broken == [route]
+        with pytest.raises(EngineError, match="the weights are unusable"):
+            theirs.engine.generate(requests)
+        theirs.load(new)
+        served.version, served.model = theirs.version, new
+        assert largest_gap(requests, theirs.engine.generate(requests), new, temperature=1.0) < 1e-4
+
+
+@pytest.mark.scenario(15)
 def test_a_wedged_server_is_noticed_by_the_deadline(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scheduler stands still; the HTTP process goes on to accept requests and to answer some."""
     with external(served, monkeypatch, generate_timeout_s=2.0) as theirs:

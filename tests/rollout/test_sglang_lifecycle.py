@@ -55,6 +55,7 @@ def assert_nothing_is_left(running: Served, scratch: Scratch) -> None:
     assert not scratch.path.exists() and not any(segment.exists() for segment in scratch.segments)
 
 
+@pytest.mark.scenario(14)
 def test_killing_the_scheduler_during_generate_is_reported_at_once_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

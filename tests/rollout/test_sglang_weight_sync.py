@@ -103,6 +103,7 @@ def test_wrong_weights_are_refused_before_anything_is_sent(served: Served) -> No
     assert largest_gap(requests, generations, served.model, temperature=1.0) < 1e-4
 
 
+@pytest.mark.scenario(18)
 def test_a_bit_lost_inside_the_engine_is_caught_and_stops_generation(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_weights_changed_behind_our_back_are_caught(served: Served) -> None:
     served.verify()
 
 
+@pytest.mark.scenario(18)
 def test_a_sync_that_breaks_in_the_middle_can_be_repeated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: WeightUpdate, part: PackedWeights) -> PackedWeights:
         raise ClientError("POST /update_weights_from_tensor: HTTP 500: planted", status=500)

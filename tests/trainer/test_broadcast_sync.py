@@ -88,6 +88,7 @@ def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, Engin
     assert held_versions(engines)[3] == held[3]
 
 
+@pytest.mark.scenario(18)
 def test_a_receiver_that_dies_in_a_broadcast_is_replaced_and_received_from_again(
     sides: tuple[PolicyGroup, EngineGroup], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

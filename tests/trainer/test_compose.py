@@ -505,6 +505,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert [problem.key for problem in swept] == ["hydra.sweep.dir"]
 
 
+@pytest.mark.scenario(33)
 def test_a_missing_sglang_is_reported_with_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sglang" else real(name, *a))

@@ -34,6 +34,7 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert "rollout=torch" in outcome.out.splitlines()[-1]
 
 
+@pytest.mark.scenario(33)
 def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sglang" else real(name, *a))

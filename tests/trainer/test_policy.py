@@ -289,6 +289,7 @@ def test_policy_and_engines_that_take_turns_train_to_the_same_bits(model_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.scenario(33)
 def test_placement_that_cannot_be_met_says_what_is_required(model_path: Path) -> None:
     config = make_config(model_path)
     config.rollout.num_engines = 10_000
@@ -300,6 +301,7 @@ def test_placement_that_cannot_be_met_says_what_is_required(model_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.scenario(33)
 def test_placement_held_by_another_run_ends_at_the_deadline(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(model_path)
     cores = ray.cluster_resources()["CPU"]
