@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 
 from rollout.data.dataset import StreamState
@@ -20,9 +22,10 @@ from trainer.rundir.checkpoint import (
     best_checkpoint,
     commit_checkpoint,
     newest_checkpoint,
+    set_later_aside,
 )
 from trainer.rundir.rows import forget_after, read_rows
-from trainer.rundir.sealed import FileRecord, describe_file
+from trainer.rundir.sealed import MANIFEST, FileRecord, describe_file
 
 
 def write(run_dir: Path, step: int, *, keep: int = 3, best: str | None = None, accuracy: float | None = None) -> Path:
@@ -63,7 +66,7 @@ def test_the_best_stays_besides_the_newest(tmp_path: Path) -> None:
     assert best is not None and best.state.step == 3
     assert best_checkpoint(tmp_path, "eval/accuracy_sampled") is None
     (best.path / "policy" / "shard_0").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"step_000003 is damaged: .*shard_0 has 0 bytes, the manifest says"):
+    with pytest.raises(CheckpointError, match=r"the best .* cannot be used: .*step_000003/.*shard_0 has 0 bytes, the"):
         best_checkpoint(tmp_path, "eval/accuracy")
 
 
@@ -97,6 +100,7 @@ def _refuse(rename: Callable[[Path, Path], Path], name: str) -> Callable[[Path, 
     return renamed
 
 
+@pytest.mark.scenario(5)
 def test_another_format_is_refused_where_no_older_checkpoint_can_be_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,9 +125,14 @@ def test_a_file_that_a_rank_described_must_be_there(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
 
 
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
 def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
     write(tmp_path, 2, keep=1)
     (write(tmp_path, 4, keep=2) / "state.json").write_text("")
+    set_later_aside(tmp_path, 2)
     write(tmp_path, 3, keep=1)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.state.step == 3
@@ -132,12 +141,46 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(tmp_path: Path)
 def test_a_checkpoint_that_was_passed_over_stays_until_its_step_is_on_the_disk(tmp_path: Path) -> None:
     for step in (2, 4):
         write(tmp_path, step)
-    names = [write(tmp_path, 3).name, "step_000004.aside"]  # the run went on from step 2: 4 could not be read
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000002", *names]
+    assert [path.name for path in set_later_aside(tmp_path, 2)] == ["step_000004.aside"]  # 4 could not be read
     found = newest_checkpoint(tmp_path)
-    assert found is not None and found.state.step == 3
+    assert found is not None and found.state.step == 2, "its rows are forgotten, so it must not be taken up any more"
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step_000002", "step_000003", "step_000004.aside"]
     write(tmp_path, 4)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[-1] == "step_000004"
+    assert names(tmp_path) == ["step_000002", "step_000003", "step_000004"]
+
+
+def test_a_checkpoint_of_another_version_is_kept_when_its_step_is_made_again(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    manifest = write(tmp_path, 4) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
+    shard = (manifest.parent / "policy" / "shard_0").read_bytes()
+    set_later_aside(tmp_path, 2)
+    for step in (4, 6, 8):
+        write(tmp_path, step, keep=1)
+    assert names(tmp_path) == ["step_000004.other_format", "step_000008"]
+    kept = tmp_path / "checkpoints" / "step_000004.other_format"
+    assert (kept / "policy" / "shard_0").read_bytes() == shard and '"format": 99' in (kept / MANIFEST).read_text()
+
+
+def test_what_a_checkpoint_replaces_stays_until_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", _refuse(Path.rename, ".step_000001.unfinished"))
+        with pytest.raises(PermissionError):
+            write(tmp_path, 1)
+    kept = [name for name in names(tmp_path) if not name.startswith(".")]
+    assert kept == ["step_000001.aside"]
+    write(tmp_path, 1)
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_a_directory_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be read .*Restore it"):
+        newest_checkpoint(tmp_path)
 
 
 def test_an_unfinished_checkpoint_does_not_count_and_is_replaced(tmp_path: Path) -> None:
@@ -159,6 +202,9 @@ DAMAGE = {
 }
 
 
+@pytest.mark.scenario(3)
+@pytest.mark.scenario(4)
+@pytest.mark.scenario(5)
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", ["policy/shard_0", "state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
@@ -169,10 +215,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     DAMAGE[damage](path)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.state.step == 1
-    assert "step_000002 is damaged" in caplog.text
+    assert "step_000002 cannot be used" in caplog.text
     assert Path(name).name in caplog.text
 
 
+@pytest.mark.scenario(5)
 def test_no_flipped_bit_of_a_manifest_ends_the_search(tmp_path: Path) -> None:
     write(tmp_path, 1)
     manifest = write(tmp_path, 2) / "manifest.json"
@@ -197,7 +244,35 @@ def test_a_manifest_of_any_other_form_is_damage(tmp_path: Path, text: str, caplo
     (write(tmp_path, 2) / "manifest.json").write_text(text)
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.state.step == 1
-    assert "step_000002 is damaged" in caplog.text and "manifest.json" in caplog.text
+    assert "step_000002 cannot be used" in caplog.text and "manifest.json" in caplog.text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.sampled_from(["format", "files", "state.json"]) | st.text(), inner)
+    ),
+)
+
+
+@pytest.mark.scenario(5)
+def test_a_manifest_of_any_json_is_damage(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    files = json.loads(manifest.read_text())["files"]
+
+    @given(JSON)
+    def check(content: object) -> None:
+        for text in (
+            content,
+            {"format": 2, "files": content},
+            {"format": 2, "files": {**files, "state.json": content}},
+        ):
+            manifest.write_text(json.dumps(text))
+            found = newest_checkpoint(tmp_path)
+            assert found is not None and found.state.step == 1
+
+    check()
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "policy/shard_0", "state.json"])
@@ -232,10 +307,11 @@ def test_a_state_with_a_field_of_another_version_is_damage(tmp_path: Path, caplo
     assert "state.json cannot be read" in caplog.text and "of_tomorrow" in caplog.text
 
 
+@pytest.mark.scenario(6)
 def test_all_damaged_is_an_error_and_never_a_new_start(tmp_path: Path) -> None:
     for step in (1, 2):
         (write(tmp_path, step) / "policy" / "shard_1").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged: .*step_000002/policy/shard_1"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step_000002/policy/shard_1"):
         newest_checkpoint(tmp_path)
 
 

@@ -91,6 +91,7 @@ def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
     assert checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "other") is None
 
 
+@pytest.mark.scenario(8)
 def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) -> None:
     config = make(tmp_path, resume=Resume.auto)
     save(config, 4)
@@ -127,6 +128,7 @@ def test_a_checkpoint_with_and_one_without_a_critic_are_not_exchanged(
         checkpoint_to_resume(replace(config, advantage=AdvantageConfig(estimator=after)), tmp_path / "run")
 
 
+@pytest.mark.scenario(8)
 def test_what_may_change_is_listed(tmp_path: Path) -> None:
     config = make(tmp_path, resume=Resume.auto)
     save(config, 4)
@@ -162,6 +164,34 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
     assert json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] == 4
 
 
+@pytest.mark.scenario(5)
+def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {"reward/mean": step})
+            if step in (2, 4):
+                save(config, step)
+    shard = run_dir / "checkpoints" / "step_000004" / "state.json"
+    content = shard.read_bytes()
+    shard.unlink()  # a disk that answers again later
+    found = checkpoint_to_resume(config, run_dir)
+    assert found is not None and found.state.step == 2
+    with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        tracker.log(3, {"reward/mean": 30})  # and the process is killed
+    aside = run_dir / "checkpoints" / "step_000004.aside"
+    assert f"renamed to {aside.name}" in capsys.readouterr().err
+    (aside / "state.json").write_bytes(content)
+    found = checkpoint_to_resume(config, run_dir)
+    assert found is not None and found.state.step == 2
+    with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        for step in (3, 4, 5):
+            tracker.log(step, {})
+    assert rows(run_dir / "metrics.jsonl") == [1, 2, 3, 4, 5]
+
+
 def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=3), tmp_path / "run"
     assert completed_steps(run_dir) is None and newest_saved_step(run_dir) is None
@@ -193,6 +223,7 @@ def leave_run(directory: Path, *, steps: int = 1) -> None:
             tracker.log(step, {})
 
 
+@pytest.mark.scenario(13)
 def test_an_earlier_run_is_refused_with_the_commands(tmp_path: Path) -> None:
     leave_run(tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"must be absent or empty.*run\.resume=clean") as caught:
@@ -307,6 +338,7 @@ def test_resume_auto_passes_over_runs_without_a_step(
     assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
 
 
+@pytest.mark.scenario(13)
 def test_a_dirty_directory_shows_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

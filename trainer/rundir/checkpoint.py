@@ -29,6 +29,7 @@ from trainer.rundir.sealed import (
     publish_step,
     remove_sealed,
     sealed_steps,
+    set_aside,
     verify,
     write_manifest,
 )
@@ -39,8 +40,6 @@ FORMAT = 2
 """Version of the layout above."""
 STATE = "state.json"
 POLICY = "policy"
-SET_ASIDE = ".aside"
-"""Suffix of a checkpoint that was skipped and whose step is trained again."""
 
 
 class CheckpointError(RuntimeError):
@@ -102,9 +101,6 @@ def commit_checkpoint(
 ) -> Checkpoint:
     """Complete the checkpoint in `unfinished`, give it its final name and remove checkpoints that are not kept.
 
-    Later checkpoints were unusable when the run was resumed. They must not count among the kept checkpoints, and stay
-    set aside until a checkpoint of their step is on the disk.
-
     Args:
         unfinished: the directory that `begin_checkpoint` made, with the files of every rank.
         state: the state of the run after the step.
@@ -117,21 +113,23 @@ def commit_checkpoint(
     """
     (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
     write_manifest(unfinished, layout=FORMAT, records=records)
-    directory = unfinished.parent
-    for step, skipped in sealed_steps(directory).items():
-        if step >= state.step:
-            _set_aside(skipped)
-    path = publish_step(unfinished, state.step)
-    for aside in directory.glob(f"step_*{SET_ASIDE}"):
-        number = aside.stem.removeprefix("step_")
-        if number.isdecimal() and int(number) <= state.step:
-            remove_sealed(aside)
-    finished = list(sealed_steps(directory).values())
+    path = publish_step(unfinished, state.step, layout=FORMAT)
+    finished = list(sealed_steps(path.parent).values())
     best = None if best_metric is None else _best(finished, best_metric)
     for old in finished[:-keep]:
         if old != best:
             remove_sealed(old)
     return Checkpoint(path=path, state=state)
+
+
+def set_later_aside(run_dir: Path, step: int) -> list[Path]:
+    """Set the checkpoints of later steps aside -> their new paths: the run goes on from `step`.
+
+    They could not be used when the run was resumed, and their rows are forgotten. One that was unreadable only for a
+    moment must neither be lost nor be taken up by the next resume, which would then lack the rows up to its step.
+    """
+    steps = sealed_steps(run_dir / CHECKPOINTS)
+    return [set_aside(path, layout=FORMAT) for later, path in steps.items() if later > step]
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
@@ -141,15 +139,19 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         CheckpointError: there are checkpoints and none is usable.
     """
     problems = []
-    for path in reversed(sealed_steps(run_dir / CHECKPOINTS).values()):
+    try:
+        found = sealed_steps(run_dir / CHECKPOINTS)
+    except SealError as problem:
+        raise CheckpointError(f"{problem}. Restore it, or start again in another run.dir.") from problem
+    for path in reversed(found.values()):
         try:
             return _verified(path)
         except SealError as problem:
-            logger.warning("checkpoint %s is damaged and passed over: %s", path.name, problem)
+            logger.warning("checkpoint %s cannot be used and is passed over: %s", path.name, problem)
             problems.append(str(problem))
     if problems:
         raise CheckpointError(
-            f"every checkpoint in {run_dir / CHECKPOINTS} is damaged: {'; '.join(problems)}. "
+            f"no checkpoint in {run_dir / CHECKPOINTS} can be used: {'; '.join(problems)}. "
             "Restore one, or start again in another run.dir."
         )
     return None
@@ -168,14 +170,11 @@ def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
 
     Raises CheckpointError if this checkpoint is damaged.
     """
-    path = _best(list(sealed_steps(run_dir / CHECKPOINTS).values()), metric)
-    if path is None:
-        return None
     try:
-        return _verified(path)
+        path = _best(list(sealed_steps(run_dir / CHECKPOINTS).values()), metric)
+        return None if path is None else _verified(path)
     except SealError as problem:
-        text = f"the best checkpoint {path.name} is damaged: {problem}. Take the newest instead."
-        raise CheckpointError(text) from problem
+        raise CheckpointError(f"the best checkpoint cannot be used: {problem}. Take the newest instead.") from problem
 
 
 def _verified(path: Path) -> Checkpoint:
@@ -204,11 +203,3 @@ def _best(found: list[Path], metric: str) -> Path | None:
         if value is not None and (best is None or value >= best[0]):
             best = (value, path)
     return None if best is None else best[1]
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a checkpoint, so that it no longer counts; replaces one that was set aside before."""
-    aside = path.with_name(path.name + SET_ASIDE)
-    if aside.exists():
-        remove_sealed(aside)
-    path.rename(aside)

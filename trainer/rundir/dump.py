@@ -102,12 +102,11 @@ def commit_dump(
     (unfinished / CONFIG).write_text(config_text, encoding="utf-8")
     (unfinished / DESCRIPTION).write_text(json.dumps(asdict(description), indent=2) + "\n", encoding="utf-8")
     write_manifest(unfinished, layout=FORMAT, records=records)
-    for step, outdated in sealed_steps(unfinished.parent).items():
-        if step >= description.step:
-            remove_sealed(outdated)
-    path = publish_step(unfinished, description.step)
-    earlier = [old for step, old in sealed_steps(path.parent).items() if step < description.step]
-    for old in earlier[: max(0, len(earlier) + 1 - keep)]:
+    path = publish_step(unfinished, description.step, layout=FORMAT)
+    steps = sealed_steps(path.parent)
+    earlier = [old for step, old in steps.items() if step < description.step]
+    later = [outdated for step, outdated in steps.items() if step > description.step]
+    for old in [*later, *earlier[: max(0, len(earlier) + 1 - keep)]]:
         remove_sealed(old)
     return path
 

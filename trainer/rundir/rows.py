@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.rundir.sealed import to_disk
+
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file that keeps the damaged lines of a file of rows."""
 
@@ -73,6 +75,7 @@ def forget_after(path: Path, step: int) -> int:
             aside.flush()
             os.fsync(aside.fileno())
     unfinished.replace(path)
+    to_disk(path.parent)
     return len(damaged)
 
 

@@ -23,10 +23,18 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+SET_ASIDE = ".aside"
+"""Suffix of a sealed directory whose step is made again; removed when a new one of its step is on the disk."""
+OTHER_FORMAT = ".other_format"
+"""Suffix of a sealed directory that another version of Parity can read; it stays when its step is made again."""
 
 
 class SealError(RuntimeError):
     """A sealed directory is damaged; the message gives the reason with the name of the file."""
+
+
+class FormatError(SealError):
+    """A sealed directory has the format of another version of Parity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +114,41 @@ def begin_step(parent: Path, step: int) -> Path:
     return path
 
 
-def publish_step(unfinished: Path, step: int) -> Path:
-    """Give a directory with a manifest its final name -> its new path. Raises OSError if the name is taken."""
-    path = unfinished.rename(step_path(unfinished.parent, step))
-    to_disk(path.parent)
+def publish_step(unfinished: Path, step: int, *, layout: int) -> Path:
+    """Give a directory with a manifest its final name -> its new path; it replaces what was sealed for `step` before.
+
+    What was set aside is removed when the new directory is on the disk, up to `step`.
+    """
+    parent = unfinished.parent
+    if (earlier := step_path(parent, step)).exists():
+        set_aside(earlier, layout=layout)
+    path = unfinished.rename(earlier)
+    to_disk(parent)
+    for aside in parent.glob(f"step_*{SET_ASIDE}"):
+        number = aside.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) <= step:
+            remove_sealed(aside)
     return path
+
+
+def set_aside(path: Path, *, layout: int) -> Path:
+    """Rename a sealed directory, so that it no longer counts -> its new path; replaces one that was set aside before.
+
+    Its suffix says if this version of Parity could read it, were it whole.
+    """
+    suffix = SET_ASIDE
+    try:
+        _read_manifest(path / MANIFEST, layout=layout)
+    except FormatError:
+        suffix = OTHER_FORMAT
+    except (SealError, OSError) as problem:
+        logger.debug("%s is set aside: %s", path, problem)
+    aside = path.with_name(path.name + suffix)
+    if aside.exists():
+        remove_sealed(aside)
+    path.rename(aside)
+    to_disk(path.parent)
+    return aside
 
 
 def step_path(parent: Path, step: int) -> Path:
@@ -119,8 +157,16 @@ def step_path(parent: Path, step: int) -> Path:
 
 
 def sealed_steps(parent: Path) -> dict[int, Path]:
-    """Step -> sealed directory in `parent`, ascending, by their names alone."""
-    numbers = {path: path.name.removeprefix("step_") for path in parent.glob("step_*")}
+    """Step -> sealed directory in `parent`, ascending, by their names alone.
+
+    Raises SealError if `parent` exists and cannot be read: it must not pass for an empty one.
+    """
+    try:
+        # glob() would pass over a directory that may not be read.
+        named = [path for path in parent.iterdir() if path.name.startswith("step_")] if parent.exists() else []
+    except OSError as error:
+        raise SealError(f"{parent} cannot be read ({error})") from error
+    numbers = {path: path.name.removeprefix("step_") for path in named}
     return dict(sorted((int(number), path) for path, number in numbers.items() if number.isdecimal()))
 
 
@@ -149,9 +195,9 @@ def _read_manifest(path: Path, *, layout: int) -> dict[str, FileRecord]:
         raise SealError(f"{path} is no manifest")
     # The format comes before the form: another format may have another form.
     if manifest["format"] != layout:
-        raise SealError(
-            f"{path} has format {manifest['format']}, this version of Parity reads format {layout}; the version that "
-            "wrote it (environment.json of the run) can go on with it"
+        raise FormatError(
+            f"{path} has format {manifest['format']!r:.20}, this version of Parity reads format {layout}; the version "
+            "that wrote it (environment.json of the run) can go on with it"
         )
     files = manifest.get("files")
     if not isinstance(files, dict) or set(manifest) != {"format", "files"}:

@@ -32,7 +32,7 @@ from typing import Concatenate, ParamSpec, TextIO
 
 from algorithms.histograms import HistogramArrays
 from trainer.config.train import TrainConfig
-from trainer.rundir.checkpoint import RunState
+from trainer.rundir.checkpoint import RunState, set_later_aside
 from trainer.rundir.events import Event, Severity, events_of_row
 from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices
 from trainer.rundir.rows import DAMAGED_SUFFIX, forget_after
@@ -124,7 +124,10 @@ class Tracker:
 
     def _take_up(self, resumed: RunState, config: str) -> list[str]:
         """Bring the files of the run to where they were after the step of `resumed`; what there is to say about it."""
-        notes = []
+        notes = [
+            f"a checkpoint that cannot be used was renamed to {path.name}"
+            for path in set_later_aside(self._run_dir, resumed.step)
+        ]
         for name in ROW_FILES:
             damaged = forget_after(self._run_dir / name, resumed.step)
             if damaged:
