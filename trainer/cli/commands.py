@@ -230,11 +230,16 @@ def _export(words: list[str]) -> int:
     if not recipe.is_file():
         return refuse(command, "run.dir", "must be the directory of a run, with its config.yaml", str(run_dir))
     from trainer.compose.compose import resolve
+    from trainer.rundir.run_dir import unusable_problem
 
     resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config
     if config is None:
         return report(resolution.problems, command=command)
+    if directory.exists():
+        return refuse(command, "directory", "must not exist", str(directory), "Name another one, or remove it.")
+    if (unusable := unusable_problem("directory", directory)) is not None:
+        return report([unusable], command=command)
     from trainer.run.export import export_model
     from trainer.rundir.checkpoint import CheckpointError
 

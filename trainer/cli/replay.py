@@ -18,6 +18,7 @@ from trainer.compose.outcome import DONE, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
+from trainer.rundir.run_dir import unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
 
 if TYPE_CHECKING:
@@ -73,13 +74,10 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     problems += name_problems(names)
     if problems or run_dir is None or step is None:
         return None, problems
-    arguments = ReplayArguments(
-        run_dir=run_dir,
-        step=step,
-        modes=tuple(names or all_names()),
-        out=Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{step:06d}",
-    )
-    return arguments, []
+    out = Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{step:06d}"
+    if (unusable := unusable_problem("out", out)) is not None:
+        return None, [unusable]
+    return ReplayArguments(run_dir=run_dir, step=step, modes=tuple(names or all_names()), out=out), []
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from trainer.compose.outcome import DONE, FAILED, report
+from trainer.rundir.run_dir import REPORT_FILE, unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
 
 COMMAND = "parity report"
@@ -20,20 +21,17 @@ def run_report(words: Sequence[str]) -> int:
     """Write the page and print its path; return the exit code."""
     run_dirs, out, problems = _parse(words)
     problems += [problem for directory in run_dirs for problem in _directory_problems(directory)]
-    if out is not None and not out.parent.is_dir():
-        problems.append(Problem(key="--out", rule="must lie in an existing directory", value=str(out)))
-    elif out is not None and out.is_dir():
-        problems.append(Problem(key="--out", rule="must be a file", value=str(out), remedy="Name the .html file."))
-    if problems:
+    if out is None and not problems:
+        out = run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(COMPARISON)
+    problems += [] if out is None else _out_problems(out)
+    if problems or out is None:
         return report(problems, command=COMMAND)
-    from trainer.report.page import REPORT, write_comparison
+    from trainer.report.page import write_comparison
 
-    if out is None:
-        out = run_dirs[0] / REPORT if len(run_dirs) == 1 else Path(COMPARISON)
     try:
         path = write_comparison(run_dirs, out)
-    except OSError as error:
-        to_stderr(f"{COMMAND}: {error}\n")
+    except Exception as error:  # the files may be a stranger's: whatever is in them, the command ends with a sentence
+        to_stderr(f"{COMMAND}: the page cannot be written: {type(error).__name__}: {error}\n")
         return FAILED
     to_stdout(f"{path}\n")
     return DONE
@@ -56,6 +54,16 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="must be given", value=None, remedy=remedy))
     return list(run_dirs.values()), parsed.out, problems
+
+
+def _out_problems(out: Path) -> list[Problem]:
+    """Problems of the file of the page."""
+    if not out.parent.is_dir():
+        return [Problem(key="--out", rule="must lie in an existing directory", value=str(out))]
+    if out.is_dir():
+        return [Problem(key="--out", rule="must be a file", value=str(out), remedy="Name the .html file.")]
+    unusable = unusable_problem("--out", out.parent)
+    return [] if unusable is None else [unusable]
 
 
 def _directory_problems(directory: Path) -> list[Problem]:

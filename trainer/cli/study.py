@@ -21,7 +21,7 @@ from trainer.compose.outcome import DONE, FAILED, REFUSED, refuse, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
-from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory
+from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory, unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.study.config import StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study, recipe_problems
@@ -61,7 +61,9 @@ def run_study(words: Sequence[str]) -> int:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     study, of_runs = compose_study(recipe, arguments.overrides, config, own_dir=arguments.own_dir)
     study_dir = _directory(config, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
-    problems += [*of_runs, *study_problems(study_dir, study.cells), *parallel_problems(study, this_machine())]
+    unusable = unusable_problem("study.dir", study_dir)
+    problems += [*of_runs, *([unusable] if unusable else study_problems(study_dir, study.cells))]
+    problems += parallel_problems(study, this_machine())
     if problems:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     if arguments.dry_run:

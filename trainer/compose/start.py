@@ -9,7 +9,8 @@ from algorithms.config import Problem
 from rollout.config import SGLANG_REMEDY, SGLangConfig
 from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
-from trainer.rundir.run_dir import is_run, steps_taken
+from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
+from trainer.rundir.sealed import SealError
 
 TENSORBOARD_PACKAGE = "tensorboardX"
 
@@ -42,6 +43,9 @@ def missing_tensorboard() -> Problem | None:
 def _directory_problems(resolution: Resolution) -> list[Problem]:
     """Problems of the directory to which the runs write."""
     directory = resolution.runs[0].output_dir if resolution.runs else None
+    key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
+    if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
+        return [unusable]
     resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
     if resumes and resolution.multirun:
         remedy = "Resume its runs one by one with run.dir=..."
@@ -58,7 +62,6 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
         remedy = "Name the directory of the run with run.dir=..."
         rule = "finds no run of Parity in run.dir, which is not empty"
         return [Problem(key="run.resume", rule=rule, value=str(directory), remedy=remedy)]
-    key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
     remedy = f"Leave {key} out for a new directory named after the time, or name another."
     if ours:
         remedy = f"resume=auto goes on with the run in it, resume=clean moves it aside and begins. {remedy}"
@@ -67,7 +70,10 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
 
 def _too_few_steps(resolution: Resolution, directory: Path) -> list[Problem]:
     """The Problem of every run that would continue with fewer steps than it has taken."""
-    taken = steps_taken(directory)
+    try:
+        taken = steps_taken(directory)
+    except (OSError, SealError) as error:
+        return [Problem(key="run.dir", rule=f"must hold a run that can be read ({error})", value=str(directory))]
     return [
         Problem(
             key="run.num_steps",

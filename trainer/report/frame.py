@@ -73,8 +73,7 @@ def render_page(
 
 def write_page(html: str, path: Path) -> Path:
     """Write a page atomically, replacing an older page. Returns `path`."""
-    # Text of a file may hold a lone surrogate, which UTF-8 cannot encode.
-    write_whole(path, html.encode("utf-8", errors="replace").decode("utf-8"))
+    write_whole(path, html)
     return path
 
 

@@ -26,8 +26,8 @@ from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_t
 from trainer.report.samples import coloured, legend, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
+from trainer.rundir.run_dir import REPORT_FILE
 
-REPORT = "report.html"
 _LONG_TEXT = 240
 """Number of characters above which a prompt or response is folded."""
 _WORST_OF_EACH = 3
@@ -39,7 +39,7 @@ def write_report(run_dir: Path) -> Path:
 
     Raises FileNotFoundError if `run_dir` has no metrics.jsonl.
     """
-    return write_page(render(load_run(run_dir)), run_dir / REPORT)
+    return write_page(render(load_run(run_dir)), run_dir / REPORT_FILE)
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -55,6 +55,7 @@ def render(run: RunData) -> str:
     """The report of one run, as HTML."""
     sections, tables = contents([run])
     drawn = min(len(run.rows), MAX_POINTS)
+    assumptions = at(run.accounting, "assumptions")
     context = {
         "title": at(run.config, "run", "recipe") or run.name,
         "run": run,
@@ -62,7 +63,7 @@ def render(run: RunData) -> str:
         "facts": headline.facts(run),
         "tiles": headline.tiles(run),
         "phases": headline.phases([run]),
-        "assumptions": at(run.accounting, "assumptions") or [],
+        "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.rows) else None,
         "smoothed": len(run.rows) > MAX_PLAIN_POINTS,
         "sample_tables": sample_tables(run),

@@ -7,15 +7,17 @@ import itertools
 import json
 import os
 import secrets
+import tempfile
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import TextIO
 
+from algorithms.config import Problem
 from trainer.config.components import Resume
 from trainer.config.recording import CHECKPOINTS
 from trainer.rundir.rows import read_rows
-from trainer.rundir.sealed import sealed_steps
+from trainer.rundir.sealed import sealed_steps, to_disk
 
 LOCK_FILE = ".lock"
 ENVIRONMENT_FILE = "environment.json"
@@ -25,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 EVENTS_FILE = "events.jsonl"
+REPORT_FILE = "report.html"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""
@@ -138,15 +141,19 @@ def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: a process killed during the write leaves either the old or the new file."""
+    """Write a file atomically: a process killed, or power lost, during the write leaves the old or the new file."""
     # No two writers share the name, because the cache of all runs is written without a lock. Nobody can guess it, and
     # "x" follows no link, because a page may be written to a directory of all users.
     unfinished = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{UNFINISHED}")
-    file = unfinished.open("x", encoding="utf-8")
+    # Text of a file may hold half a surrogate pair, which UTF-8 cannot encode.
+    file = unfinished.open("x", encoding="utf-8", errors="replace")
     try:
         with file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.replace(path)
+        to_disk(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -158,6 +165,23 @@ def make_private(directory: Path) -> None:
     A directory that exists keeps its mode, which is how a user lets others read a run. Raises OSError.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def unusable_problem(key: str, directory: Path) -> Problem | None:
+    """The Problem of a directory, the value of `key`, that this process cannot make or write to; None if it can.
+
+    It is tried, because permissions do not tell of a read-only disk; no trace is left.
+    """
+    there = directory
+    try:
+        there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=there, prefix=".parity-") as trial:
+            (Path(trial) / directory.absolute().relative_to(there.absolute())).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        rule = f"must be a directory that can be written to ({there}: {reason})"
+        return Problem(key=key, rule=rule, value=str(directory), remedy=f"Use another {key}.")
+    return None
 
 
 def lock_directory(directory: Path, *, key: str) -> TextIO:

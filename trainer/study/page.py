@@ -17,10 +17,9 @@ from markupsafe import Markup
 
 from trainer.report.data import show
 from trainer.report.frame import render_page
-from trainer.report.page import REPORT
 from trainer.report.present import titled
 from trainer.report.spec import STEP, Section, Series, Table
-from trainer.rundir.run_dir import write_whole
+from trainer.rundir.run_dir import REPORT_FILE, write_whole
 from trainer.study.grid import Study
 from trainer.study.ranking import MODE_COLUMN, TITLES, Ranking, rank, study_notes, table_rows
 from trainer.study.results import CHARTS, CellResult, read_result, spread
@@ -148,8 +147,8 @@ def _run_row(result: CellResult, study_dir: Path) -> tuple[str, ...]:
         return "-" if value is None else show(value, form)
 
     name = result.name
-    if (study_dir / name / REPORT).is_file():
-        name = Markup('<a href="{0}/{1}">{0}</a>').format(name, REPORT)
+    if (study_dir / name / REPORT_FILE).is_file():
+        name = Markup('<a href="{0}/{1}">{0}</a>').format(name, REPORT_FILE)
     state = "not started" if result.stage is Stage.new else result.stage.value
     return (
         name,
