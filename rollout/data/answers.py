@@ -40,13 +40,13 @@ def marked_number(response: str) -> str | None:
     """
     _, mark, tail = response[-TAIL_CHARS:].rpartition(ANSWER_MARK)
     number = to_number(tail, whole=False) if mark else None
-    return None if number is None else _plain(number)
+    return None if number is None else plain_number(number)
 
 
 def last_number(response: str) -> str | None:
     """The last number of the response's end, whatever text surrounds it."""
     found = _ANY_NUMBER.findall(response[-TAIL_CHARS:])
-    return _plain(Decimal(found[-1].replace(",", "").replace("$", ""))) if found else None
+    return plain_number(Decimal(found[-1].replace(",", "").replace("$", ""))) if found else None
 
 
 def boxed(response: str) -> str | None:
@@ -103,10 +103,10 @@ def normalise(answer: str) -> str:
     text = _ORNAMENTS.sub("", text).rstrip(".,;")
     text = _UNITS.sub("", text)
     number = to_number(text, whole=True)
-    return text if number is None else _plain(number)
+    return text if number is None else plain_number(number)
 
 
-def _plain(number: Decimal) -> str:
+def plain_number(number: Decimal) -> str:
     """The shortest decimal text of a number: 18 and 18.00 are both "18"; -0 is "0"."""
     text = format(number, "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text

@@ -6,7 +6,9 @@ rest.
 
 from __future__ import annotations
 
+import codecs
 import csv
+import glob
 import json
 import math
 import tempfile
@@ -21,6 +23,14 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 """File suffix -> builder of the `datasets` library."""
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
+MAX_DEPTH = 100
+"""Levels of nesting in a row; JSON libraries that rows go through end at about 250."""
+MAX_LINE_BYTES = 2**26
+"""Longest line of a jsonl file; a longer line is not kept in memory."""
+HEAD_BYTES = 2**16
+"""Bytes at the beginning of a file by which text is told from a compressed file."""
+SHOWN_CHARS = 1000
+"""Characters that are kept of a line that cannot be read."""
 
 
 class RawRow(NamedTuple):
@@ -65,11 +75,30 @@ def read_rows(source: str) -> Iterator[RawRow]:
     path = Path(source)
     hub = None if path.is_file() else HUB_SOURCE.fullmatch(source)
     if hub is not None:
-        return _hub_rows(source, repo=hub["repo"], name=hub["config"], split=hub["split"])
+        return _shallow(_hub_rows(source, repo=hub["repo"], name=hub["config"], split=hub["split"]))
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise ValueError(f"{source}: the suffix must be one of {', '.join(READERS)}, got {suffix!r}")
-    return _line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix)
+    return _shallow(_line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix))
+
+
+def _shallow(rows: Iterator[RawRow]) -> Iterator[RawRow]:
+    """The rows; a row that is nested too deep for the code that reads it later is marked as unreadable."""
+    for row in rows:
+        yield RawRow(row.number, {}, f"is nested more than {MAX_DEPTH} levels deep") if _is_deep(row.values) else row
+
+
+def _is_deep(value: object) -> bool:
+    """True for a value with more than MAX_DEPTH levels; level by level, because recursion has a limit too."""
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            member
+            for one in level
+            if isinstance(one, dict | list | tuple)
+            for member in (one.values() if isinstance(one, dict) else one)
+        ]
+    return bool(level)
 
 
 def plain(value: object) -> Any:
@@ -89,8 +118,17 @@ def plain(value: object) -> Any:
 
 
 def plain_text(text: str) -> str:
-    """`text` without half surrogates, which no Unicode encoding can represent."""
+    """`text` without halves of surrogate pairs, which no Unicode encoding can represent."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def checked_text(text: str, key: str) -> str:
+    """`text`, the value of the column `key`. Raises ValueError if it is no Unicode text: such a row is damaged."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{key} is not text: half of a surrogate pair at character {error.start + 1}") from error
+    return text
 
 
 def _is_binary(value: object) -> bool:
@@ -100,14 +138,19 @@ def _is_binary(value: object) -> bool:
 
 def _line_rows(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if len(line) == MAX_LINE_BYTES:
+                while not line.endswith(b"\n") and line:
+                    line = file.readline(MAX_LINE_BYTES)
+                yield RawRow(number, {}, f"is longer than {MAX_LINE_BYTES:,} bytes")
+                continue
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
                 yield _line_row(number, content)
 
 
 def _line_row(number: int, line: bytes) -> RawRow:
-    text = {"text": line.decode("utf-8", errors="replace").strip()}
+    text = {"text": line.decode("utf-8", errors="replace").strip()[:SHOWN_CHARS]}
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -117,12 +160,13 @@ def _line_row(number: int, line: bytes) -> RawRow:
     except (ValueError, RecursionError) as error:
         return RawRow(number, text, f"is not JSON that can be read: {error}")
     if not isinstance(values, dict):
-        return RawRow(number, text, f"must be a JSON object, got {values!r:.80}")
+        return RawRow(number, text, f"must be a JSON object, got {text['text']:.80}")
     return RawRow(number, values)
 
 
 def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     """Rows of a csv, json or parquet file."""
+    _refuse_compressed(path, suffix)
     # Imported here because the import takes seconds and the built-in task does not need it.
     import datasets
 
@@ -132,7 +176,12 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
         try:
             table = datasets.load_dataset(
-                READERS[suffix], data_files=str(path), split="train", cache_dir=cache, keep_in_memory=True, **options
+                READERS[suffix],
+                data_files=glob.escape(str(path)),  # a "[1]" in the name is no pattern
+                split="train",
+                cache_dir=cache,
+                keep_in_memory=True,
+                **options,
             )
         except StopIteration:
             # The JSON reader raises this error for a file without a row.
@@ -140,6 +189,20 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
         yield from _table_rows(table)
+
+
+def _refuse_compressed(path: Path, suffix: str) -> None:
+    """Raise ValueError for a compressed file, which `datasets` would unpack into memory, whatever its size then."""
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        text = "\0"
+    is_right = not head or head.startswith(b"PAR1") if suffix == ".parquet" else "\0" not in text
+    if not is_right:
+        kind = "a parquet file" if suffix == ".parquet" else "UTF-8 text"
+        raise ValueError(f"{path} must be {kind}, as its name says, and is not. Unpack it if it is compressed.")
 
 
 def _table_rows(table: Any) -> Iterator[RawRow]:

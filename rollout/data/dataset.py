@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -17,6 +18,7 @@ import orjson
 import xxhash
 
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
+from rollout.data.chat_template import ChatTemplate
 from rollout.data.data_files import BadRow
 from rollout.data.file_prompts import file_prompts, tokenize
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
@@ -66,12 +68,17 @@ def load_dataset(
 
 def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
     _check_template(config, tokenizer)
-    train, report = file_prompts(config.train_path, config, tokenizer)
-    reports = [report]
+    reports = []
     held: dict[str, list[Prompt]] = {}
-    for name, source in {"": config.eval_path, **eval_sets}.items():
-        held[name], report = file_prompts(source, config, tokenizer)
+    with ExitStack() as within:
+        template = None
+        if tokenizer.chat_template is not None:
+            template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
+        train, report = file_prompts(config.train_path, config, tokenizer, template)
         reports.append(report)
+        for name, source in {"": config.eval_path, **eval_sets}.items():
+            held[name], report = file_prompts(source, config, tokenizer, template)
+            reports.append(report)
     bad = [row for report in reports for row in report.bad]
     if bad and config.on_bad_row is OnBadRow.fail:
         shown = [str(row) for row in bad[:LISTED_ROWS]]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import xxhash
 
-from rollout.data.answers import ANSWER_MARK, to_number
-from rollout.data.data_files import BadRow, RawRow, plain, plain_text, read_rows, row_unit
+from rollout.data.answers import ANSWER_MARK, plain_number, to_number
+from rollout.data.chat_template import ChatTemplate, Messages, Rendered, TemplateError
+from rollout.data.data_files import BadRow, RawRow, checked_text, plain, read_rows, row_unit
 from rollout.data.data_layouts import Columns, choose_columns
 from rollout.task_config import FileDataConfig
 from rollout.types import Prompt
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LOOKED_AT = 100
 """Number of rows from which the layout is recognised."""
 LISTED_NUMBERS = 10
+NO_TEMPLATE = Rendered("", "chat messages need a tokenizer with a chat template, and the model's has none")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,7 +75,7 @@ class _Row:
     """A usable row, not yet tokenized."""
 
     number: int
-    prompt: str | list[dict[str, str]]
+    prompt: str | Messages
     answer: str
     others: dict[str, Any]
     text: str = ""
@@ -82,9 +84,12 @@ class _Row:
 
 
 def file_prompts(
-    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase
+    source: str, config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, template: ChatTemplate | None
 ) -> tuple[list[Prompt], SourceReport]:
-    """The prompts of one source, in its order. Raises ValueError if it is not readable or has unknown columns."""
+    """The prompts of one source, in its order; `template` is that of the tokenizer, None if it has none.
+
+    Raises ValueError if the source is not readable or has unknown columns, or if the template hangs.
+    """
     rows = read_rows(source)
     first = list(itertools.islice(rows, LOOKED_AT))
     if not first:
@@ -96,7 +101,7 @@ def file_prompts(
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), report)
     chosen = remove_duplicates(usable, report)
-    prompts = _tokenized(_templated(chosen, config, tokenizer, report), config, tokenizer, report)
+    prompts = _tokenized(_templated(chosen, config, template, report), config, tokenizer, report)
     report.bad.sort(key=lambda bad: bad.number)
     report.num_prompts = len(prompts)
     return prompts, report
@@ -152,23 +157,34 @@ def same_answer_key(answer: str) -> str:
     """A key that is equal for equal answers: the text after "####", numbers by value."""
     stated = answer.rpartition(ANSWER_MARK)[2].strip()
     number = to_number(stated, whole=True)
-    return stated if number is None else f"{number.normalize() + 0:f}"
+    return stated if number is None else plain_number(number)
 
 
 def _templated(
-    rows: list[_Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
+    rows: list[_Row], config: FileDataConfig, template: ChatTemplate | None, report: SourceReport
 ) -> list[_Row]:
-    """The rows with their text in the form that the engine reads."""
-    done: list[_Row] = []
+    """The rows with their text in the form that the engine reads. Raises ValueError if the template hangs on a row."""
+    chats: list[Messages] = []
     for row in rows:
-        is_text = isinstance(row.prompt, str)
-        report.has_text |= is_text
-        report.has_messages |= not is_text
-        try:
-            row.text, row.templated = _prompt_text(row.prompt, config, tokenizer)
-        except ValueError as error:
-            report.refuse(row.number, str(error), {"prompt": row.prompt, "answer": row.answer})
-            continue
+        if isinstance(row.prompt, str):
+            report.has_text = True
+            row.text = f"{row.prompt} {config.instruction}" if config.instruction else row.prompt
+            row.templated = config.chat_template
+        else:
+            report.has_messages = row.templated = True
+        if row.templated:
+            chats.append([{"role": "user", "content": row.text}] if isinstance(row.prompt, str) else row.prompt)
+    done: list[_Row] = []
+    rendered = itertools.repeat(NO_TEMPLATE) if template is None else template.render(chats)
+    for row in rows:
+        if row.templated:
+            try:
+                row.text, problem = next(rendered)
+            except TemplateError as error:
+                raise ValueError(f"{report.source}, {row_unit(report.source)} {row.number}: {error}") from error
+            if problem:
+                report.refuse(row.number, problem, {"prompt": row.prompt, "answer": row.answer})
+                continue
         done.append(row)
     return done
 
@@ -201,50 +217,24 @@ def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_specia
     return ids
 
 
-def _prompt_value(value: object, key: str) -> str | list[dict[str, str]]:
+def _prompt_value(value: object, key: str) -> str | Messages:
     """Checked text or chat messages of a prompt. Raises ValueError."""
     if value is None:
         raise ValueError(f"{key} is missing")
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{key} is empty")
-        return plain_text(value)
+        return checked_text(value, key)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key} must be text or a list of chat messages, got {value!r:.80}")
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(f"{key} has a chat message without role or content: {message!r:.80}")
+        checked_text(message["content"], key)
     if not any(message["content"].strip() for message in value):
         raise ValueError(f"{key} is empty")
-    messages: list[dict[str, str]] = plain(value)
+    messages: Messages = plain(value)
     return messages
-
-
-def _prompt_text(
-    prompt: str | list[dict[str, str]], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, bool]:
-    """(text that the engine reads, True if the chat template wrote it). Raises ValueError."""
-    if not isinstance(prompt, str):
-        return _apply_template(prompt, config, tokenizer), True
-    text = f"{prompt} {config.instruction}" if config.instruction else prompt
-    if not config.chat_template:
-        return text, False
-    return _apply_template([{"role": "user", "content": text}], config, tokenizer), True
-
-
-def _apply_template(messages: list[dict[str, str]], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    from jinja2 import TemplateError
-
-    if tokenizer.chat_template is None:
-        raise ValueError("chat messages need a tokenizer with a chat template, and the model's has none")
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
-            )
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
 
 
 def _answer_text(value: object, key: str) -> str:
@@ -252,7 +242,7 @@ def _answer_text(value: object, key: str) -> str:
     if value is None or value == "":
         raise ValueError(f"{key} is missing")
     if isinstance(value, str) and value.strip():
-        return value
+        return checked_text(value, key)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value):

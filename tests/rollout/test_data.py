@@ -71,6 +71,7 @@ def test_numbers_become_text_without_a_decimal_point(tmp_path, tokenizer):
     assert [prompt.answer for prompt in dataset.train] == ["42", "27", "2.5", "-3"]
 
 
+@pytest.mark.scenario(29)
 def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
     rows = [
         {"question": "fine?", "answer": "1"},
@@ -141,6 +142,7 @@ def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
     ]
 
 
+@pytest.mark.scenario(29)
 def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
     config = file_config(tmp_path, ROWS)
     with pytest.raises(ValueError, match=r"train\.jsonl: data\.answer_key=target is not a column; columns are"):
@@ -172,6 +174,7 @@ def test_a_changed_file_is_read_anew(tmp_path, tokenizer):
     assert load_dataset(config, tokenizer).train[0].text == "two?"
 
 
+@pytest.mark.scenario(30)
 def test_a_missing_chat_template_is_one_error(tmp_path):
     save_tokenizer(tmp_path / "plain")
     plain = AutoTokenizer.from_pretrained(tmp_path / "plain")
@@ -215,6 +218,7 @@ def test_stop_token_ids(tmp_path, tokenizer, listed, expected):
     assert stop_token_ids(tokenizer, tmp_path) == expected
 
 
+@pytest.mark.scenario(30)
 def test_a_model_without_any_stop_token_is_refused(tmp_path):
     from transformers import PreTrainedTokenizerFast
 

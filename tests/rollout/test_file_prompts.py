@@ -1,7 +1,12 @@
 """Data sources: layouts recognised, duplicates and contradictions out, bad rows skipped on request, hub data sets."""
 
+import bz2
+import copy
+import gzip
 import json
+import lzma
 import os
+import zipfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.config import ConfigError
-from rollout.data.data_files import plain, read_rows
+from rollout.data import chat_template
+from rollout.data.data_files import MAX_LINE_BYTES, plain, read_rows
 from rollout.data.data_layouts import choose_columns
 from rollout.data.dataset import bad_rows_text, load_dataset, prompts_digest
 from rollout.data.file_prompts import SourceReport, _Row, file_prompts, remove_duplicates, same_answer_key
@@ -136,6 +142,7 @@ def test_duplicates_and_contradictions(pairs):
         ("#### 3", "#### 4", False),
         ("1/2", "0.5", False),
         (" x ", "x", True),
+        ("7" * 40 + "1", "7" * 40 + "2", False),
     ],
 )
 def test_answers_are_compared_by_what_they_state(one, other, same):
@@ -152,6 +159,7 @@ def test_held_out_sets_lose_duplicates_too(tmp_path, tokenizer):
     assert data.notes[-1] == f"{path}: 2 of its prompts are training prompts too"
 
 
+@pytest.mark.scenario(29)
 def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
@@ -180,6 +188,99 @@ def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_pat
     assert written[4] == {"source": str(path), "line": 7, "problem": "answer must be text or a finite number, got {}",
                           "values": {"question": "e", "answer": {}}}  # fmt: skip
     assert f"{path}: 5 bad rows" in data.notes
+
+
+@pytest.mark.scenario(29)
+def test_rows_of_strangers_are_bad_rows_with_their_line(tmp_path, tokenizer):
+    """Too deep, too long, not text: each costs its own row, before anything reads it further."""
+    deep = "[" * 150 + "]" * 150
+    lines = [
+        '{"question": "a", "answer": "1"}',
+        f'{{"question": "b", "answer": "1", "x": {deep}}}',
+        '{"question": "c", "answer": "1", "x": ' + "[" * 100_000,
+        f"[{deep}]",
+        '{"question": "d \\ud83d", "answer": "1"}',
+        '{"question": "e", "answer": "\\ud83d"}',
+        '{"question": [{"role": "user", "content": "f \\udc00"}], "answer": "1"}',
+        '{"question": "g", "answer": ' + "9" * 5000 + "}",
+        '{"question": "' + "h" * MAX_LINE_BYTES + '", "answer": "1"}',
+        '{"question": "i", "answer": "' + "9" * 1_000_001 + '"}',
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\r\n".join(lines), encoding="utf-8-sig", newline="")
+    config = replace(CONFIG, train_path=str(path), eval_path=str(path), on_bad_row=OnBadRow.skip)
+    data = load_dataset(config, tokenizer)
+    assert [(prompt.prompt_id, prompt.text) for prompt in data.train] == [(0, "a"), (9, "i")]
+    problems = {row.number: str(row) for row in data.skipped}
+    assert list(problems) == [2, 3, 4, 5, 6, 7, 8, 9]
+    for number, problem in {
+        2: "is nested more than 100 levels deep",
+        3: "is not JSON that can be read",
+        4: "must be a JSON object, got [[",
+        5: "question is not text: half of a surrogate pair at character 3",
+        6: "answer is not text: half of a surrogate pair at character 1",
+        7: "question is not text",
+        8: "is not JSON that can be read: Exceeds the limit",
+        9: "is longer than 67,108,864 bytes",
+    }.items():
+        assert f"{path}, line {number}: " in problems[number] and problem in problems[number], problems[number]
+    for line in bad_rows_text(data.skipped).splitlines():
+        json.loads(line.encode("utf-8"))
+
+
+@pytest.mark.scenario(29)
+def test_answers_that_differ_at_any_digit_contradict_each_other(tmp_path, tokenizer):
+    digits = "7" * 39
+    answers = [f"{digits}1", f"{digits}2", f"0.{digits}1", f"0.{digits}2"]
+    rows = [{"question": str(n // 2), "answer": answer} for n, answer in enumerate(answers)]
+    rows += [{"question": "same", "answer": answer} for answer in (f"{digits}", f"{digits}.00")]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    data = load_dataset(replace(CONFIG, train_path=path, eval_path=path), tokenizer)
+    assert [prompt.text for prompt in data.train] == ["same"]
+    assert f"{path}: 4 rows with contradicting answers dropped (line 1, 2, 3, 4)" in data.notes
+
+
+@pytest.mark.scenario(29)
+def test_a_compressed_file_is_not_unpacked(tmp_path, tokenizer):
+    """`datasets` would: 200 kB become gigabytes in the driver."""
+    bomb = json.dumps([{"question": "q", "answer": "1" * 20_000_000}]).encode()
+    packed = {"gzip": gzip.compress(bomb), "xz": lzma.compress(bomb), "bz2": bz2.compress(bomb)}
+    with zipfile.ZipFile(tmp_path / "zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("rows.json", bomb)
+    packed["zip"] = (tmp_path / "zip").read_bytes()
+    for kind, content in packed.items():
+        for suffix in (".json", ".csv", ".parquet"):
+            (tmp_path / f"{kind}{suffix}").write_bytes(content)
+            with pytest.raises(ValueError, match=rf"{kind}\{suffix} must be .* and is not\. Unpack it"):
+                list(read_rows(str(tmp_path / f"{kind}{suffix}")))
+
+
+@pytest.mark.scenario(29)
+@pytest.mark.parametrize("name", ["rows[1].json", "rows*?.csv"])
+def test_a_name_is_no_pattern(tmp_path, name):
+    path = write_rows(tmp_path / name, [{"question": "a", "answer": "1"}])
+    write_rows(tmp_path / "rows1.json", [{"question": "another", "answer": "1"}])
+    assert [row.values for row in read_rows(path)] == [{"question": "a", "answer": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "gave no answer within 2 s"),
+        ("{{ 'x' * 6000000000 }}", "the chat template fails: MemoryError"),
+        ("{{ 'x' * 50000000 }}", "the chat template writes 50,000,000 characters, more than"),
+        ("{{ messages[0].content.nothing.at.all }}", "the chat template refuses the messages"),
+    ],
+)
+def test_a_chat_template_has_limits(tmp_path, tokenizer, monkeypatch, template, problem):
+    monkeypatch.setattr(chat_template, "TIMEOUT_S", 2.0)
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": "a", "answer": "1"}])
+    hostile = copy.copy(tokenizer)
+    hostile.chat_template = template
+    config = replace(CONFIG, train_path=path, eval_path=path, chat_template=True)
+    with pytest.raises(ValueError, match=problem) as caught:
+        load_dataset(config, hostile)
+    assert f"{path}, line 1: " in str(caught.value)
 
 
 def test_skipping_everything_is_an_error(tmp_path, tokenizer):
@@ -212,7 +313,7 @@ def test_a_directory_in_the_form_of_a_hub_data_set(tmp_path, tokenizer):
     assert ([p.text for p in data.train], [p.text for p in data.heldout]) == (["a"], ["b"])
     for source, problem in (("@nosuch", "Unknown split"), (":other@train", "'other' not found")):
         with pytest.raises(ValueError, match=rf"{source} could not be read: .*{problem}"):
-            file_prompts(f"{tmp_path}{source}", CONFIG, tokenizer)
+            file_prompts(f"{tmp_path}{source}", CONFIG, tokenizer, None)
 
 
 def test_a_hub_out_of_reach_names_the_way_out(monkeypatch):
@@ -257,11 +358,11 @@ def test_the_digest_knows_the_other_columns(tmp_path, tokenizer):
 @REAL
 def test_real_dapo_rows_repeat_every_problem(tokenizer):
     config = replace(CONFIG, max_prompt_tokens=4000)
-    prompts, report = file_prompts(real("aime24/dapo_layout.parquet"), config, tokenizer)
+    prompts, report = file_prompts(real("aime24/dapo_layout.parquet"), config, tokenizer, None)
     assert (len(prompts), report.num_rows, report.num_duplicates) == (30, 960, 930)
     assert (report.columns.name, report.contradictions, report.has_text) == ("verl", [], False)
     assert prompts[0].row["extra_info"]["raw_problem"] in prompts[0].text
-    plain_prompts, _ = file_prompts(real("aime24/test.jsonl"), config, tokenizer)
+    plain_prompts, _ = file_prompts(real("aime24/test.jsonl"), config, tokenizer, None)
     # The file writes them in three digits: 025.
     assert {int(prompt.answer) for prompt in prompts} == {int(prompt.answer) for prompt in plain_prompts}
 
@@ -278,7 +379,7 @@ def test_real_dapo_rows_repeat_every_problem(tokenizer):
 )
 def test_real_rows(tokenizer, name, keys, num_prompts, num_duplicates, first):
     config = replace(CONFIG, prompt_key=keys[0], answer_key=keys[1], max_prompt_tokens=4000)
-    prompts, report = file_prompts(real(name), config, tokenizer)
+    prompts, report = file_prompts(real(name), config, tokenizer, None)
     assert (len(prompts), report.num_duplicates, report.contradictions) == (num_prompts, num_duplicates, [])
     assert prompts[0].answer == first
     assert not report.bad
