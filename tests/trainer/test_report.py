@@ -5,9 +5,12 @@ The pages in a real browser: test_report_browser.py.
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import shutil
 import statistics
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from run_directory import ATTACK, hostile_sample, step_metrics, write_run
 
 from trainer.cli.commands import run as parity
@@ -25,6 +30,8 @@ from trainer.report.page import contents, render, render_runs, write_comparison,
 from trainer.report.samples import coloured, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart, Section
+
+SAMPLE = {"step": 1, "prompt_id": 1, "sample_index": 0, "prompt": "p", "response": "r", "answer": "a", "k3": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +238,104 @@ def test_broken_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     assert "metrics.jsonl line 41 is not a JSON object and is left out" in text
     assert "samples.jsonl is missing" in text and "config.yaml cannot be read" in text
     assert "completed, 40 steps" in text
+
+
+BROKEN_SAMPLES = (
+    {"step": 1},
+    {"step": 1, "prompt": None, "response": 7, "answer": [], "prompt_id": {}, "sample_index": None, "k3": "high"},
+    {**SAMPLE, "tokens": {"first": math.inf, "num_tokens": 1, "texts": ["a"], "rollout_logprobs": [0], "deltas": [0]}},
+    {**SAMPLE, "tokens": {"first": 0, "num_tokens": 1, "texts": ["a"], "rollout_logprobs": [10**400], "deltas": [1]}},
+    {**SAMPLE, "tokens": [1]},
+    {**SAMPLE, "k3": 10**400, "reward": math.nan, "correct": "maybe", "finish_reason": []},
+)
+BROKEN_METRICS = (
+    {"step": 10**400, "reward/mean": 1},
+    {"step": 1.5},
+    {"step": True},
+    {"step": 1, "reward/mean": math.inf, "mismatch/k3": 10**400, "time/step_s": 0, "time/train_s": 1e308},
+    {"step": 2, "reward/mean": {}, "eval/accuracy": -(10**300), "time/step_s": 1e29, "rollout/groups_dropped/x": []},
+)
+BROKEN_FILES = {
+    "config.yaml": "\n".join(
+        ["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+    ),
+    "environment.json": '{"memory_bytes": 1' + "0" * 400 + ', "argv": 7, "started_at": {}, "n": ' + "[" * 5000,
+    "accounting.json": '{"assumptions": 7}',
+    "status.json": '{"status": ["x"]}',
+}
+
+
+@pytest.mark.scenario(29)
+def test_a_broken_run_has_a_page(run_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(run_dir, broken)
+    for name, text in BROKEN_FILES.items():
+        (broken / name).write_text(text)
+    for name, rows in (("samples.jsonl", BROKEN_SAMPLES), ("metrics.jsonl", BROKEN_METRICS)):
+        with (broken / name).open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows) + "[" * 100_000 + "\n" + '{"step": 3}{\n')
+    started = time.monotonic()
+    text = " ".join(Elements(write_report(broken).read_text(encoding="utf-8")).text)
+    assert time.monotonic() - started < 60
+    assert "config.yaml cannot be read (its aliases stand for" in text
+    assert "samples.jsonl line" in text and "is not a row of a run and is left out" in text
+    assert "more lines are left out" in text
+    assert parity(["report", str(broken), str(run_dir), "-o", str(tmp_path / "both.html")]) == 0
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    ["step", "reward/mean", "eval/accuracy", "time/step_s", "time/train_s", "mismatch/k3", "prompt", "response",
+     "answer",
+     "prompt_id", "sample_index", "k3", "tokens", "correct", "by_probability", "by_position", "joint", "joint_edges",
+     "sync/gb_per_s", "perf/step_floor_frac", "rollout/groups_dropped/x"]
+)  # fmt: skip
+STEPS = st.fixed_dictionaries({"step": st.integers(0, 9)})
+
+
+def test_rows_of_any_json_have_a_page(tmp_path: Path, run_dir: Path) -> None:
+    histogram = json.loads((run_dir / "histograms.jsonl").read_text().splitlines()[0])
+
+    @settings(max_examples=25)
+    @given(st.lists(st.tuples(STEPS, st.dictionaries(KEYS, VALUES)), max_size=6), VALUES)
+    def check(pairs: list[tuple[dict[str, Any], dict[str, Any]]], other: Any) -> None:
+        rows = [step | row for step, row in pairs] + [SAMPLE | row for _, row in pairs]
+        rows += [histogram | row for _, row in pairs]
+        for name in ("metrics.jsonl", "samples.jsonl", "histograms.jsonl"):
+            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name in ("config.yaml", "environment.json", "accounting.json", "status.json"):
+            (tmp_path / name).write_text(json.dumps({"run": other, "correction": {"cap": other}, "status": other}))
+        assert write_report(tmp_path).is_file()
+
+    check()
+
+
+def test_long_text_is_cut_on_the_page(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "long")
+    tokens = {"first": 0, "num_tokens": 9999, "texts": ["y" * 9999] * 9999,
+              "rollout_logprobs": [-1.0] * 9999, "deltas": [0.1] * 9999}  # fmt: skip
+    with (tmp_path / "long" / "samples.jsonl").open("a") as file:
+        for row in ({"response": "x" * 20_000_000}, {"tokens": tokens, "k3": 9.0}):
+            file.write(json.dumps({**SAMPLE, "step": 40, **row}) + "\n")
+    html = write_report(tmp_path / "long").read_text(encoding="utf-8")
+    assert "and 19,950,000 more characters" in html and "5903 tokens after" in html
+    assert len(html) < 5_000_000
+
+
+def test_a_page_that_cannot_be_made_is_one_sentence(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    (tmp_path / "run" / "samples.jsonl").symlink_to("/proc/self/mem")  # a read answers EIO, as a bad sector does
+    assert parity(["report", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == (
+        "parity report: the page cannot be written: OSError: [Errno 5] Input/output error\n"
+    )
 
 
 def test_a_run_without_steps_and_no_run(tmp_path: Path) -> None:

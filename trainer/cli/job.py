@@ -60,7 +60,7 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
     if result.was_complete:
         more = f"{resume_command(run_dir)} run.num_steps=<more> goes on with it"
         to_stdout(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
-    to_stdout(f"{result.report_path}\n")
+    to_stdout(f"{result.report_path or run_dir}\n")
     return DONE
 
 

@@ -19,6 +19,7 @@ from trainer.config.components import Resume
 from trainer.config.train import GROUPS
 from trainer.rundir.redact import REDACTED
 from trainer.rundir.run_dir import CONFIG_FILE, has_checkpoint, is_run
+from trainer.rundir.yaml_text import load_yaml
 
 COMMAND = "parity resume"
 _FIXED_WORDS = ("run.dir=", "run.resume=", "resume=")
@@ -33,8 +34,8 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
     """
     path = run_dir / CONFIG_FILE
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8")) if is_run(run_dir) else None
-    except (OSError, ValueError, yaml.YAMLError):
+        record = load_yaml(path.read_text(encoding="utf-8")) if is_run(run_dir) else None
+    except (OSError, ValueError):
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
         rule = f"must be the directory of a run of Parity, with its {CONFIG_FILE}"

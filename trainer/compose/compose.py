@@ -29,6 +29,7 @@ from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.components import RunConfig
 from trainer.config.paths import MAIN_CONFIG, config_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.rundir.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")
 """Options of Hydra's own groups that Hydra chooses by itself."""
@@ -123,6 +124,7 @@ def _compose(
     Raises errors of Hydra, OmegaConf, YAML and the file system, for example of an unreadable file. A misspelt option
     is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
+    load_yaml(recipe.read_text(encoding="utf-8"))  # Hydra would write out every alias
     choices: dict[str, str] = {}
     for override in overrides:
         group, value = override.key_or_group, override.value()

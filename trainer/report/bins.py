@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.report.data import Row, RunData
+from trainer.report.data import LARGEST, Row, RunData
 from trainer.report.present import dash_of, slot_of
 from trainer.report.spec import Axis, Chart, ChartKind, Dash, Section, Series, Table
 
 _QUARTER = 4
 """Minimum of steps for splitting a run into its first and last quarter."""
 _MAX_TICKS = 8
+_MAX_BINS = 100
+"""Bins of an axis of a line that is read; the tracker writes some tens."""
 _PROBABILITY, _POSITION = "by_probability", "by_position"
 
 
@@ -49,14 +51,15 @@ def histogram_section(runs: Sequence[RunData]) -> tuple[Section | None, dict[str
 
 def unreadable(run: RunData) -> Iterator[str]:
     """Remarks about lines that have another form."""
-    wrong = [str(row["step"]) for row in run.histograms if not _is_readable(row)]
+    good = {row["step"] for row in _readable([run])[0]}
+    wrong = [str(row["step"]) for row in run.histograms if row["step"] not in good]
     if wrong:
         steps = ", ".join(wrong[:5])
         yield f"histograms.jsonl: {len(wrong)} lines have another shape and are left out (step {steps})"
 
 
 def _step_ranges(runs: Sequence[RunData]) -> list[StepRange]:
-    readable = [[row for row in run.histograms if _is_readable(row)] for run in runs]
+    readable = _readable(runs)
     if len(runs) > 1:
         return [
             StepRange(label=run.name, rows=rows, slot=slot_of(index), dash=dash_of(index), run=index)
@@ -73,16 +76,31 @@ def _step_ranges(runs: Sequence[RunData]) -> list[StepRange]:
     return [StepRange(label="all steps", rows=rows, slot=0)] if rows else []
 
 
-def _is_readable(row: Row) -> bool:
-    """True if a line of histograms.jsonl has the form that the tracker writes."""
+def _readable(runs: Sequence[RunData]) -> list[list[Row]]:
+    """The lines of histograms.jsonl of each run that have the form that the tracker writes, all of the same bins."""
+    bins = [[_bins(row) for row in run.histograms] for run in runs]
+    first = next((found for of_run in bins for found in of_run if found is not None), None)
+    return [
+        [row for row, found in zip(run.histograms, of_run, strict=True) if found is not None and found == first]
+        for run, of_run in zip(runs, bins, strict=True)
+    ]
+
+
+def _bins(row: Row) -> tuple[int, ...] | None:
+    """Number of bins of both probabilities, and of each axis; None for a line of another form."""
     try:
-        _joint_array(row)
-        return all(
-            len(row[axis]["edges"]) - 1 == len(row[axis]["counts"]) == len(row[axis]["k3"])
-            for axis in (_PROBABILITY, _POSITION)
-        )
-    except (KeyError, TypeError, ValueError, IndexError):
-        return False
+        sizes = [len(_joint_array(row))]
+        for axis in (_PROBABILITY, _POSITION):
+            edges, counts, k3 = (row[axis][name] for name in ("edges", "counts", "k3"))
+            numbers = np.array([[edge or 0.0 for edge in edges[:-1]], counts, [value or 0.0 for value in k3]], float)
+            if len(edges) != len(counts) + 1 or len(edges) > _MAX_BINS or not (abs(numbers) <= LARGEST).all():
+                return None
+            np.array(edges[:-1] if axis == _POSITION else [], float)
+            float(edges[-1] or 0.0)
+            sizes.append(len(counts))
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
+        return None
+    return tuple(sizes)
 
 
 def _sums(steps: StepRange, axis: str) -> tuple[np.ndarray, np.ndarray]:
@@ -190,9 +208,13 @@ def _joint(ranges: Sequence[StepRange], tables: dict[str, Table]) -> Iterator[Ch
 def _joint_array(row: Row) -> np.ndarray:
     """Tokens by [bin of p_train, bin of p_rollout]; ValueError, KeyError, TypeError or IndexError if unreadable."""
     size = len(row["joint_edges"]) - 1
+    if not 0 < size <= _MAX_BINS:
+        raise ValueError(f"{size} bins")
     counts = np.zeros((size, size))
     for train, rollout, count in row["joint"]:
         if min(train, rollout) < 0:
             raise IndexError(f"bins {train} and {rollout}")
         counts[train, rollout] += count
+    if not (abs(counts) <= LARGEST).all():
+        raise ValueError("a count that is no number")
     return counts

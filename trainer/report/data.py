@@ -1,24 +1,33 @@
 """The files of a run directory -> RunData. This file does not know HTML.
 
-A file that is missing, and a line that is not JSON
-(a run that was killed while writing), cost their part of the report and are named in `RunData.remarks`.
+The files may be damaged or a stranger's. A file that is missing, and a line of another form (a run that was killed
+while writing), cost their part of the report and are named in `RunData.remarks`; a number that no chart can show counts
+as missing, and long text is cut. So what follows needs not doubt the rows.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.rundir.rows import read_lines
-from trainer.rundir.run_dir import STATUS_FILE
+from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE
+from trainer.rundir.yaml_text import load_yaml
 
 Row = Mapping[str, Any]
+
+LARGEST = 1e30
+"""Largest value of a number on the page; sums and squares of it are still numbers."""
+MAX_STEP = 2**31 - 1
+MAX_CHARS = 50_000
+"""Characters of one text on the page."""
+_SHOWN_LINES = 5
+_TEXTS = ("prompt", "response", "answer")
+"""Keys of a sample that hold text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +65,15 @@ class RunData:
 
 def load_run(run_dir: Path) -> RunData:
     """Read a run directory; raises FileNotFoundError if it has no metrics.jsonl."""
-    metrics = run_dir / "metrics.jsonl"
+    metrics = run_dir / METRICS_FILE
     if not metrics.is_file():
         raise FileNotFoundError(f"{metrics} is missing: {run_dir} is not the directory of a run")
     remarks: list[str] = []
     return RunData(
         name=run_dir.resolve().name,
         rows=rows_by_step(_read_lines(metrics, remarks)),
-        samples=_read_lines(run_dir / "samples.jsonl", remarks),
-        histograms=rows_by_step(_read_lines(run_dir / "histograms.jsonl", remarks)),
+        samples=[_cut(row) for row in _read_lines(run_dir / SAMPLES_FILE, remarks, needed=_is_sample)],
+        histograms=rows_by_step(_read_lines(run_dir / HISTOGRAMS_FILE, remarks)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / STATUS_FILE, []),
@@ -74,8 +83,15 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def is_number(row: Row, key: str) -> bool:
-    """True if the row has this metric, and the value is a number."""
-    return key in row and isinstance(row[key], (int, float)) and not isinstance(row[key], bool)
+    """True if the row has this metric, and the value is a number that a chart can show."""
+    if key not in row or not isinstance(row[key], (int, float)) or isinstance(row[key], bool):
+        return False
+    return -LARGEST <= row[key] <= LARGEST  # false for NaN
+
+
+def has_step(row: Row) -> bool:
+    """True if the row belongs to a step."""
+    return is_number(row, "step") and isinstance(row["step"], int) and 0 <= row["step"] <= MAX_STEP
 
 
 def at(config: Row, *path: str) -> Any:
@@ -108,7 +124,16 @@ def flat_config(config: Row) -> dict[str, str]:
 
 def plain(value: Any) -> str:
     """A value of a YAML or JSON file as text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    # YAML knows dates, sets and other keys than text.
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """The text, as much of it as the page shows."""
+    if len(text) <= MAX_CHARS:
+        return text
+    return f"{text[:MAX_CHARS]} … and {len(text) - MAX_CHARS:,} more characters"
 
 
 def evaluation_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -157,27 +182,42 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 def rows_by_step(rows: Sequence[Row]) -> list[Row]:
     """The rows in the order of `step`; of two rows with the same step the later one counts."""
-    by_step = {row["step"]: row for row in rows if is_number(row, "step")}
+    by_step = {row["step"]: row for row in rows if has_step(row)}
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_lines(path: Path, remarks: list[str]) -> list[Row]:
+def _read_lines(path: Path, remarks: list[str], *, needed: Callable[[Row], bool] = has_step) -> list[Row]:
     if not path.is_file():
         remarks.append(f"{path.name} is missing")
         return []
     rows: list[Row] = []
+    wrong: list[str] = []
     for line in read_lines(path):
         if line.row is None:
-            remarks.append(f"{path.name} line {line.number} is not a JSON object and is left out")
+            wrong.append(f"{path.name} line {line.number} is not a JSON object and is left out")
+        elif not needed(line.row):
+            wrong.append(f"{path.name} line {line.number} is not a row of a run and is left out")
         else:
             rows.append(line.row)
+    remarks += wrong[:_SHOWN_LINES]
+    if len(wrong) > _SHOWN_LINES:
+        remarks.append(f"{path.name}: {len(wrong) - _SHOWN_LINES:,} more lines are left out")
     return rows
+
+
+def _is_sample(row: Row) -> bool:
+    """True for a row with what every sample has."""
+    return has_step(row) and {"prompt_id", "sample_index"} <= row.keys() and all(key in row for key in _TEXTS)
+
+
+def _cut(sample: Row) -> Row:
+    return {**sample, **{key: cut(str(sample[key])) for key in _TEXTS}}
 
 
 def _read_mapping(path: Path, remarks: list[str]) -> Row:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        remarks.append(f"{path.name} cannot be read ({type(error).__name__})")
+        content = load_yaml(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (OSError, ValueError) as error:
+        remarks.append(f"{path.name} cannot be read ({error})")
         return {}
     return content if isinstance(content, dict) else {}

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trainer.report.data import RunData, at, flat_config, plain, show
+from trainer.report.data import RunData, at, flat_config, is_number, plain, show
 from trainer.report.sections import PHASES
 from trainer.rundir.text import size
 
@@ -74,7 +74,7 @@ def _medians(run: RunData) -> Iterator[Tile]:
         yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}")
     phases_of_run = [name for name in _MAIN_PHASES if run.has(f"time/{name}_s")]
     if run.has("time/step_s"):
-        total = sum(run.values("time/step_s"))
+        total = sum(run.values("time/step_s")) or 1.0
         shares = [f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %" for name in phases_of_run]
         yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
     if run.has("perf/step_floor_frac"):
@@ -139,8 +139,8 @@ def facts(run: RunData) -> list[str]:
     """The line under the title: model, method and date of the run."""
     line = [run.name, *(f"{name} {run.choices[name]}" for name in ("model", "data", "rollout") if name in run.choices)]
     if "correction" in run.choices:
-        cap = at(run.config, "correction", "cap")
-        bound = f", C = {cap:g}" if isinstance(cap, (int, float)) else ""
+        correction = at(run.config, "correction")
+        bound = f", C = {correction['cap']:g}" if isinstance(correction, dict) and is_number(correction, "cap") else ""
         line.append(f"correction {run.choices['correction']}{bound}")
     if at(run.config, "advantage", "estimator"):
         line.append(f"advantage {at(run.config, 'advantage', 'estimator')}")
@@ -152,7 +152,7 @@ def facts(run: RunData) -> list[str]:
 def config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """(section, chosen group member, [(key, value)]) of the configuration."""
     return [
-        (name, run.choices.get(name, ""), [(str(key), plain(value)) for key, value in values.items()])
+        (str(name), run.choices.get(name, ""), [(str(key), plain(value)) for key, value in values.items()])
         for name, values in run.config.items()
         if name != "defaults" and isinstance(values, dict)
     ]
@@ -161,7 +161,7 @@ def config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]
 def environment_facts(run: RunData) -> list[tuple[str, str]]:
     """Machine, revision, command line and versions."""
     record = dict(run.environment)
-    if isinstance(at(record, "memory_bytes"), int):
+    if is_number(record, "memory_bytes"):
         record["memory"] = size(record.pop("memory_bytes"))
     if isinstance(at(record, "argv"), list):
         record["argv"] = " ".join(map(str, record["argv"]))

@@ -18,6 +18,9 @@ WORST_SAMPLES = 8
 """Number of samples with coloured tokens on the page of one run, over all steps."""
 SHORT_TOKENS = 64
 """Number of tokens above which a response is folded in tables."""
+MAX_TOKENS = 4096
+"""Tokens of a sample on the page, each of at most MAX_TOKEN_CHARS; the tracker writes fewer."""
+MAX_TOKEN_CHARS = 200
 DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Values of |Delta| from which a token has the next stronger colour."""
 
@@ -85,8 +88,9 @@ def coloured(row: Row) -> ColouredSample | None:
     try:
         num_before, num_tokens = int(kept["first"]), int(kept["num_tokens"])
         triples = zip(kept["texts"], kept["rollout_logprobs"], kept["deltas"], strict=True)
-        tokens = [_token(str(text), logprob, delta) for text, logprob, delta in triples]
-    except (KeyError, TypeError, ValueError):
+        shown = itertools.islice(triples, MAX_TOKENS)
+        tokens = [_token(str(text)[:MAX_TOKEN_CHARS], logprob, delta) for text, logprob, delta in shown]
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     num_after = max(0, num_tokens - num_before - len(tokens))
     return ColouredSample(row=row, tokens=tokens, num_before=num_before, num_after=num_after)

@@ -81,7 +81,8 @@ class RunResult:
     """Locations of the results of a finished run."""
 
     run_dir: Path
-    report_path: Path
+    report_path: Path | None
+    """None if the report could not be written."""
     was_complete: bool = False
     """True if the run had taken all its steps before and saved the last step, so that nothing was started."""
 
@@ -99,12 +100,18 @@ def train(config: TrainConfig) -> RunResult:
     except RunDirectoryError:
         raise  # what is in it belongs to another run
     except BaseException:
-        try:
-            write_report(run_dir)
-        except Exception as error:  # the failure of the run must be the one that is seen
-            logger.warning("the failed run has no report: %s", error)
+        _report(run_dir)
         raise
-    return RunResult(run_dir=run_dir, report_path=write_report(run_dir), was_complete=was_complete)
+    return RunResult(run_dir=run_dir, report_path=_report(run_dir), was_complete=was_complete)
+
+
+def _report(run_dir: Path) -> Path | None:
+    """Write the report; a failure is a warning: the run has its result, or its own failure, without it."""
+    try:
+        return write_report(run_dir)
+    except Exception as error:
+        logger.warning("the run has no report: %s", error)
+        return None
 
 
 def run_steps(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> None:

@@ -7,18 +7,20 @@ import torch.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import yaml
-
 from algorithms.config import Problem
 from trainer.report.data import flat_config, group_members
 from trainer.rundir.provenance import config_document
 from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, completed_steps, has_checkpoint, is_run
+from trainer.rundir.yaml_text import load_yaml
 from trainer.study.grid import Cell
+
+logger = logging.getLogger(__name__)
 
 STUDY_FILE = "study.json"
 """File that marks the directory of a study."""
@@ -106,13 +108,18 @@ def newest_study(recipe_name: str) -> Path | None:
 
 
 def read_records(study_dir: Path) -> dict[str, CellRecord]:
-    """Records that an earlier call of the study wrote about its runs; empty without such a call."""
+    """Records that an earlier call of the study wrote about its runs; empty without such a call, or if damaged."""
     path = study_dir / STUDY_FILE
     if not path.is_file():
         return {}
-    document = json.loads(path.read_text(encoding="utf-8"))
-    cells = [*document["cells"], *document["other_cells"]]
-    return {cell["name"]: CellRecord(seconds=cell["seconds"], error=cell["error"]) for cell in cells}
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        cells = [*document["cells"], *document["other_cells"]]
+        return {cell["name"]: CellRecord(seconds=cell["seconds"], error=cell["error"]) for cell in cells}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        # The runs are known by their own files; only their seconds and errors are lost.
+        logger.warning("%s cannot be read and is written anew: %s", path, error)
+        return {}
 
 
 def _is_empty(directory: Path) -> bool:
@@ -125,8 +132,9 @@ def _changes(study_dir: Path, cell: Cell) -> list[str]:
     path = study_dir / cell.name / CONFIG_FILE
     if not path.is_file():
         return []
-    before, now = (
-        group_members(document) | flat_config(document)
-        for document in map(yaml.safe_load, (path.read_text(encoding="utf-8"), config_document(cell.config)))
-    )
+    try:
+        texts = (path.read_text(encoding="utf-8"), config_document(cell.config))
+        before, now = (group_members(document) | flat_config(document) for document in map(load_yaml, texts))
+    except (OSError, ValueError, AttributeError) as error:  # the last one: it is no mapping
+        return [f"{CONFIG_FILE} cannot be read: {error}"]
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in before | now if before.get(key) != now.get(key)]
