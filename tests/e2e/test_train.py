@@ -202,6 +202,9 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl"]
 
 
+@pytest.mark.scenario(1)
+@pytest.mark.scenario(2)
+@pytest.mark.scenario(6)
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     tmp_path: Path, base_model_cache: Path, capsys: pytest.CaptureFixture[str]
@@ -220,13 +223,13 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     command = ["export", str(killed), str(tmp_path / "exported")]
     assert run(command) == 0
     assert "after step 5" in capsys.readouterr().out
-    assert run(command) == 1
-    assert "exists" in capsys.readouterr().err
+    assert run(command) == 2
+    assert "must not exist" in capsys.readouterr().err
     (killed / "checkpoints" / "step_000005" / "manifest.json").unlink()
     (killed / "checkpoints" / "step_000004" / "state.json").write_bytes(b"")
     assert run(["train", "arithmetic_grpo", "rollout=torch", "resume=auto", *words, f"run.dir={killed}"]) == 1
     refused = capsys.readouterr().err
-    assert "is damaged" in refused and "state.json has 0 bytes" in refused
+    assert "no checkpoint in" in refused and "state.json has 0 bytes" in refused
 
 
 ENDLESS = ("rollout=torch", "checkpoint.every=1000", "run.num_steps=1000")

@@ -265,6 +265,7 @@ def test_a_stream_resumes_where_it_stood(before):
     assert ids(resumed.take(30)) == expected
 
 
+@pytest.mark.scenario(8)
 def test_a_stream_over_other_data_or_another_seed_does_not_resume():
     state = PromptStream(make_prompts(7), seed=5).state_dict()
     changed = make_prompts(7)

@@ -117,6 +117,7 @@ def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(
     assert "abcdefgh12345678" not in log
 
 
+@pytest.mark.scenario(13)
 def test_nothing_is_written_to_the_directory_of_another_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_ctrl_c_ends_with_130_and_says_what_stays(
     assert f"interrupted; what was written stays in {tmp_path}/out" in capsys.readouterr().err
 
 
+@pytest.mark.scenario(13)
 def test_a_directory_in_use_is_refused_before_the_run(
     use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

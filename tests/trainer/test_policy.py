@@ -103,6 +103,7 @@ def test_the_update_does_not_depend_on_ranks_packing_or_order(model_path: Path, 
     assert (one - two).norm() <= 2e-3 * one.norm()
 
 
+@pytest.mark.scenario(7)
 @pytest.mark.slow
 @pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2)])
 def test_a_checkpoint_loads_on_another_number_of_ranks(

@@ -212,6 +212,19 @@ def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     assert completed_steps(run_dir) is None, "it failed"
 
 
+def test_a_report_that_cannot_be_written_does_not_fail_a_completed_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=1), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        tracker.log(1, {})
+        save(config, 1)
+    (run_dir / "report.html").mkdir()
+    result = train(config)
+    assert result.was_complete and result.report_path is None
+    assert "the run has no report: [Errno 21] Is a directory" in caplog.text
+
+
 # ---------------------------------------------------------------------------------------------------- the directory
 
 

@@ -191,6 +191,7 @@ def test_a_rank_takes_back_its_random_numbers(worker: PolicyWorker, tmp_path: Pa
     assert draws() == expected
 
 
+@pytest.mark.scenario(7)
 def test_ranks_of_another_number_get_new_random_numbers(worker: PolicyWorker, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     worker.save_checkpoint(tmp_path / "saved", False)
@@ -214,6 +215,7 @@ def test_a_rank_takes_back_its_count_of_bad_steps(worker: PolicyWorker, tmp_path
         worker._policy.update(float("nan"))
 
 
+@pytest.mark.scenario(8)
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path) -> None:
     from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 import wandb_file
+from full_disk import full_disk
 from wandb_server import WandbServer, serving
 
 import trainer.tracking.wandb_sink as wandb_sink
@@ -38,6 +39,7 @@ from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.events import Event, Severity
+from trainer.rundir.rows import forget_after, read_rows
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, sample_rows, select_rows
 from trainer.tracking.tracker import Tracker
@@ -241,6 +243,23 @@ def test_a_full_disk_stops_the_run_only_for_metrics(tmp_path: Path, caplog: pyte
         tracker.log(3, {"reward/mean": 0.5})
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
+
+
+def test_a_row_that_a_full_disk_cut_costs_no_later_row(tmp_path: Path) -> None:
+    tracker, _ = make_tracker(make_config(), tmp_path / "run")
+    path = tmp_path / "run" / "samples.jsonl"
+    with tracker:
+        tracker.log(1, {}, [row(1, 0)])
+        with full_disk(path.stat().st_size + 20):  # a part of the next row is written
+            tracker._best_effort("samples.jsonl", lambda: tracker._log_samples(2, [row(1, 0)]))
+        half = path.read_bytes()
+        assert not half.endswith(b"\n")
+        for step in (3, 4):
+            tracker.log(step, {}, [row(1, 0)])
+    assert path.read_bytes().startswith(half)
+    assert [line["step"] for line in read_rows(path)] == [1, 2, 3, 4]
+    forget_after(path, 3)
+    assert [line["step"] for line in read_rows(path)] == [1, 2, 3]
 
 
 def test_rows_that_make_no_sense_are_refused(tmp_path: Path) -> None:
