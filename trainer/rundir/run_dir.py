@@ -86,7 +86,7 @@ def is_run(directory: Path) -> bool:
         names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
         whole = {name for name in names if not name.endswith(UNFINISHED)}
         return LOCK_FILE in names and whole <= _BEFORE_ENVIRONMENT
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
@@ -105,7 +105,7 @@ def completed_steps(directory: Path) -> int | None:
     try:
         status = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
         return int(status["last_step"]) if status["status"] == RunStatus.completed.value else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
