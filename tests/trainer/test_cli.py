@@ -330,4 +330,4 @@ def test_a_warning_without_a_console_does_not_move_the_terminal(tmp_path: Path) 
     )
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     first = outcome.stderr.splitlines()[0]
-    assert "step_000001 is damaged" in first and "]0;owned" in first and "\x1b" not in first
+    assert "step_000001 cannot be used" in first and "]0;owned" in first and "\x1b" not in first
