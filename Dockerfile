@@ -6,7 +6,8 @@
 #   docker build --target cpu -t parity:cpu .
 #   docker run --rm --shm-size=2g -v "$PWD/outputs:/app/outputs" parity:cpu train arithmetic_grpo
 #
-# NOT YET BUILT: neither image has been built or run, because there was no Docker engine at hand.
+# NOT YET BUILT: neither image has been built or run, because there was no Docker engine at hand. For the same reason
+# both base images are named by tag: pin them by digest (image@sha256:...) when you build, for a tag can move.
 # Secrets belong into the environment at run time (`docker run -e WANDB_API_KEY`), never into a layer.
 
 # ---- cpu: the pinned environment of `make demo` ---------------------------------------------------------------------

@@ -88,3 +88,11 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(OSError, match=r"neither model\.safetensors nor"):
         weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors"])
+def test_an_index_cannot_name_a_file_outside_the_model(tmp_path: Path, name: str) -> None:
+    index = {"weight_map": {"model.norm.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"names the file '{name}', which is not in it"):
+        weight_files(tmp_path)

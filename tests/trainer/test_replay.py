@@ -41,8 +41,8 @@ from trainer.replay.modes import RUN, all_names
 from trainer.replay.recorded import read_step
 from trainer.replay.results import Replay, replay_step
 from trainer.run.dumper import StepDumper
-from trainer.rundir.dump import DumpDescription, begin_dump, commit_dump, dumped_steps, open_dump
-from trainer.rundir.sealed import MANIFEST
+from trainer.rundir.dump import DESCRIPTION, FORMAT, DumpDescription, begin_dump, commit_dump, dumped_steps, open_dump
+from trainer.rundir.sealed import MANIFEST, write_manifest
 
 STEP = 3
 MASKING = MISConfig(low=0.8, high=1.25, reject=RejectConfig(), rejected_denominator=RejectedDenominator.drop)
@@ -294,6 +294,22 @@ def test_another_format_names_the_version_that_wrote_it(
     manifest.write_text("{", encoding="utf-8")
     assert run(["replay", str(tmp_path), "step=3"]) == 2
     assert "manifest.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../../other.safetensors", "/other.safetensors"])
+def test_a_dump_cannot_name_a_file_outside_it(
+    name: str, one_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its manifest agrees with its files: whoever makes a dump makes the manifest too."""
+    shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
+    dump = tmp_path / "dumps" / "step_000003"
+    stored = json.loads((dump / DESCRIPTION).read_text("utf-8"))
+    stored["ranks"][0]["file"] = name
+    (dump / DESCRIPTION).write_text(json.dumps(stored), encoding="utf-8")
+    (dump / MANIFEST).unlink()
+    write_manifest(dump, layout=FORMAT)
+    assert run(["replay", str(tmp_path), "step=3"]) == 2
+    assert f"names the file {name!r}, which is not in it" in capsys.readouterr().err
 
 
 def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:

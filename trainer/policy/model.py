@@ -33,6 +33,7 @@ from rollout.weights.packing import DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import with_local_part
+from trainer.rundir.sealed import inside
 
 logger = logging.getLogger(__name__)
 
@@ -183,11 +184,14 @@ def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.
 
 
 def weight_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file of the directory that holds it. Raises OSError if there is none."""
+    """Tensor name -> the safetensors file of the directory that holds it.
+
+    Raises OSError if there is none, and ValueError if the index names a file outside the directory.
+    """
     index = path / INDEX_FILE
     if index.is_file():
         listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: path / file for name, file in listed.items()}
+        return {name: inside(path, file) for name, file in listed.items()}
     single = path / WEIGHT_FILE
     if not single.is_file():
         raise FileNotFoundError(f"model.path={path} has neither {WEIGHT_FILE} nor {INDEX_FILE}")

@@ -23,6 +23,7 @@ from trainer.rundir.sealed import (
     FileRecord,
     SealError,
     begin_step,
+    inside,
     publish_step,
     remove_sealed,
     sealed_steps,
@@ -137,7 +138,10 @@ def open_dump(run_dir: Path, step: int) -> Dump:
         verify(path, layout=FORMAT)
         stored = json.loads((path / DESCRIPTION).read_bytes())
         ranks: Sequence[dict[str, Any]] = stored.pop("ranks")
-        return Dump(path=path, description=DumpDescription(ranks=tuple(map(_rank_file, ranks)), **stored))
+        description = DumpDescription(ranks=tuple(map(_rank_file, ranks)), **stored)
+        for rank in description.ranks:
+            inside(path, rank.file)
+        return Dump(path=path, description=description)
     except (SealError, OSError, ValueError, TypeError, KeyError) as error:
         raise DumpError(f"the dump of step {step} cannot be used: {error}. Replay another step.") from error
 

@@ -61,6 +61,13 @@ def to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def inside(directory: Path, name: str) -> Path:
+    """The file `name` of `directory`. Raises ValueError for a name that leads out of it."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{directory} names the file {name!r}, which is not in it")
+    return directory / name
+
+
 def write_manifest(directory: Path, *, layout: int, records: Mapping[str, FileRecord] | None = None) -> None:
     """Describe every file of `directory`, and bring to the disk what is not there yet.
 
