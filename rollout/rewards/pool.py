@@ -25,6 +25,8 @@ GRACE_S = 30.0
 """Seconds after all deadlines; a pool that is silent for longer is broken."""
 START_TRIES = 3
 """Number of starts of a process before a thread gives up: a fork can fail for a moment."""
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds until a thread has seen that its process was killed."""
 RETRY_S = 1.0
 """Seconds between two starts."""
 
@@ -74,11 +76,15 @@ class _PoolState:
     """Tasks in order of submission; None ends the thread that takes it."""
     done: queue.SimpleQueue[tuple[int, Outcome] | RewardPoolError] = field(default_factory=queue.SimpleQueue)
     closing: threading.Event = field(default_factory=threading.Event)
+    working: set[ChildProcess] = field(default_factory=set)
+    """The processes that have started and not been killed."""
 
     def close(self, num_workers: int) -> None:
         self.closing.set()
         for _ in range(num_workers):
             self.tasks.put(None)
+        for process in tuple(self.working):  # the thread of a killed process hears the end of its output
+            process.kill()
 
     def take(self, count: int) -> list[_Task]:
         """Up to `count` further tasks, without waiting for new tasks."""
@@ -147,10 +153,10 @@ class RewardPool:
         return START_TIMEOUT_S + self._state.timeout_s + GRACE_S
 
     def close(self) -> None:
-        """End every worker; safe to call twice. Waits for the running call of each worker, at most its deadline."""
+        """End every worker, in the middle of a call too; safe to call twice."""
         self._state.close(len(self._threads))
         for thread in self._threads:
-            thread.join(timeout=self._state.timeout_s + START_TIMEOUT_S)
+            thread.join(timeout=CLOSE_TIMEOUT_S)
         self._threads = []
 
 
@@ -211,11 +217,15 @@ class _Worker:
     def __init__(self, state: _PoolState) -> None:
         """Start the process and wait until the function is loaded. Raises _WorkerFailed, and OSError of the start."""
         self._timeout_s = state.timeout_s
+        self._working = state.working
         self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._process = ChildProcess(
             "rollout.rewards.child", state.function, memory_bytes=state.memory_bytes, hear=self._heard.put
         )
+        self._working.add(self._process)
         try:
+            if state.closing.is_set():  # `close` may have missed this process
+                raise _WorkerFailed(Failure.crash, "the pool is closed")
             greeting = self._answer(START_TIMEOUT_S)
             if not isinstance(greeting, dict) or not ("failed" in greeting or "at_once" in greeting):
                 raise _WorkerFailed(Failure.crash, f"the worker began with {greeting!r:.100}")
@@ -237,6 +247,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and all its descendants."""
+        self._working.discard(self._process)
         self._process.kill()
 
     def _answer(self, timeout_s: float) -> Any:
