@@ -504,6 +504,26 @@ def test_an_online_run_sends_its_rows_and_does_not_wait_for_a_server_that_falls_
     assert [row["reward/mean"] for row in wandb_file.history(tmp_path)] == [0.5, 0.75]
 
 
+@pytest.mark.scenario(32)
+def test_a_run_that_was_deleted_on_the_server_goes_on_as_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 4.0)
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    lines: list[str] = []
+    wandb_sink.keep_run_id(tmp_path, "deadbeef")
+    with serving(WandbServer(deleted=["deadbeef"])) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        sink = wandb_sink_of(tmp_path, lines, WandbMode.online)
+        sink.start()
+        sink.put(Panels.log, 8, {"reward/mean": 0.5})
+        wait_until(lambda: sink.mode is not WandbMode.disabled)
+        sink.finish(exit_code=0)
+    assert sink.mode is WandbMode.online and [row["reward/mean"] for row in server.rows] == [0.5]
+    assert "was deleted there" in lines[0] and "W&B: online (online: CommError" in lines[1]
+    assert wandb_sink.saved_run_id(tmp_path) not in (None, "deadbeef"), "the next checkpoint holds the new id"
+
+
 def test_online_without_a_key_means_offline(tmp_path: Path) -> None:
     tracker, stream = make_tracker(make_config(WandbMode.online), tmp_path / "run")
     with tracker:

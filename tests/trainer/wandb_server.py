@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,11 @@ class WandbServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        """`refuses`: answer every request with 401."""
+    def __init__(self, *, refuses: bool = False, deleted: Collection[str] = ()) -> None:
+        """`refuses`: answer every request with 401. `deleted`: ids of runs that were deleted."""
         super().__init__(("127.0.0.1", 0), _Handler)
         self.refuses = refuses
+        self.deleted = deleted
         self.silent = threading.Event()
         self.ends = threading.Event()
         self.rows: list[dict[str, Any]] = []
@@ -65,9 +66,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         for line in sent.get("files", {}).get("wandb-history.jsonl", {}).get("content", []):
             self.server.rows.append(json.loads(line))
         query = sent.get("query", "").strip()
+        name = sent.get("variables", {}).get("name")
+        if query.startswith("mutation UpsertBucket") and name in self.server.deleted:
+            text = f"run someone/parity/{name} was previously created and deleted; try a new run name"
+            self._answer(409, {"data": {"upsertBucket": None}, "errors": [{"message": text}]})
+            return
         data = next((answer for beginning, answer in ANSWERS if query.startswith(beginning)), {})
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
+        self._answer(200, {"data": data})
+
+    def _answer(self, code: int, content: dict[str, Any]) -> None:
+        answer = json.dumps(content).encode()
+        self.send_response(code)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(answer)))
         self.end_headers()

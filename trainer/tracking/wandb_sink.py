@@ -41,6 +41,8 @@ _FLUSH_S = 1.0
 _MAX_WAITING = 1000
 """Calls that wait for the thread: some hundred steps."""
 RUN_ID_FILE = "wandb_run_id"
+_DELETED = "was previously created and deleted"
+"""Part of the server's answer to an id whose run was deleted: W&B never takes such an id again."""
 
 
 class WandbSink:
@@ -176,7 +178,9 @@ class WandbSink:
 
     def _begin(self, modes: list[WandbMode], reasons: list[str]) -> Any:
         """The run in the first of `modes` that works, or None."""
-        for mode in modes:
+        is_renewed = False
+        while modes:
+            mode = modes.pop(0)
             try:
                 run = self._init(mode)
             except Exception as error:
@@ -185,6 +189,11 @@ class WandbSink:
                 _teardown()  # the next attempt would take up what the failed one has left in the client
                 if self._closing:
                     return None
+                if _DELETED in str(error) and not is_renewed:
+                    keep_run_id(self._run_dir, _new_id())
+                    is_renewed = True
+                    modes.insert(0, mode)
+                    self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
                 continue
             self._sync_command = f"wandb sync {shlex.quote(str(Path(run.dir).resolve().parent))}"
             self.mode = mode
@@ -275,8 +284,12 @@ def _one_line(error: BaseException) -> str:
 def run_id(run_dir: Path) -> str:
     """The W&B id of the run in `run_dir`: read from `wandb_run_id`, or made and written there."""
     if saved_run_id(run_dir) is None:
-        keep_run_id(run_dir, os.urandom(4).hex())
+        keep_run_id(run_dir, _new_id())
     return saved_run_id(run_dir) or ""
+
+
+def _new_id() -> str:
+    return os.urandom(4).hex()
 
 
 def saved_run_id(run_dir: Path) -> str | None:
