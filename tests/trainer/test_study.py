@@ -19,9 +19,10 @@ from trainer.cli.commands import run
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
 from trainer.rundir.run_dir import lock_directory
+from trainer.rundir.text import duration
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
-from trainer.study.run import command_line, duration, last_words, parallel_problems, run_cells
+from trainer.study.run import command_line, last_words, parallel_problems, run_cells
 from trainer.study.study_dir import CellRecord, Stage, last_step, make_way, stage_of, study_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -1,4 +1,4 @@
-"""Text for readers: counts with their noun, bytes in a short unit, and the way of every text to the terminal."""
+"""Text for readers: counts, bytes and durations in a short form, and the way of every text to the terminal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def size(num_bytes: int) -> str:
         amount /= 1024
         units.pop(0)
     return f"{amount:.3g} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Text of a duration in seconds for people: "40 s", "12 min", "3 h 20 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def printable(text: str) -> str:
