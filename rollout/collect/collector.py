@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -172,11 +173,20 @@ class Collector:
 
     def state_dict(self) -> CollectorState:
         """The state for `load_state_dict`: no prompt and no returned token is lost."""
-        return CollectorState(
-            started_step=self._seeds.step,
-            versions=[[step, version] for step, version in self._versions.items()],
+        return self.snapshot()()
+
+    def snapshot(self) -> Callable[[], CollectorState]:
+        """Fix the present state; packing every token, which takes time, is left to the call of the result."""
+        groups = [
+            replace(group, responses=[replace(response) for response in group.responses])
+            for group in [*self._kept, *self._pending]
+        ]
+        started_step, versions = self._seeds.step, [[step, version] for step, version in self._versions.items()]
+        return lambda: CollectorState(
+            started_step=started_step,
+            versions=versions,
             temperature=self._sampling.temperature,
-            groups=pack_groups([*self._kept, *self._pending]),
+            groups=pack_groups(groups),
         )
 
     def load_state_dict(self, state: CollectorState) -> None:

@@ -173,6 +173,7 @@ class PromptStream:
         self._epoch = 0
         self._position = 0
         self._order = self._permutation(0)
+        self._digest = prompts_digest(prompts)
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts; continues with the next epoch at the end of the current one."""
@@ -193,8 +194,7 @@ class PromptStream:
 
     def state_dict(self) -> StreamState:
         """The state from which load_state_dict() continues."""
-        digest = prompts_digest(self._prompts)
-        return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=digest)
+        return StreamState(seed=self._seed, epoch=self._epoch, position=self._position, digest=self._digest)
 
     def load_state_dict(self, state: StreamState) -> None:
         """Continue at the position of `state`. Raises ValueError for another seed or other prompts."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,7 +17,8 @@ from run_directory import write_run
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
-from trainer.rundir.termination import RunTerminated
+from trainer.rundir.termination import GO_ON, RunTerminated
+from trainer.rundir.time_limit import OutOfTime
 
 Train = Callable[[TrainConfig], SimpleNamespace]
 
@@ -98,6 +101,25 @@ def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pyt
     assert "1 of 2 runs were not begun" in error
 
 
+def test_a_run_out_of_time_ends_a_sweep_only_at_the_deadline_of_the_job(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def train(config: TrainConfig) -> SimpleNamespace:
+        seen.append(config.run.seed)
+        raise OutOfTime(step=2, reason="none is left")
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]) == GO_ON == 75
+    assert seen == [0, 1]
+    assert "out of time after step 2: none is left" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    assert run(["train", "arithmetic_grpo", "-m", "run.seed=2,3", "hydra.sweep.dir=more"]) == 75
+    assert seen == [0, 1, 2]
+    assert "1 of 2 runs were not begun" in capsys.readouterr().err
+
+
 def test_an_error_of_ours_is_one_message_and_its_traceback_is_kept(
     use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -159,15 +181,16 @@ def test_a_run_that_was_complete_is_said_to_be(
     assert f"{tmp_path}/out has taken all 7 steps: nothing was started" in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_with_130_and_says_what_stays(
+def test_ctrl_c_before_the_run_hears_signals_ends_with_130(
     use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def train(config: TrainConfig) -> SimpleNamespace:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("nothing was interrupted")
 
     use(train)
     assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 130
-    assert f"interrupted; what was written stays in {tmp_path}/out" in capsys.readouterr().err
+    assert "asked to end (SIGINT), before the first step" in capsys.readouterr().err
 
 
 @pytest.mark.scenario(13)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from trainer.config.components import HFModelConfig, Resume
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.run.loop import train
+from trainer.rundir import termination as termination_module
 from trainer.rundir.checkpoint import CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
@@ -35,7 +35,7 @@ from trainer.rundir.run_dir import (
     release_directory,
     take_directory,
 )
-from trainer.rundir.termination import RunTerminated, end_at_sigterm, termination_requests
+from trainer.rundir.termination import REQUESTS, RunTerminated, termination_requests
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
 
@@ -503,52 +503,55 @@ def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
 # ---------------------------------------------------------------------------------------------------- signals
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """SIGTERM raises here, as Ray's handler ends the process; SIGINT as Python has it."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(number)
-
-    before = signal.signal(signal.SIGTERM, end), signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGTERM, before[0])
-    signal.signal(signal.SIGINT, before[1])
-
-
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_signal_asks_and_the_second_ends(
-    handlers: None, first: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]
+    first: signal.Signals, code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for second, error in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
-        with termination_requests("the running step is finished") as termination:
-            assert termination.request is None
+    monkeypatch.setattr(termination_module, "ECHO_S", 0.0)
+    before = [signal.getsignal(number) for number in REQUESTS]
+    for second, last in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        with pytest.raises(RunTerminated) as caught, termination_requests() as termination:
+            termination.then, termination.step = "the running step is finished", 3
             os.kill(os.getpid(), first)
-            assert termination.request is first
+            assert (termination.request, termination.at_once) == (first, False)
             assert f"{first.name}: the running step is finished; the next signal" in capfd.readouterr().err
-            with pytest.raises(error):
-                os.kill(os.getpid(), second)
-    ended = RunTerminated(first, step=3)
-    assert (ended.exit_code, str(ended)) == (code, f"asked to end ({first.name}), after step 3")
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), second)
+            pytest.fail("the second signal did not interrupt")
+        assert (caught.value.exit_code, str(caught.value)) == (last, f"asked to end ({second.name}), after step 3")
+        assert f"{second.name}: ends at once" in capfd.readouterr().err
+    assert RunTerminated(first, step=0).exit_code == code
+    assert [signal.getsignal(number) for number in REQUESTS] == before
 
 
-def test_a_second_sigterm_ends_with_the_code_of_a_shell(handlers: None, capfd: pytest.CaptureFixture[str]) -> None:
-    end_at_sigterm()
-    with termination_requests("the running step is finished"):
+def test_two_signals_in_a_moment_are_one_request(capfd: pytest.CaptureFixture[str]) -> None:
+    """GNU timeout sends SIGTERM to the process, and then to its group."""
+    with termination_requests() as termination:
+        termination.then = "the running step is finished"
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(SystemExit) as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not termination.at_once
+    assert capfd.readouterr().err.count("SIGTERM") == 1
+
+
+def test_a_request_before_the_first_step_ends_at_once_and_one_in_a_rollout_interrupts_it() -> None:
+    with pytest.raises(RunTerminated, match="before the first step"), termination_requests():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("nothing was interrupted")
+    with termination_requests() as termination:
+        termination.then = "step 1 is finished"
+        with pytest.raises(KeyboardInterrupt), termination.interruptible("the rollout is given up"):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert caught.value.code == 143
-    assert "SIGTERM: ends at once" in capfd.readouterr().err
+            pytest.fail("the rollout was not interrupted")
+        assert not termination.at_once
+        with pytest.raises(KeyboardInterrupt), termination.interruptible("the next is not begun"):
+            pytest.fail("a rollout began after the request")
 
 
-def test_a_run_in_a_thread_hears_no_signals(handlers: None) -> None:
+def test_a_run_in_a_thread_hears_no_signals() -> None:
     heard: list[object] = []
 
     def run() -> None:
-        with termination_requests("") as termination:
+        with termination_requests() as termination:
             heard.append(termination.request)
 
     thread = threading.Thread(target=run)

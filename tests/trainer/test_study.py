@@ -19,6 +19,7 @@ from trainer.cli.commands import run
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
 from trainer.rundir.run_dir import lock_directory
+from trainer.rundir.termination import GO_ON
 from trainer.rundir.text import duration
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
@@ -173,10 +174,10 @@ directory.mkdir(parents=True, exist_ok=True)
 def end(status, last):
     (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": s + 1}) + "\\n" for s in range(last)))
     (directory / "status.json").write_text(json.dumps({"status": status, "last_step": last}))
-def asked(*_):
-    (directory / "checkpoints" / "step_000002").mkdir(parents=True)
+def leave(code):
+    (directory / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
     end("interrupted", 2)
-    sys.exit(143)
+    sys.exit(code)
 if behaviour == "works":
     end("completed", 3)
 elif behaviour == "fails":
@@ -186,8 +187,10 @@ elif behaviour == "fails":
 elif behaviour == "hangs":
     (directory / "hanging").touch()
     time.sleep(60)
+elif behaviour == "leaves":
+    leave(75)
 elif behaviour == "listens":
-    signal.signal(signal.SIGTERM, asked)
+    signal.signal(signal.SIGTERM, lambda *_: leave(143))
     (directory / "listening").touch()
     time.sleep(60)
 """
@@ -209,7 +212,7 @@ def behave(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
 
 def run_all(
     grid: Study, directory: Path, records: dict[str, CellRecord], *, parallel: int = 2, **settings: object
-) -> signal.Signals | None:
+) -> int:
     directory.mkdir(exist_ok=True)
     config = replace(grid.config, parallel=parallel, **settings)  # type: ignore[arg-type]
     return run_cells(
@@ -231,7 +234,7 @@ def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these
     names = [cell.name for cell in small.cells]
     directory, records = tmp_path / "study", {}
     behave({names[1]: "fails", names[2]: "hangs"})
-    assert run_all(small, directory, records, cell_timeout_s=3.0) is None
+    assert run_all(small, directory, records, cell_timeout_s=3.0) == 0
     assert stages(small, directory) == ["finished", "broken", "broken", "finished"]
     assert records[names[1]].error == "engine 0: no answer (exit code 1)"
     assert records[names[2]].error == "it took longer than study.cell_timeout_s=3"
@@ -241,7 +244,7 @@ def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these
     assert "left, about" in said
     before = {name: (directory / name / "status.json").stat().st_mtime_ns for name in (names[0], names[3])}
     behave({})
-    assert run_all(small, directory, records) is None
+    assert run_all(small, directory, records) == 0
     assert stages(small, directory) == ["finished"] * 4
     assert records[names[1]].error == "" and records[names[2]].error == ""
     assert before == {name: (directory / name / "status.json").stat().st_mtime_ns for name in before}
@@ -266,13 +269,13 @@ def test_ctrl_c_lets_the_running_cells_save_and_starts_no_more(
     listening = [directory / name / "listening" for name in names[:2]]
     thread = threading.Thread(target=ask_to_end, args=(signal.SIGINT, listening))
     thread.start()
-    assert run_all(small, directory, records) is signal.SIGINT
+    assert run_all(small, directory, records) == 130
     thread.join()
     assert stages(small, directory) == ["stopped", "stopped", "new", "new"]
     assert records[names[0]].error == "", "being asked to end is no failure"
     behave({})
     capsys.readouterr()
-    assert run_all(small, directory, records, parallel=1) is None
+    assert run_all(small, directory, records, parallel=1) == 0
     assert f"[1/4] {names[0]} goes on after step 2" in capsys.readouterr().err
     assert stages(small, directory) == ["finished"] * 4
 
@@ -285,9 +288,30 @@ def test_a_run_that_does_not_end_when_asked_is_killed(
     thread = threading.Thread(target=ask_to_end, args=(signal.SIGTERM, [tmp_path / "study" / name / "hanging"]))
     thread.start()
     begun = time.monotonic()
-    assert run_all(small, tmp_path / "study", {}, parallel=1, stop_timeout_s=0.5) is signal.SIGTERM
+    assert run_all(small, tmp_path / "study", {}, parallel=1, stop_timeout_s=0.5) == 143
     assert time.monotonic() - begun < 40
     thread.join()
+
+
+def test_a_run_out_of_time_is_no_failure_and_at_the_end_of_the_job_no_other_begins(
+    small: Study,
+    tmp_path: Path,
+    behave: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [cell.name for cell in small.cells]
+    directory, records = tmp_path / "study", {}
+    behave({names[0]: "leaves"})
+    monkeypatch.setenv("PARITY_DEADLINE", str(time.time() + 3600))
+    assert run_all(small, directory, records, parallel=1) == GO_ON
+    assert stages(small, directory) == ["stopped", "new", "new", "new"] and records[names[0]].error == ""
+    assert f"{names[0]} left after" in capsys.readouterr().err
+    monkeypatch.delenv("PARITY_DEADLINE")
+    assert run_all(small, directory, records, parallel=1) == GO_ON
+    assert stages(small, directory) == ["stopped", "finished", "finished", "finished"], "run.max_hours is of one run"
+    behave({})
+    assert run_all(small, directory, records) == 0
 
 
 def test_a_page_that_cannot_be_written_costs_no_run(

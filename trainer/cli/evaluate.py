@@ -18,7 +18,8 @@ from trainer.compose.compose import resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
-from trainer.rundir.text import to_stdout
+from trainer.rundir.termination import RunTerminated, termination_requests
+from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
 
 if TYPE_CHECKING:
@@ -95,7 +96,11 @@ def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
         to_stdout(f"{line}\n")
 
     try:
-        evaluated = evaluate_model(config, source, run_dir=run_dir, say=say)
+        with termination_requests():
+            evaluated = evaluate_model(config, source, run_dir=run_dir, say=say)
+    except RunTerminated as ended:
+        to_stderr(f"{NAME}: {ended}\n")
+        return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command=NAME)
     to_stdout(render_results(evaluated.results))

@@ -13,26 +13,26 @@ from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED
 from trainer.config.train import TrainConfig
 from trainer.rundir.redact import redact_text
-from trainer.rundir.run_dir import RunDirectoryError, make_private
-from trainer.rundir.termination import RunTerminated
+from trainer.rundir.run_dir import RunDirectoryError, make_private, newest_saved_step
+from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout
+from trainer.rundir.time_limit import has_job_deadline
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
 
 
 def launch(resolution: Resolution) -> int:
-    """Run all jobs of a resolution without problems, up to a request to end; return the worst exit code."""
-    outcomes = []
-    for index, run in enumerate(resolution.runs):
-        assert run.config is not None
-        run_dir = resolution.run_dir(index)
-        run.config.run.dir = str(run_dir)
-        if len(resolution.runs) > 1:
-            to_stdout(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
-        outcomes.append(run_job(run.config, run_dir))
-        if outcomes[-1] > 128:  # a signal asked to end: this ends the command, not only one of its runs
-            break
+    """Run all jobs of a resolution without problems, up to a request to end; return the highest exit code."""
+    outcomes: list[int] = []
+    try:
+        # A run hears signals itself. Before it, the imports take seconds, and the first process of a container would
+        # never end of a SIGTERM that has no handler.
+        with termination_requests():
+            _run_jobs(resolution, outcomes)
+    except RunTerminated as ended:
+        to_stderr(f"parity train: {ended}\n")
+        outcomes.append(ended.exit_code)
     if not_begun := len(resolution.runs) - len(outcomes):
         to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
     num_failed = sum(outcome == FAILED for outcome in outcomes)
@@ -41,19 +41,31 @@ def launch(resolution: Resolution) -> int:
     return max(outcomes)
 
 
+def _run_jobs(resolution: Resolution, outcomes: list[int]) -> None:
+    """Run the jobs one after the other; `outcomes` gets their exit codes."""
+    for index, run in enumerate(resolution.runs):
+        assert run.config is not None
+        run_dir = resolution.run_dir(index)
+        run.config.run.dir = str(run_dir)
+        if len(resolution.runs) > 1:
+            to_stdout(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
+        outcomes.append(run_job(run.config, run_dir))
+        # A signal asks to end the command, not only one of its runs; and no run begins at the end of the job.
+        if outcomes[-1] > 128 or (outcomes[-1] == GO_ON and has_job_deadline()):
+            return
+
+
 def run_job(config: TrainConfig, run_dir: Path) -> int:
-    """Run one job; return its exit code. Raises KeyboardInterrupt for Ctrl-C, no other exception."""
+    """Run one job; return its exit code. Raises KeyboardInterrupt at a request before the run hears it."""
     try:
         # Imported late, because this line imports torch, Ray and transformers.
         from trainer.run.loop import train
 
         result = train(config)
-    except KeyboardInterrupt:
-        to_stderr(f"parity train: interrupted; what was written stays in {run_dir}\n")
-        raise
     except RunTerminated as ended:
-        saved = f"go on with {resume_command(run_dir)}" if config.checkpoint.every else "nothing was saved"
-        to_stderr(f"parity train: {ended}; {saved}\n")
+        saved = newest_saved_step(run_dir)
+        then = "nothing was saved" if saved is None else f"go on with {resume_command(run_dir)}, from step {saved}"
+        to_stderr(f"parity train: {ended}; {then}\n")
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command="parity train")

@@ -5,6 +5,7 @@ Every problem of every run is reported before a run is started. Called by `comma
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -22,11 +23,12 @@ from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory, unusable_problem
-from trainer.rundir.text import to_stderr, to_stdout
+from trainer.rundir.termination import GO_ON, RunTerminated
+from trainer.rundir.text import duration, to_stderr, to_stdout
 from trainer.study.config import StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study, recipe_problems
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
-from trainer.study.run import duration, parallel_problems, run_cells
+from trainer.study.run import parallel_problems, run_cells
 from trainer.study.study_dir import (
     CellRecord,
     Stage,
@@ -78,6 +80,9 @@ def run_study(words: Sequence[str]) -> int:
         return REFUSED
     try:
         return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
+    except RunTerminated as ended:  # by a second signal
+        _say(f"{NAME}: ended at once; go on with study.dir={study_dir}")
+        return ended.exit_code
     finally:
         release_directory(lock, study_dir)
 
@@ -97,7 +102,7 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     records = read_records(study_dir)
     _say(summary(study, study_dir, records))
     write_study(study, study_dir, records, command=command)
-    request = run_cells(
+    code = run_cells(
         study,
         study_dir,
         records,
@@ -113,9 +118,10 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     to_stdout("\n".join([table, *notes, str(page), ""]))
     if not_written:
         _say(f"{NAME}: {page} could not be written ({not_written})")
-    if request is not None:
-        _say(f"{NAME}: asked to end ({request.name}); go on with study.dir={study_dir}")
-        return 128 + request
+    if code != DONE:
+        reason = "out of time" if code == GO_ON else f"asked to end ({signal.Signals(code - 128).name})"
+        _say(f"{NAME}: {reason}; go on with study.dir={study_dir}")
+        return code
     left = [cell.name for cell in study.cells if stage_of(study_dir, cell) is not Stage.finished]
     for name in left:
         _say(f"{NAME}: {name} failed: {records[name].error}")

@@ -6,14 +6,17 @@ import copy
 import logging
 import os
 import secrets
+import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
@@ -34,7 +37,7 @@ from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import may_take_turns, memory_plan
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.rundir.provenance import num_cores
-from trainer.rundir.termination import end_at_sigterm
+from trainer.rundir.termination import end_descendants
 
 logger = logging.getLogger(__name__)
 
@@ -140,12 +143,11 @@ def ray_session(address: str | None) -> Iterator[None]:
     A cluster at an address has the token of its owner. Ray of this process has a token and files of its own, which no
     other user of the machine can read.
     """
-    start = partial(ray.init, job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR)
     with ExitStack() as ends:
         if address is not None:
             _check_reachable(address)
             ends.callback(ray.shutdown)
-            start(address=address)
+            _start_ray(address=address)
         else:
             # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
             # Both must be set, because Ray read the variable when it was imported.
@@ -159,8 +161,7 @@ def ray_session(address: str | None) -> Iterator[None]:
             files = str(scratch.path / "r")
             with _sessions_of_their_own(), _token_of_its_own():
                 # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
-                start(address="local", include_dashboard=False, _temp_dir=files)
-        end_at_sigterm()
+                _start_ray(address="local", include_dashboard=False, _temp_dir=files)
         yield
 
 
@@ -177,6 +178,18 @@ def _check_reachable(address: str) -> None:
             f"phase placement: no Ray cluster can be reached at cluster.address={address}: {error}. Start one there, "
             "name another address, or remove cluster.address to use this machine alone"
         ) from error
+
+
+def _start_ray(**options: Any) -> None:
+    """Start or join Ray; keeps the handler of SIGTERM, which Ray replaces, and leaves no process if it fails."""
+    handler, others = signal.getsignal(signal.SIGTERM), psutil.Process().children(recursive=True)
+    try:
+        ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
+    except BaseException:  # Ray forgets what it had started when a signal interrupted it
+        end_descendants(besides=others)
+        raise
+    if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets no handler either
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _ray_parent() -> Path:

@@ -11,13 +11,14 @@ from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
 from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
+from trainer.rundir.time_limit import job_problems
 
 TENSORBOARD_PACKAGE = "tensorboardX"
 
 
 def start_problems(resolution: Resolution) -> list[Problem]:
-    """Problems that prevent the start of the runs: a directory in use, a package that is not installed."""
-    problems = _directory_problems(resolution)
+    """Problems that prevent the start of the runs: a directory in use, a deadline, a package that is not installed."""
+    problems = [*_directory_problems(resolution), *job_problems()]
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = f"{SGLANG_REMEDY}."
         problems.append(

@@ -40,6 +40,9 @@ class RunConfig(Checked):
     """Seed of prompt order, sampling and initialisation."""
     num_steps: int = ruled(40, at_least(1))
     """Number of rollout steps; a rollout step is one collection of prompts and one or more optimizer steps."""
+    max_hours: float | None = ruled(None, above(0, "hours"))
+    """Hours after its start by which the run has ended: it saves and leaves, with exit code 75, when another step would
+    not fit; null means no limit. The job's own deadline, SLURM_JOB_END_TIME or PARITY_DEADLINE, counts too."""
     resume: Resume = Resume.never
     """Treatment of an earlier run in run.dir: refuse it (never), continue it (auto) or move it aside (clean)."""
 

@@ -23,8 +23,14 @@ BASELINE_ESTIMATORS = (Estimator.grpo, Estimator.dr_grpo, Estimator.rloo, Estima
 
 
 def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield broken rules between checkpoints and evaluation."""
+    """Yield broken rules between checkpoints, the time limit and evaluation."""
     every, evaluated = config.checkpoint.every, config.eval.every
+    if config.run.max_hours is not None and not every:
+        yield config.broken(
+            "run.max_hours",
+            "must be null with checkpoint.every=0: the run would leave with nothing saved",
+            "Set checkpoint.every.",
+        )
     if config.checkpoint.best_metric is None or every < 1 or evaluated < 0:
         return
     if evaluated == 0 or math.lcm(every, evaluated) >= config.run.num_steps:

@@ -17,7 +17,8 @@ share GPUs, the other one is on the host meanwhile.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,7 @@ from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.rundir.run_dir import RunDirectoryError, needs_no_step
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
+from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.samples import TokenLog, sample_rows
 from trainer.tracking.tracker import Tracker
 
@@ -74,6 +76,8 @@ class Run:
     guard: Guard
     dumper: StepDumper
     tracker: Tracker
+    termination: Termination
+    limit: TimeLimit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,60 +94,81 @@ class RunResult:
 def train(config: TrainConfig) -> RunResult:
     """Run `config.run.num_steps` rollout steps; returns the run directory and the path of the report."""
     run_dir = Path(config.run.dir)
-    try:
-        checkpoint = checkpoint_to_resume(config, run_dir)
-        was_complete = checkpoint is not None and needs_no_step(
-            run_dir, saved=checkpoint.state.step, num_steps=config.run.num_steps
-        )
-        if not was_complete:
-            run_steps(config, run_dir, checkpoint)
-    except RunDirectoryError:
-        raise  # what is in it belongs to another run
-    except BaseException:
-        _report(run_dir)
-        raise
+    limit = time_limit(config)
+    with termination_requests() as termination:
+        try:
+            checkpoint = checkpoint_to_resume(config, run_dir)
+            was_complete = checkpoint is not None and needs_no_step(
+                run_dir, saved=checkpoint.state.step, num_steps=config.run.num_steps
+            )
+            if not was_complete:
+                run_steps(config, run_dir, checkpoint, termination, limit)
+        except RunDirectoryError:
+            raise  # what is in it belongs to another run
+        except BaseException:
+            if not termination.at_once:
+                _report(run_dir)
+            raise
     return RunResult(run_dir=run_dir, report_path=_report(run_dir), was_complete=was_complete)
 
 
 def _report(run_dir: Path) -> Path | None:
-    """Write the report; a failure is a warning: the run has its result, or its own failure, without it."""
+    """Write the page of a run; a failure, of a full disk for example, is a warning: it does not change how it ended."""
     try:
         return write_report(run_dir)
     except Exception as error:
-        logger.warning("the run has no report: %s", error)
+        logger.warning("the run has no report: %s. parity report %s writes it", error, run_dir)
         return None
 
 
-def run_steps(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> None:
+def run_steps(
+    config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None, termination: Termination, limit: TimeLimit
+) -> None:
     """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
-    with Tracker(config, run_dir=run_dir, resumed=None if checkpoint is None else checkpoint.state) as tracker:
+    resumed = None if checkpoint is None else checkpoint.state
+    with Tracker(config, run_dir=run_dir, resumed=resumed) as tracker, termination.named():
+        termination.last_words = tracker.record_interrupted
         task = load_task(config, progress=tracker.console.base_model_progress)
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
         for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")
+        if limit.line:
+            tracker.console.line(limit.line)
         with ExitStack() as within:
-            run, termination = open_run(config, task, tracker, run_dir=run_dir, within=within)
+            run = open_run(config, task, tracker, termination, limit, run_dir=run_dir, within=within)
             done, policy_version = restore(run, checkpoint)
             with run.policy.resident():  # what does not fit into memory shows in the first minute
                 tracker.console.line(str(run.policy.dry_run(dry_run_lengths(config))))
             tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
             probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
             tracker.console.line(str(probe))
-            take_steps(run, termination, done=done, policy_version=policy_version)
+            # The first evaluation, or one that a request gave up.
+            owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)
+            try:
+                take_steps(run, done=done, policy_version=policy_version, evaluates_first=owed)
+            except KeyboardInterrupt:  # in a rollout, which has changed nothing that is saved
+                if termination.request is None or termination.at_once:
+                    raise
+                run.saver.save_rest(run.policy)
+                raise termination.leave(RunTerminated(termination.request, step=termination.step)) from None
 
 
 def open_run(
-    config: TrainConfig, task: Task, tracker: Tracker, *, run_dir: Path, within: ExitStack
-) -> tuple[Run, Termination]:
+    config: TrainConfig,
+    task: Task,
+    tracker: Tracker,
+    termination: Termination,
+    limit: TimeLimit,
+    *,
+    run_dir: Path,
+    within: ExitStack,
+) -> Run:
     """Start Ray, the policy and the engines; leaving `within` ends them, last in, first out."""
     cluster = within.enter_context(Cluster(config, log_dir=run_dir / "logs"))
     saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
     within.enter_context(closing(task.scorer))
-    # Starting Ray sets a handler of SIGTERM, so requests are heard from here on.
-    saved = "saved" if config.checkpoint.every else "not saved (checkpoint.every=0)"
-    termination = within.enter_context(termination_requests(f"the running step is finished and {saved}"))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
     engines = cluster.spawn_engines(task.model_path)
     policy.wait_ready()
@@ -155,7 +180,7 @@ def open_run(
     )
     prompts = PromptStream(task.dataset.train, seed=config.run.seed)
     sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
-    run = Run(
+    return Run(
         config=config,
         task=task,
         cluster=cluster,
@@ -168,22 +193,31 @@ def open_run(
         guard=build_guard(config),
         dumper=StepDumper(config, run_dir, say=tracker.console.line),
         tracker=tracker,
+        termination=termination,
+        limit=limit,
     )
-    return run, termination
 
 
-def take_steps(run: Run, termination: Termination, *, done: int, policy_version: int) -> None:
-    """Rollout step after rollout step, from the one after `done`."""
+def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: bool) -> None:
+    """Rollout step after rollout step, from the one after `done`; raises KeyboardInterrupt at a request in a rollout.
+
+    If `evaluates_first`, the weights that the run begins with are evaluated.
+    """
     config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
+    termination, kept = run.termination, "saved" if run.config.checkpoint.every else "not saved (checkpoint.every=0)"
     accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
     tracker.log_assumptions(accounting.assumptions())
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer = StepTimer()
+    termination.step = done
     for step in range(done + 1, config.run.num_steps + 1):
-        # Before step 1 the untouched policy is evaluated. A row of metrics has room for one evaluation, so this one is
-        # left out if the policy is evaluated after step 1 too (eval.every=1, or a run of one step).
-        evaluation = evaluate_policy(run, timer) if step == 1 and not is_evaluated(config, step) else {}
-        with timer.phase("rollout"), engines.resident():
+        termination.then = f"step {step} is finished and {kept}{run.limit.pace}"
+        # A row of metrics has room for one evaluation, so the first one is left out if the policy is evaluated after
+        # the step too (eval.every=1, or a run of one step).
+        is_first = step == done + 1 and evaluates_first and not is_evaluated(config, step)
+        evaluation = evaluate_policy(run, timer) if is_first else {}
+        given_up = f"the rollout of step {step} is given up{f', step {step - 1} is {kept}' if step > 1 else ''}"
+        with termination.interruptible(given_up), timer.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
             schedule.begin_next(step, policy_version)  # unless it is sync, the engines go on while the policy trains
         with timer.phase("pack"):
@@ -201,7 +235,7 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             sync = sync_weights(policy, engines, policy_version=policy_version)
         timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
         if is_evaluated(config, step):
-            evaluation = evaluate_policy(run, timer)
+            evaluation = evaluate_policy(run, timer, is_last=step == config.run.num_steps)
         with timer.phase("checkpoint"):
             saved = run.saver.commit_finished()
         metrics = collected.stats.metrics() | batch.stats.metrics() | report.metrics | sync.metrics()
@@ -217,17 +251,28 @@ def take_steps(run: Run, termination: Termination, *, done: int, policy_version:
             tracker.log(step, metrics | judged, rows)
             tracker.log_histograms(step, report.histograms)
             tracker.log_events(events)
-        # A signal may arrive at any time. The request is read once, so that the save and the end agree on it.
-        request = termination.request
-        last = request is not None or run.guard.stops or step == config.run.num_steps
-        every = config.checkpoint.every
+        termination.step = step
+        end = reason_to_end(run, step, step_s=metrics["time/step_s"] or 0.0)
+        last, every = end is not None or step == config.run.num_steps, config.checkpoint.every
+        state = run_state(run, step, policy_version, evaluation)
         if run.guard.saves or (every and (last or step % every == 0)):
-            with timer.phase("checkpoint"):  # it counts only once it is whole and on the disk
-                run.saver.save(policy, run_state(run, step, policy_version, evaluation), last=last)
-        if request is not None and step < config.run.num_steps:
-            raise RunTerminated(request, step=step)
-        if run.guard.stops and step < config.run.num_steps:
-            raise StoppedByGuard(step=step)
+            with timer.phase("checkpoint"), run.limit.saving():  # it counts only once it is whole and on the disk
+                run.saver.save(policy, state(), last=last)
+        elif every:
+            run.saver.keep(state)
+        if end is not None and step < config.run.num_steps:
+            raise end if isinstance(end, StoppedByGuard) else termination.leave(end)
+
+
+def reason_to_end(run: Run, step: int, *, step_s: float) -> RunTerminated | None:
+    """The reason to end the run after `step`, which took `step_s` seconds, though steps are left; None to go on."""
+    # A signal may arrive at any time. The request is read once, so that the save and the end agree on it.
+    request = run.termination.request
+    if request is not None:
+        return RunTerminated(request, step=step)
+    if run.guard.stops:
+        return StoppedByGuard(step=step)
+    return run.limit.after(step, step_s=step_s)
 
 
 def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
@@ -251,18 +296,19 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     return state.step, state.policy_version
 
 
-def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> RunState:
-    """Return the state that a run resumed after `step` needs besides the state that the ranks hold."""
-    return RunState(
+def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, float | None]) -> Callable[[], RunState]:
+    """Fix the state that a run resumed after `step` needs besides the state that the ranks hold; the call makes it."""
+    stream, collector, guard = run.prompts.state_dict(), run.collector.snapshot(), run.guard.state_dict()
+    return lambda: RunState(
         step=step,
         policy_version=policy_version,
-        stream=run.prompts.state_dict(),
-        collector=run.collector.state_dict(),
+        stream=stream,
+        collector=collector(),
         wandb_run_id=run.tracker.wandb_run_id,
-        # The evaluation must be one of the saved weights. The evaluation in the row of step 1 may be older: it was made
-        # before the step.
+        # The evaluation must be one of the saved weights. The evaluation in the row of the first step may be older: it
+        # was made before the step.
         evaluation=evaluation if is_evaluated(run.config, step) else {},
-        guard=run.guard.state_dict(),
+        guard=guard,
         config=flat_config(run.config),
     )
 
@@ -309,10 +355,18 @@ def is_evaluated(config: TrainConfig, step: int) -> bool:
     return (due and step > 1) or step == config.run.num_steps
 
 
-def evaluate_policy(run: Run, timer: StepTimer) -> dict[str, float | None]:
+def evaluate_policy(run: Run, timer: StepTimer, *, is_last: bool = False) -> dict[str, float | None]:
     """Accuracy on every evaluation set, greedy and sampled, as metrics; training goes on as if it had not been.
 
-    What the engines sample for later steps goes on beside it, and is not waited for.
+    What the engines sample for later steps goes on beside it, and is not waited for. A request to end gives the
+    evaluation up ({}), and a resumed run makes up for it; the `is_last` one of a run is finished.
     """
-    with timer.phase("eval"), run.engines.resident():
-        return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))
+    then = "the evaluation is given up; what is trained is saved"
+    until = nullcontext() if is_last else run.termination.interruptible(then)
+    try:
+        with until, timer.phase("eval"), run.engines.resident():
+            return evaluation_metrics(evaluate_sets(run.config, run.task, run.sampler))
+    except KeyboardInterrupt:
+        if run.termination.at_once:
+            raise
+        return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +56,7 @@ class Saver:
         self._save: _Save | None = None
         self._metrics: dict[str, float | None] = {}
         self._failures = 0
+        self._unsaved: Callable[[], RunState] | None = None
 
     def __enter__(self) -> Saver:
         return self
@@ -71,6 +73,7 @@ class Saver:
     def save(self, policy: PolicyGroup, state: RunState, *, last: bool) -> None:
         """Save `state` and what the ranks hold; the `last` save of a run is complete on return, or an error."""
         self._settle(wait=True, last=False)
+        self._unsaved = None
         started = time.perf_counter()
         try:
             self._tracker.flush()
@@ -84,6 +87,17 @@ class Saver:
         self._save.exposed_s = time.perf_counter() - started
         if not asynchronous:
             self._settle(wait=True, last=last)
+
+    def keep(self, state: Callable[[], RunState]) -> None:
+        """Remember the state after a step at which no save is due, for `save_rest`."""
+        self._unsaved = state
+
+    def save_rest(self, policy: PolicyGroup) -> None:
+        """Save the last step, unless it is saved; the ranks must hold what they held after the step."""
+        if self._unsaved is None:
+            self._settle(wait=True, last=True)
+        else:
+            self.save(policy, self._unsaved(), last=True)
 
     def commit_finished(self) -> dict[str, float | None]:
         """Commit the save that is under way if every rank has finished it; metrics of what was saved since last time.

@@ -31,7 +31,7 @@ REPORT_FILE = "report.html"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""
-_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, LOCK_FILE})
+_BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, LOCK_FILE, STATUS_FILE})
 """Files of a run that was killed before it wrote environment.json, besides unfinished ones."""
 
 
@@ -42,7 +42,7 @@ class RunStatus(Enum):
     """The run took all its steps."""
     failed = "failed"
     interrupted = "interrupted"
-    """A signal ended the run."""
+    """A signal or the time limit ended the run."""
     stopped = "stopped"
     """The guard ended the run."""
 

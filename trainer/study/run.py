@@ -21,7 +21,9 @@ from trainer.compose.outcome import DONE, NOTHING_STARTED
 from trainer.compose.overrides import directory_override
 from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
-from trainer.rundir.termination import termination_requests
+from trainer.rundir.termination import GO_ON, termination_requests
+from trainer.rundir.text import duration
+from trainer.rundir.time_limit import has_job_deadline
 from trainer.study.grid import Cell, Study
 from trainer.study.study_dir import LOGS, CellRecord, Stage, last_step, make_way, stage_of
 
@@ -40,14 +42,6 @@ class _Running:
     started: float
     slot: int
     timed_out: bool = False
-
-
-def duration(seconds: float) -> str:
-    """Text of a duration in seconds for people: "40 s", "12 min", "3 h 20 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def parallel_problems(study: Study, machine: Machine) -> list[Problem]:
@@ -71,14 +65,15 @@ def run_cells(
     *,
     say: Callable[[str], object],
     ended: Callable[[], object],
-) -> signal.Signals | None:
+) -> int:
     """Run every cell that is not finished; `records` is updated.
 
-    `say` gets a line per start and end, `ended` is called after each cell. Returns the signal that asked the study to
-    end early, or None.
+    `say` gets a line per start and end, `ended` is called after each cell. Returns the exit code of a study that a
+    signal, or the time that the runs had, ended early; DONE if every run was tried.
     """
     cells = _Cells(study, study_dir, records, say=say)
-    with termination_requests("every running cell finishes its step and ends") as termination:
+    with termination_requests() as termination:
+        termination.then = "every running cell finishes its step and ends"
         try:
             while cells.running or (cells.waiting and termination.request is None):
                 while cells.waiting and len(cells.running) < study.config.parallel and termination.request is None:
@@ -91,7 +86,9 @@ def run_cells(
                     ended()
         finally:
             cells.kill()
-        return termination.request
+        if termination.request is not None:
+            return 128 + termination.request
+        return GO_ON if cells.out_of_time else DONE
 
 
 class _Cells:
@@ -110,6 +107,8 @@ class _Cells:
         self._done = 0
         self._seconds: list[float] = []
         self._asked_at: float | None = None
+        self.out_of_time = False
+        """True if a run left because its time ran out."""
 
     def start(self) -> None:
         """Start the next cell."""
@@ -173,7 +172,8 @@ class _Cells:
         seconds = time.monotonic() - running.started
         earlier = self._records.get(cell.name, CellRecord())
         finished = running.process.returncode == DONE and stage_of(self._dir, cell) is Stage.finished
-        error = "" if finished else self._reason(running)
+        is_out_of_time = running.process.returncode == GO_ON
+        error = "" if finished or is_out_of_time else self._reason(running)
         self._records[cell.name] = CellRecord(seconds=earlier.seconds + seconds, error=error)
         self._done += 1
         if finished:
@@ -181,6 +181,11 @@ class _Cells:
             outcome = f"done in {duration(seconds)}"
         elif self._asked_at is not None:
             outcome = f"stopped after {duration(seconds)}"
+        elif is_out_of_time:
+            outcome = f"left after {duration(seconds)}: out of time"
+            self.out_of_time = True
+            if has_job_deadline():  # another run would end with the job too
+                self.waiting.clear()
         else:
             outcome = f"FAILED after {duration(seconds)}: {error}"
         self._say(f"[{self._done}/{self._total} ended] {cell.name} {outcome}{self._estimate()}")

@@ -12,7 +12,7 @@ an error there is one warning and a count. The directory of a run:
     events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
     wandb_run_id       and wandb/: the W&B side (wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
-    status.json        how the run ended
+    status.json        how the run ended; its status is null until then, and stays null if the run is killed
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
+_STATUS_BYTES = 512
+"""Size of status.json from the start on: at the end a full disk has no room for another byte."""
+
 
 class Tracker:
     """Everything that a run writes down; a context manager that owns the run directory and the console.
@@ -93,16 +96,22 @@ class Tracker:
         resume = self._config.run.resume
         self._lock, aside = take_directory(self._run_dir, resume=resume, continues=self._resumed is not None)
         try:
-            config, environment = config_document(self._config), environment_record(sys.argv)
-            notes = [] if self._resumed is None else self._take_up(self._resumed, config)
-            write_whole(self._run_dir / CONFIG_FILE, config)
-            write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-            for name in ROW_FILES:
-                # A response may hold a lone surrogate, which UTF-8 cannot encode.
-                self._files[name] = (self._run_dir / name).open("a", encoding="utf-8", errors="replace")
-        except BaseException:
-            self._release()
+            self._open(aside)
+        except BaseException as error:
+            self.close(_status_after(error))
             raise
+        return self
+
+    def _open(self, aside: Path | None) -> None:
+        """Begin the files, the console and the trackers; `aside` is the new place of an earlier run."""
+        self._write_status(None)
+        config, environment = config_document(self._config), environment_record(sys.argv)
+        notes = [] if self._resumed is None else self._take_up(self._resumed, config)
+        write_whole(self._run_dir / CONFIG_FILE, config)
+        write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+        for name in ROW_FILES:
+            # A response may hold a lone surrogate, which UTF-8 cannot encode.
+            self._files[name] = (self._run_dir / name).open("a", encoding="utf-8", errors="replace")
         self.console.__enter__()
         self.console.line(f"run directory: {self._run_dir}")
         if aside is not None:
@@ -120,7 +129,6 @@ class Tracker:
         self._best_effort("W&B", self._wandb.start)
         if self._config.tracking.tensorboard:
             self._best_effort("TensorBoard", self._open_tensorboard)
-        return self
 
     def _take_up(self, resumed: RunState, config: str) -> list[str]:
         """Bring the files of the run to where they were after the step of `resumed`; what there is to say about it."""
@@ -145,15 +153,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        match error:
-            case None:
-                self.close(RunStatus.completed)
-            case StoppedByGuard():
-                self.close(RunStatus.stopped)
-            case KeyboardInterrupt() | SystemExit() | RunTerminated():
-                self.close(RunStatus.interrupted)
-            case _:
-                self.close(RunStatus.failed)
+        self.close(_status_after(error))
 
     @property
     def wandb_run_id(self) -> str | None:
@@ -254,6 +254,11 @@ class Tracker:
             self._best_effort("console", lambda: self.console.close(failed=status != RunStatus.completed))
             self._release()
 
+    def record_interrupted(self) -> None:
+        """Write status.json for a run that is ended before it can close; does nothing if it has closed."""
+        if self._lock is not None:
+            self._write_status(RunStatus.interrupted)
+
     def _log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         written = []
         for sample in select_rows(samples, self._config.tracking.samples_per_step):
@@ -277,15 +282,23 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.put(action, *args, **kwargs)
 
-    def _write_status(self, status: RunStatus) -> None:
+    def _write_status(self, status: RunStatus | None) -> None:
+        """Write status.json; None for a run that goes on."""
         record = {
-            "status": status.value,
+            "status": None if status is None else status.value,
             "last_step": self._last_step,
             "num_steps": self._config.run.num_steps,
-            "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "ended_at": None if status is None else datetime.now(UTC).isoformat(timespec="seconds"),
             "tracker_errors": self.errors,
         }
-        write_whole(self._run_dir / STATUS_FILE, json.dumps(record, indent=2) + "\n")
+        path, text = self._run_dir / STATUS_FILE, json.dumps(record, indent=2).ljust(_STATUS_BYTES - 1) + "\n"
+        try:
+            write_whole(path, text)
+        except OSError:
+            if status is None:
+                raise
+            with path.open("r+", encoding="utf-8") as file:  # a full disk still takes the bytes that the file has
+                file.write(text)
 
     def _best_effort(self, what: str, action: Callable[[], object]) -> None:
         """Run `action`; its failure is a warning, once per `what`, and a count, never the end of the run."""
@@ -304,6 +317,19 @@ class Tracker:
         if self._lock is not None:
             lock, self._lock = self._lock, None
             self._best_effort("lock", lambda: release_directory(lock, self._run_dir))
+
+
+def _status_after(error: BaseException | None) -> RunStatus:
+    """The status of a run that `error` ended; None for no error."""
+    match error:
+        case None:
+            return RunStatus.completed
+        case StoppedByGuard():
+            return RunStatus.stopped
+        case KeyboardInterrupt() | SystemExit() | RunTerminated():
+            return RunStatus.interrupted
+        case _:
+            return RunStatus.failed
 
 
 def _metric_row(step: int, metrics: Mapping[str, float | None]) -> dict[str, float | None]:
