@@ -33,6 +33,10 @@ SHOWN_CHARS = 1000
 """Characters that are kept of a line that cannot be read."""
 
 
+class DataError(ValueError):
+    """The data cannot be used; the message names files and rows. Data are read before anything is started."""
+
+
 class RawRow(NamedTuple):
     """One row of a source, not yet checked."""
 

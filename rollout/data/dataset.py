@@ -19,7 +19,7 @@ import xxhash
 
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import ChatTemplate
-from rollout.data.data_files import BadRow
+from rollout.data.data_files import BadRow, DataError
 from rollout.data.file_prompts import file_prompts, tokenize
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
 from rollout.types import Prompt
@@ -50,8 +50,15 @@ def load_dataset(
 ) -> Dataset:
     """Training and held-out prompts, and the prompts of `eval_sets` (name -> source, read like data.eval_path).
 
-    Raises ValueError listing all unusable rows of all sources, unless data.on_bad_row=skip.
+    Raises DataError listing all unusable rows of all sources, unless data.on_bad_row=skip.
     """
+    try:
+        return _dataset(config, tokenizer, eval_sets or {})
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
     match config:
         case ArithmeticDataConfig():
             if eval_sets:
@@ -61,7 +68,7 @@ def load_dataset(
                 train=_arithmetic_prompts(split.train, tokenizer), heldout=_arithmetic_prompts(split.heldout, tokenizer)
             )
         case FileDataConfig():
-            return _file_dataset(config, tokenizer, eval_sets or {})
+            return _file_dataset(config, tokenizer, eval_sets)
         case _:
             raise ValueError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
 

@@ -9,8 +9,9 @@ import shlex
 import traceback
 from pathlib import Path
 
+from rollout.data.data_files import DataError
 from trainer.compose.compose import Resolution
-from trainer.compose.outcome import DONE, FAILED
+from trainer.compose.outcome import DONE, FAILED, REFUSED
 from trainer.config.train import TrainConfig
 from trainer.rundir.redact import redact_text
 from trainer.rundir.run_dir import RunDirectoryError, make_private, newest_saved_step
@@ -35,7 +36,7 @@ def launch(resolution: Resolution) -> int:
         outcomes.append(ended.exit_code)
     if not_begun := len(resolution.runs) - len(outcomes):
         to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
-    num_failed = sum(outcome == FAILED for outcome in outcomes)
+    num_failed = sum(outcome in (FAILED, REFUSED) for outcome in outcomes)
     if len(outcomes) > 1 and num_failed:
         to_stderr(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
     return max(outcomes)
@@ -82,7 +83,10 @@ def resume_command(run_dir: Path) -> str:
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:
-    """Report an error in one paragraph; keep the traceback in the run directory, unless it belongs to another run."""
+    """Report an error in one paragraph -> the exit code: REFUSED where nothing was started.
+
+    The traceback is kept in the run directory, unless it belongs to another run.
+    """
     trace = printable(redact_text("".join(traceback.format_exception(error))))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
         message = str(error)
@@ -92,7 +96,7 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
     if isinstance(error, RunDirectoryError):
         to_stderr(f"{command} failed: {redact_text(message)}\n")
-        return FAILED
+        return REFUSED
     log = run_dir / ERROR_LOG
     try:
         make_private(run_dir)
@@ -101,4 +105,4 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
     except OSError as unwritable:
         kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
     to_stderr(f"{command} failed: {redact_text(message)}\n{kept}\n")
-    return FAILED
+    return REFUSED if isinstance(error, DataError) else FAILED
