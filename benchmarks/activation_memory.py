@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import SamplingConfig, TorchEngineConfig
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from trainer.config.components import (
     BatchConfig,

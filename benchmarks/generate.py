@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from grpo_step import build_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rollout.collect.requests import make_sample
 from rollout.config import DType, TorchEngineConfig
-from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import Prefill, Step
 from rollout.torch.model import Decoder

@@ -113,9 +113,9 @@ class Step:
 def build_model(directory: Path, *, end_probability: float, width: int = WIDTH, layers: int = LAYERS) -> None:
     """The demo's network, wider and untrained; `end_probability` of every token to end the response, 0 for never."""
     import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rollout.data.arithmetic import EOS_TOKEN, TOKENS, save_tokenizer
-    from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 
     save_tokenizer(directory)
     torch.manual_seed(SEED)

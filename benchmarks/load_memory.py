@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import empty_causal_lm, load_causal_lm, load_rows, shard
 

@@ -93,8 +93,6 @@ def verl(args: argparse.Namespace) -> Score:
 
 
 def trl(args: argparse.Namespace) -> Score:
-    # Declares torchvision's operators, before TRL imports transformers
-    importlib.import_module("rollout.hf.transformers")
     from trl.trainer.utils import selective_log_softmax_and_entropy
 
     def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import (
     BypassConfig,
@@ -36,7 +37,6 @@ from algorithms.config import (
     VanillaISConfig,
 )
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import pack

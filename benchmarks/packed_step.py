@@ -29,8 +29,8 @@ import torch
 from grpo_step import build_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.batch.planner import plan

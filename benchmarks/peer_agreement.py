@@ -22,8 +22,6 @@ from importlib.metadata import version
 
 import torch
 
-import rollout.hf.transformers  # noqa: F401  (declares torchvision's operators, before a peer imports transformers)
-
 PEERS = {"verl": "0.9.1", "trl": "1.16.0"}
 MODULES = (*PEERS, "tensordict", "pyvers", "cloudpickle", "codetiming")
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import tempfile
 import time
 from typing import Any
 
-importlib.import_module("rollout.hf.transformers")  # declares torchvision's operators, before TRL imports transformers
+import torch
+from datasets import Dataset
+from grpo_step import SEED, SIZES, WARM_UP, ProcessorClock, Step
+from half_rewarded import rewarded
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from grpo_step import SEED, SIZES, WARM_UP, ProcessorClock, Step  # noqa: E402
-from half_rewarded import rewarded  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402
-
-from rollout.data.arithmetic import arithmetic_problems  # noqa: E402
+from rollout.data.arithmetic import arithmetic_problems
 
 
 class Clock(TrainerCallback):

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from trainer.config.components import OptimConfig
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import shard

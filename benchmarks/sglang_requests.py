@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout.config import DType, SGLangConfig
-from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.replies import body_of
 from rollout.types import GenerateRequest, SamplingParams

@@ -55,5 +55,8 @@ rm -f "$venv/installed-cpu"
 unset UV_TORCH_BACKEND # from PyTorch's index torchvision would be another file than the list has the hash of
 uv_install --no-deps --require-hashes $(printf -- '-r requirements/%s.txt ' "$@")
 uv_install --quiet --no-deps --no-build-isolation --editable .
+case " $* " in *" sglang-cpu "*)
+    uv_install --no-deps --require-hashes -r requirements/torchvision.txt --target "$venv/share/parity" ;;
+esac
 cp pyproject.toml "$venv/installed-project"
 for list in "${@:2}" cpu; do printf '%s\n' "$state" >"$venv/installed-$list"; done

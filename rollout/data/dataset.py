@@ -25,7 +25,7 @@ from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
-    from rollout.hf.transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 LISTED_ROWS = 20
 """Number of bad rows that an error lists; further rows are only counted."""

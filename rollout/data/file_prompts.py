@@ -24,7 +24,7 @@ from rollout.task_config import FileDataConfig
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
-    from rollout.hf.transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 LOOKED_AT = 100
 """Number of rows from which the layout is recognised."""

@@ -15,11 +15,11 @@ import signal
 import sys
 from typing import Any
 
-from rollout.hf.torchvision_operators import declare_torchvision_operators
 from rollout.sglang.cpu.platform import PLATFORM_NAME
+from rollout.sglang.cpu.torchvision import make_torchvision_importable
 
 if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
-    declare_torchvision_operators()
+    make_torchvision_importable()
 
 PR_SET_PDEATHSIG = 1
 

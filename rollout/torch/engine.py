@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
 from rollout.hf.model_limits import altered_logits
-from rollout.hf.transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, round_inputs

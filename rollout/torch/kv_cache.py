@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from rollout.hf.model_limits import check_attention
-from rollout.hf.transformers import AttentionInterface
 
 SLOT_ATTENTION = "parity_slots"
 """Value of `attn_implementation` that selects this attention."""

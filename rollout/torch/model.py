@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rollout.config import Quantization
-from rollout.hf.transformers import PreTrainedModel
 from rollout.torch.kv_cache import Prefill, Step
 
 FP8_GROUP = 128

@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-from rollout.hf.transformers import AutoTokenizer
+from transformers import AutoTokenizer
 
 BOS, EOS = 256, 257
 TEMPLATE = (

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.data import arithmetic
 from rollout.data.arithmetic import (
@@ -19,7 +20,6 @@ from rollout.data.arithmetic import (
     save_tokenizer,
     work_out,
 )
-from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import RULES
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from data_cases import BOS, EOS, byte_tokenizer, write_rows
 from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer
 
 from rollout.data.arithmetic import arithmetic_problems, save_tokenizer
 from rollout.data.dataset import PromptStream, load_dataset, prompts_digest, stop_token_ids
-from rollout.hf.transformers import AutoTokenizer
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig
 from rollout.types import Prompt
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import EngineError
-from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
 from rollout.torch.model import Decoder

@@ -10,6 +10,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.data.arithmetic import TOKENS, save_tokenizer
@@ -17,7 +18,6 @@ from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
 from rollout.episodes.running import turn_seed
 from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler
-from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 from tests.rollout.tiny_model import write_tiny_model

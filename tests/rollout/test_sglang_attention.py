@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollout.config import SGLangConfig
-from rollout.hf.torchvision_operators import declare_torchvision_operators
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cpu.torchvision import make_torchvision_importable
 from rollout.sglang.installation import server_args
 
 pytestmark = pytest.mark.sglang
@@ -89,7 +89,7 @@ class Driver:
 @pytest.fixture
 def make_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SGLANG_PLATFORM", PLATFORM_NAME)
-    declare_torchvision_operators()
+    make_torchvision_importable()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

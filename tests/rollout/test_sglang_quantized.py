@@ -39,8 +39,8 @@ HELD = [f"{ATTENTION}qkv_proj", f"{ATTENTION}o_proj", f"{MLP}gate_up_proj", f"{M
 
 SCRIPT = """
 import json, sys, types
-from rollout.sglang.cpu.platform import declare_torchvision_operators
-declare_torchvision_operators()
+from rollout.sglang.cpu.platform import make_torchvision_importable
+make_torchvision_importable()
 import torch
 from torch import nn
 from torch.nn import Parameter

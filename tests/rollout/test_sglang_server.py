@@ -21,9 +21,9 @@ import pytest
 from algorithms.config import ConfigError
 from rollout.config import OWNED_SGLANG_ARGS, REFUSED_SGLANG_ARGS, SGLangConfig
 from rollout.engine import EngineError
-from rollout.hf.torchvision_operators import declare_torchvision_operators
 from rollout.processes.scratch import PREFIX, SHARED_MEMORY, Scratch, sweep
 from rollout.sglang.cpu.platform import PLATFORM_CLASS, activate
+from rollout.sglang.cpu.torchvision import make_torchvision_importable
 from rollout.sglang.engine import SGLangEngine
 from rollout.sglang.server import PORTS, SGLangServer, hold_port
 from rollout.types import GenerateRequest, SamplingParams
@@ -259,8 +259,8 @@ def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
     script = (
         "import sys; import rollout.sglang.cpu.platform as platform;"
         "assert not {'torch', 'sglang', 'torchvision'} & set(sys.modules), 'heavy import';"
-        "platform.declare_torchvision_operators();"
-        "assert not platform.declare_torchvision_operators(), 'declared twice';"
+        "platform.make_torchvision_importable();"
+        "assert not platform.make_torchvision_importable(), 'declared twice';"
         "import importlib.util;"
         "importlib.util.find_spec('torchvision') and __import__('torchvision')"
     )
@@ -271,7 +271,7 @@ def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
 @pytest.mark.sglang
 def test_the_refused_engine_args_are_options_of_the_installed_release() -> None:
     """Each option of SGLang that names a port or an address is set by Parity, refused, or known to be harmless."""
-    declare_torchvision_operators()
+    make_torchvision_importable()
     from sglang.srt.server_args import ServerArgs
 
     options = set(ServerArgs.__struct_fields__)

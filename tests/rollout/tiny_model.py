@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollout.hf.torchvision_operators import declare_torchvision_operators
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -36,7 +34,6 @@ def write_tiny_model(
         dtype: type in which the weights are stored.
         vocab_size: rows of the embedding.
     """
-    declare_torchvision_operators()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

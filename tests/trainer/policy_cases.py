@@ -14,6 +14,7 @@ import torch.distributed as dist
 from test_packing import make_sample
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import (
     AdvantageConfig,
@@ -27,7 +28,6 @@ from algorithms.config import (
 from rollout.config import DType, TorchEngineConfig
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
-from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams, SharedWeights, TensorSpec
 from rollout.weights.shared_weights import DATA_START

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
-from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 from trainer.config.components import ArithmeticModelConfig
 from trainer.run.base_model import (
     IGNORED,

@@ -16,7 +16,7 @@ from policy_cases import count_forwards, full_gradient, lone_worker, make_config
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.config import (
     AdvantageConfig,
@@ -34,7 +34,6 @@ from algorithms.config import (
     TISConfig,
     VanillaISConfig,
 )
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import RankMiniBatch, StepSamples

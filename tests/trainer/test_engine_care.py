@@ -16,6 +16,7 @@ import torch
 from care_workers import POISON, REFUSED, DishonestWorker, HungWorker, MortalWorker, SlowWorker
 from policy_cases import held_versions, save_policy
 from policy_cases import published as published_on
+from transformers import AutoModelForCausalLM
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.engine import EngineError, WeightReport, WeightSyncError
@@ -23,7 +24,6 @@ from rollout.group.actor_calls import WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
-from rollout.hf.transformers import AutoModelForCausalLM
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
 from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher

@@ -15,11 +15,10 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
-from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.batch.packing import pack
 from trainer.config.recording import CheckpointConfig, EvalConfig
 from trainer.policy.model import full_tensors

@@ -8,9 +8,9 @@ from inspect import signature
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from algorithms.kl import k3
-from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.policy import attention

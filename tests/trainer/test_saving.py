@@ -217,7 +217,7 @@ def test_a_rank_takes_back_its_count_of_bad_steps(worker: PolicyWorker, tmp_path
 
 @pytest.mark.scenario(8)
 def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path) -> None:
-    from rollout.hf.transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = make_config(save_policy(tmp_path / "model"), num_workers=1)
     (tmp_path / "saved").mkdir()

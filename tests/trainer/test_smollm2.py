@@ -26,8 +26,8 @@ import pytest
 import torch
 from cli_process import parity
 from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.limits.model_shape import SMOLLM2_SHAPE, directory_shape
 from trainer.run.smollm2 import FILES, PACKAGE, WEIGHTS, Package, SmolLM2Error, build_smollm2, file_digest
 from trainer.rundir.cache import ABANDONED_AFTER_S, Progress, default_cache_dir, find_damage

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from rollout.hf.model_limits import check_attention
-from rollout.hf.transformers import AttentionInterface
 
 PACKED_ATTENTION = "parity_packed"
 """Value of `attn_implementation` that selects this function."""

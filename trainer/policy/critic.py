@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from algorithms.aggregate import token_coefficients
 from algorithms.config import Aggregation
 from algorithms.returns import Moments
 from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
-from rollout.hf.transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, present
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
-from rollout.hf.transformers import PreTrainedModel
 from trainer.batch.train_batch import MicroBatch, TokenScores
 from trainer.policy.logprob_head import HeadOptions, token_logprobs
 

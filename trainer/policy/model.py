@@ -24,10 +24,10 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import DType
 from rollout.hf.model_limits import altered_logits
-from rollout.hf.transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION

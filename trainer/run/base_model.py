@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
-from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from trainer.config.components import ArithmeticModelConfig
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from transformers import AutoConfig, AutoTokenizer
 
-from rollout.hf.transformers import AutoConfig, AutoTokenizer
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS

@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.hf.transformers import AutoModelForCausalLM, AutoTokenizer
 from rollout.processes.child_process import python_module
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
-from rollout.hf.transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.rewards import Scorer
 from trainer.config.components import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from rollout.hf.torchvision_operators import declare_torchvision_operators
+from rollout.sglang.cpu.torchvision import make_torchvision_importable
 
 PLATFORM_NAME = "parity_cpu"
 """Name of the entry point; also the value of SGLANG_PLATFORM that selects the platform."""
@@ -33,5 +33,5 @@ def activate() -> str | None:
 
     if torch.cuda.is_available():
         return None
-    declare_torchvision_operators()
+    make_torchvision_importable()
     return PLATFORM_CLASS

@@ -1,14 +1,19 @@
-"""Lets a CUDA build of torchvision be imported under a CPU build of torch.
+"""Makes torchvision importable for SGLang under a CPU build of torch; no other process of Parity imports torchvision.
 
-Imports no torch at the top: every process that imports SGLang on a machine with Parity loads this file.
+requirements/install.sh puts torchvision into a directory of its own. In the common directory transformers would import
+it with every model class, in every process of the user too, and its wheel is a CUDA build, which fails. This module
+imports no torch at the top: every process that imports SGLang on a machine with Parity loads it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
+DIRECTORY = Path(sys.prefix, "share", "parity")
+"""Directory of torchvision in an environment that requirements/install.sh made."""
 _MISSING_OPERATORS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -16,8 +21,8 @@ _MISSING_OPERATORS = {
 """Operators whose shape functions torchvision registers in Python although only its compiled part declares them."""
 
 
-def declare_torchvision_operators() -> bool:
-    """Make a CUDA build of torchvision importable under a CPU build of torch; returns True if operators were declared.
+def make_torchvision_importable() -> bool:
+    """Make torchvision importable in this process under a CPU build of torch; returns True if operators were declared.
 
     SGLang imports torchvision at start. The compiled part of a CUDA wheel cannot be loaded without CUDA, and the Python
     part then stops at undeclared operators. Declaring their schemas is enough: a text model never calls them. Does
@@ -25,7 +30,11 @@ def declare_torchvision_operators() -> bool:
     """
     import torch
 
-    if torch.version.cuda is not None or not _torchvision_is_cuda_build():
+    if torch.version.cuda is not None:
+        return False
+    if importlib.util.find_spec("torchvision") is None and DIRECTORY.is_dir():
+        sys.path.append(str(DIRECTORY))
+    if not _torchvision_is_cuda_build():
         return False
     declared = False
     for name, schema in _MISSING_OPERATORS.items():
