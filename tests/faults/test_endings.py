@@ -20,6 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer.rundir.termination import GO_ON
+from trainer.rundir.time_limit import MARGIN_S
+
 MARK = "PARITY_TEST_RUN"
 """Environment variable by which every process below a run is found, also one that changes its parent."""
 WORDS = (
@@ -206,3 +209,23 @@ def test_a_second_signal_ends_within_ten_seconds_whatever_runs(asked: Callable[.
     assert run.process.returncode == 143, run.said
     assert run.status() == "interrupted"
     check_no_text_outside(run)
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(10)
+def test_a_run_leaves_before_its_time_is_over_and_resume_goes_on(asked: Callable[..., Asked]) -> None:
+    budget_s = MARGIN_S + 20  # of these 20 s the start takes most; at least one step is taken
+    run = asked(f"run.max_hours={budget_s / 3600}")
+    began = time.monotonic()
+    assert run.process.wait(150) == GO_ON == 75, run.said
+    last = run.steps()
+    assert last >= 1 and (last == 1 or time.monotonic() - began < budget_s)
+    assert run.status() == "interrupted" and run.checkpoints() == [f"step_{last:06d}"]
+    assert "time: run.max_hours ends this run at " in run.said
+    assert f"out of time after step {last}: " in run.said and f"go on with parity resume {run.run_dir}" in run.said
+    words = ["resume", str(run.run_dir), f"run.num_steps={last + 1}", "run.max_hours=null"]
+    environment = os.environ | {"PARITY_DEADLINE": str(int(time.time()) + 3600)}
+    done = subprocess.run([sys.executable, "-m", "trainer", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "time: PARITY_DEADLINE ends this run at " in done.stderr
+    assert run.steps() == last + 1 and run.status() == "completed"
