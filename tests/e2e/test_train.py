@@ -254,6 +254,8 @@ def check_interrupted(run_dir: Path, *, last: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.scenario(9)
+@pytest.mark.scenario(34)
 @pytest.mark.parametrize("request_", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(
     request_: signal.Signals, tmp_path: Path, base_model_cache: Path

@@ -642,8 +642,9 @@ def holders_of_samples(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and b"PL4NTED" in path.read_bytes()]
 
 
-def test_an_orderly_run_leaves_nothing_in_the_temporary_directory(tmp_path: Path) -> None:
-    ended = run_child(tmp_path, "sink.finish(exit_code=0)")
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_a_completed_and_a_failed_run_leave_nothing_in_the_temporary_directory(exit_code: int, tmp_path: Path) -> None:
+    ended = run_child(tmp_path, f"sink.finish(exit_code={exit_code})")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
     assert list((tmp_path / "tmp").iterdir()) == []
     assert wandb_file.table_rows(tmp_path / "run") == [["PL4NTED PROMPT", "PL4NTED RESPONSE"]]

@@ -55,9 +55,9 @@ parity: RL training of language models that measures and corrects the rollout-tr
   parity doctor                                check this machine
   parity train --help                          everything about train
 
-Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 3 stopped by the guard, 130 ended
-by Ctrl-C and 143 by SIGTERM: the first one after the running step, which is saved if checkpoint.every is set, a second
-one at once.
+Exit codes: 0 done, 1 the run failed, 2 nothing was started (the reason is on stderr), 3 stopped by the guard, 75 out of
+time (saved, parity resume goes on), 130 ended by Ctrl-C and 143 by SIGTERM: the first one saves if checkpoint.every is
+set, a second one ends the run within 10 s.
 Tab completion: eval "$(parity -sc install=bash)"
 """
 
