@@ -24,6 +24,7 @@ from trainer.rundir.checkpoint import (
     newest_checkpoint,
     set_later_aside,
 )
+from trainer.rundir.dump import DumpDescription, begin_dump, commit_dump, dumped_steps
 from trainer.rundir.rows import forget_after, read_rows
 from trainer.rundir.sealed import MANIFEST, FileRecord, describe_file
 
@@ -175,6 +176,22 @@ def test_what_a_checkpoint_replaces_stays_until_it_is_on_the_disk(
     assert kept == ["step_000001.aside"]
     write(tmp_path, 1)
     assert names(tmp_path) == ["step_000001"]
+
+
+def test_what_a_dump_replaces_stays_until_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(step: int) -> None:
+        description = DumpDescription(step=step, policy_version=0, correction="tis", ranks=(), metrics={})
+        commit_dump(begin_dump(tmp_path, step), description, records={}, config_text="", keep=1)
+
+    for step in (1, 3):
+        dump(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", _refuse(Path.rename, ".step_000001.unfinished"))
+        with pytest.raises(PermissionError):
+            dump(1)
+    assert dumped_steps(tmp_path) == [3]
+    dump(2)
+    assert dumped_steps(tmp_path) == [2], "later steps belong to a run that was resumed from an earlier one"
 
 
 def test_a_directory_of_checkpoints_that_cannot_be_read_is_not_an_empty_one(tmp_path: Path) -> None:
