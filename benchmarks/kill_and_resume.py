@@ -48,7 +48,7 @@ from trainer.rundir.checkpoint import newest_checkpoint
 MARKER = "PARITY_KILL_MARKER"
 TARGETS = ("rollout", "forward", "optimizer", "sync", "checkpoint")
 LENGTH_OF = {"rollout": "time/rollout_s", "forward": "time/train_s", "sync": "time/sync_s"}
-OF_ENGINES = ("rounds", "groups_generated", "samples_generated", "generated_tokens", "slots_busy_frac")
+OF_ENGINES = ("rounds", "groups_generated", "samples_generated", "generated_tokens")
 """Metrics below rollout/ of what engines did since the row before. With a `schedule` that samples ahead they belong to
 the process that sampled: a step that a checkpoint brought along ready counts 0 in the one that trains on it."""
 OPTIMIZER_S = 0.01
@@ -192,7 +192,9 @@ def rows(run_dir: Path, *, without: set[str]) -> list[dict[str, Any]]:
 def timed(key: str) -> bool:
     """Whether a metric depends on the clock or on the memory of the process."""
     # Shares of estimated seconds stand on the machine's measured rates, which a busy machine measures at every start.
-    return key.startswith(("time/", "perf/", "rollout/tail_frac")) or key.endswith(("_s", "/seconds"))
+    return key.startswith(("time/", "perf/", "rollout/tail_frac", "rollout/slots_busy_frac")) or key.endswith(
+        ("_s", "/seconds")
+    )
 
 
 def seconds(run_dir: Path, key: str) -> list[float]:
