@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -55,3 +56,11 @@ def test_a_later_process_with_the_same_id_is_not_killed(wedged: subprocess.Popen
     kill_processes([mark._replace(started=mark.started - 1)])
     with pytest.raises(subprocess.TimeoutExpired):
         wedged.wait(timeout=0.2)
+
+
+def test_no_deadline_follows_the_wall_clock() -> None:
+    """Only the age of a file that another process left is taken from the wall clock, as its own time is."""
+    root = Path(__file__).parents[2]
+    sources = [path for room in ("algorithms", "rollout", "trainer") for path in (root / room).rglob("*.py")]
+    users = [str(path.relative_to(root)) for path in sources if "time.time(" in path.read_text(encoding="utf-8")]
+    assert users == ["trainer/rundir/cache.py"]
