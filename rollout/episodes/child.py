@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -45,8 +45,10 @@ class Server:
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
+    async def serve(self, requests: IO[bytes]) -> None:
         """Handle messages until the input ends."""
+        reader = asyncio.StreamReader(limit=1 << 30)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         while line := await reader.readline():
             message = orjson.loads(line)
             if "start" in message:
@@ -91,9 +93,9 @@ class Server:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-async def main(function: str, memory_bytes: int) -> None:
+def main(function: str, memory_bytes: int) -> None:
     """Load the function, report that it is loaded, serve."""
-    say = become_child(memory_bytes=memory_bytes)
+    requests, say = become_child(memory_bytes=memory_bytes)
     name, _, tokenizer_file = function.rpartition(SEPARATOR)
     try:
         server = Server(load(name), tokenizer_file, say)
@@ -101,10 +103,8 @@ async def main(function: str, memory_bytes: int) -> None:
         say({"failed": described(error)})
         return
     say({"ready": True})
-    reader = asyncio.StreamReader(limit=1 << 30)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await server.serve(reader)
+    asyncio.run(server.serve(requests))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*own_arguments(sys.argv[1:])))
+    main(*own_arguments(sys.argv[1:]))

@@ -95,7 +95,9 @@ class Episode:
 
         Tokens beyond `tokens_left` are cut off, and the response then ends as truncated.
         """
-        ids = self.encode(shown) if isinstance(shown, str) else list(shown)
+        ids = self.encode(shown) if isinstance(shown, str) else [int(token) for token in shown]
+        if any(not 0 <= token < 2**31 for token in ids):
+            raise EpisodeError("observe needs token ids >= 0")
         kept = ids[: self.tokens_left]
         self.observed += kept
         self.tokens_left -= len(kept)

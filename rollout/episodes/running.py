@@ -23,7 +23,7 @@ class Said(NamedTuple):
 
     worker: EpisodeWorker
     message: dict[str, Any] | None
-    """The message as JSON values; None if the worker has ended, or sent no JSON."""
+    """The message as JSON values; None if the worker has ended, or sent what no worker of Parity sends."""
 
 
 Inbox = queue.SimpleQueue[Said]
@@ -38,18 +38,36 @@ class EpisodeWorker(ChildProcess):
         """True once the worker has loaded its function."""
         self.running: int | None = None
         """Episode whose user code the worker reported last."""
-        super().__init__("rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear)
+        super().__init__("rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear, unheard=inbox.qsize)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Queue a message for the worker; returns at once."""
         self.say(orjson.dumps(message))
 
     def _hear(self, line: bytes | None) -> None:
-        try:
-            message = None if line is None else orjson.loads(line)
-        except orjson.JSONDecodeError:
-            message = None
-        self._inbox.put(Said(self, message))
+        self._inbox.put(Said(self, None if line is None else read_message(line)))
+
+
+def read_message(line: bytes) -> dict[str, Any] | None:
+    """A worker's line as JSON values in the form that `rollout/episodes/child.py` states; None for any other line."""
+    try:
+        message = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(message, dict):
+        return None
+    match message:
+        case {"ready": True} | {"failed": str()} | {"running": int()}:
+            return message
+        case {"generate": int(), "observed": observed, "stop_token_ids": stops, "max_new_tokens": int() as limit}:
+            return message if limit > 0 and _are_tokens(observed) and _are_tokens(stops) else None
+        case {"end": int(), "observed": observed, "error": None | str()}:
+            return message if _are_tokens(observed) else None
+    return None
+
+
+def _are_tokens(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from rollout.engine import wait_for
 from rollout.episodes.child import SEPARATOR
 from rollout.episodes.config import EPISODE_MEMORY_BYTES, EpisodeConfig
 from rollout.episodes.running import EpisodeWorker, Inbox, RunningEpisode
-from rollout.processes.child_process import START_TIMEOUT_S
+from rollout.processes.child_process import START_TIMEOUT_S, ChildStartError
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class EpisodeSampler:
         self._tickets = itertools.count()
         self._inbox: Inbox = queue.SimpleQueue()
         self._workers: list[EpisodeWorker] = []
+        self._was_loaded = False
+        """True once a worker has loaded the function; from then on a failure to load it is no fault of the function."""
         self._episodes: dict[int, RunningEpisode] = {}
         self._turns: dict[int, GenerateRequest] = {}
         """Episode -> request for its next turn, until the request is submitted."""
@@ -157,21 +159,28 @@ class EpisodeSampler:
     def _begin(self, ticket: int, request: GenerateRequest, *, attempt: int = 1) -> None:
         """Start an episode in one of the workers, round robin; the first episode starts all workers."""
         while len(self._workers) < self._config.num_workers:
-            worker = EpisodeWorker(self._function, memory_bytes=EPISODE_MEMORY_BYTES, inbox=self._inbox)
+            try:
+                worker = EpisodeWorker(self._function, memory_bytes=EPISODE_MEMORY_BYTES, inbox=self._inbox)
+            except ChildStartError as error:
+                raise EpisodeFunctionError(f"episode.function={self._config.function}: {error}") from error
             self._workers.append(worker)
         worker = self._workers[ticket % len(self._workers)]
-        worker.tell(
-            {
-                "start": ticket,
-                "token_ids": request.prompt_token_ids,
-                "answer": request.answer,
-                "row": request.row,
-                "max_new_tokens": request.sampling.max_new_tokens,
-            }
-        )
-        self._episodes[ticket] = RunningEpisode(
+        episode = RunningEpisode(
             ticket=ticket, request=request, worker=worker, attempt=attempt, since=time.monotonic()
         )
+        self._episodes[ticket] = episode
+        try:
+            worker.tell(
+                {
+                    "start": ticket,
+                    "token_ids": request.prompt_token_ids,
+                    "answer": request.answer,
+                    "row": request.row,
+                    "max_new_tokens": request.sampling.max_new_tokens,
+                }
+            )
+        except TypeError as error:  # JSON cannot hold the row, such as one nested hundreds deep
+            self._end(episode, f"the prompt's row cannot be sent to the function: {error}")
 
     def _hear_workers(self, timeout_s: float) -> None:
         """Act on messages of rollout functions; waits for the first message only if the engines have no request."""
@@ -190,16 +199,27 @@ class EpisodeSampler:
 
     def _heed(self, worker: EpisodeWorker, message: dict[str, Any] | None) -> None:
         if message is None:
-            crashed = [each for each in self._episodes.values() if each.ticket == worker.running]
-            self._replace(worker, f"its worker {worker.death()}", blamed=crashed if worker.ready else ())
+            death = worker.death()
+            ran = [each for each in self._episodes.values() if each.ticket == worker.running]
+            is_proven = worker.ready and not death.from_outside
+            self._replace(worker, f"its worker {death.text}", blamed=ran if is_proven else ())
         elif "ready" in message:
-            worker.ready = True
+            worker.ready = self._was_loaded = True
         elif "running" in message:
             worker.running = message["running"]
         elif "failed" in message:
-            self.close()
-            raise EpisodeFunctionError(f"episode.function={self._config.function}: {message['failed']}")
-        elif (episode := self._episodes.get(message["generate" if "generate" in message else "end"])) is not None:
+            if not self._was_loaded:
+                self.close()
+                raise EpisodeFunctionError(f"episode.function={self._config.function}: {message['failed']}")
+            self._replace(worker, f"a worker could not load the function: {message['failed']}", blamed=())
+        else:
+            episode = self._episodes.get(message["generate"] if "generate" in message else message["end"])
+            if episode is None or episode.worker is not worker:
+                return  # the episode was given up in the meantime
+            if episode.engine_ticket is not None or episode.ticket in self._turns:
+                self._let_go(episode)
+                self._end(episode, message.get("error") or "it did not wait for the turn that it had asked for")
+                return
             episode.observe(message["observed"])
             if "generate" in message:
                 self._turns[episode.ticket] = episode.next_turn(message)

@@ -43,14 +43,14 @@ def answer(judge: Judge, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
 
 def main(function: str, memory_bytes: int) -> None:
     """Answer requests until the input ends."""
-    say = become_child(memory_bytes=memory_bytes)
+    requests, say = become_child(memory_bytes=memory_bytes)
     try:
         judge, at_once = load(function)
     except Exception as error:
         say({"failed": described(error)})
         return
     say({"at_once": at_once})
-    for line in sys.stdin.buffer:
+    for line in requests:
         say(answer(judge, orjson.loads(line)))
 
 

@@ -8,7 +8,7 @@ The names of the function's parameters select the values that it receives:
 
 where `row` is a dict of the other columns of the prompt's row. The function returns a bool (correct or not), a number
 (the reward), or a dict with "score" and optionally "correct" (bool) and further numbers, which become metrics
-reward/<key>. The function is user code and runs with the user's rights.
+reward/<key> under names that Parity does not use itself. The function is user code and runs with the user's rights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rollout.data.data_files import plain_text
 from rollout.processes.child_process import described
 from rollout.processes.custom_code import load_function
 
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
 MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}
 """List parameter of a custom function -> key of an item; the values of all items make up the list."""
+VERDICT = ("score", "correct")
+"""Keys of a returned dict that make up the verdict; every other key is a metric."""
+MAX_SCORE = 1e15
+"""Largest magnitude of a score or a metric: the sum of a step's squares must be finite in float32."""
+RESERVED_METRICS = frozenset({"mean", "std", "accuracy", "generated_accuracy", "timeouts", "crashes", "errors"})
+"""Names that reward/<name> has already; a number of the function must not take the place of such a metric."""
 
 Reply = dict[str, Any]
 """The worker's message about one response, as JSON values: {"score", "correct", "metrics"}, or {"error": text}.
@@ -114,7 +121,9 @@ def reply_of(result: object) -> Reply:
         correct = result.get("correct")
         if correct is not None and not isinstance(correct, bool):
             raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
-        metrics = {str(key): _number(value, key) for key, value in result.items() if key not in ("score", "correct")}
+        metrics = {plain_text(str(key)): _number(value, key) for key, value in result.items() if key not in VERDICT}
+        if taken := RESERVED_METRICS & metrics.keys():
+            raise ValueError(f"reward/{min(taken)} is a metric of Parity's: give the key {min(taken)!r} another name")
         return {"score": _number(result["score"], "score"), "correct": correct, "metrics": metrics}
     except (TypeError, ValueError) as error:
         return {"error": described(error)}
@@ -127,6 +136,8 @@ def _number(value: object, name: object) -> float:
     number = float(value)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}")
+    if abs(number) > MAX_SCORE:
+        raise ValueError(f"{name} must lie in [-{MAX_SCORE:g}, {MAX_SCORE:g}], got {number:g}")
     return number
 
 

@@ -8,7 +8,6 @@ through its reward.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +23,17 @@ from rollout.types import Prompt, Sample, SampleGroup
 LISTED_ERRORS = 5
 MEMORY_BYTES = 16 * 2**30
 """Address space of a scoring process: room for a reward model on the CPU; a process that needs more dies alone."""
-MAX_ERROR_FRACTION = 0.05
-"""Share of a step's responses without a score that the run bears: single odd responses, not a broken function."""
+MAX_UNSCORED_FRACTION = 0.05
+"""Share of a step's responses without a reward that the run bears: single odd responses, not a broken function."""
+MAX_FAILED_FRACTION = 0.2
+"""Share of a step's responses, wrong ones included, whose scoring may fail: each costs a deadline or a worker."""
+EARLY = 256
+"""Responses whose scoring is enough to end a run in the middle of a step."""
 POLL_S = 5.0
 
 
 class RewardError(RuntimeError):
-    """Too many responses could not be scored; the message names the function and the first such responses."""
+    """Scoring failed for too many responses; the message names the function, the counts and the first such responses."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,11 +42,28 @@ class ScoreStats:
 
     scored: int = 0
     failures: Counter[Failure] = field(default_factory=Counter)
+    unscored: int = 0
+    """Responses that have no reward: failures without proof that the response is the cause."""
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sum of each further number that a custom function returned."""
     counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
-    """The first responses that could not be scored, each with the reason."""
+    """The first responses whose scoring failed, each with the reason."""
+
+    def problem(self, *, early: bool = False) -> str | None:
+        """The limit that the failures exceed, with their numbers; None if they exceed none.
+
+        `early` is for the middle of a step: only failures that cost time count then, and as a share of EARLY responses
+        until so many were scored.
+        """
+        unscored = ("gave no reward to", self.unscored, MAX_UNSCORED_FRACTION)
+        failed = ("failed on", self.failures.total(), MAX_FAILED_FRACTION)
+        for what, number, bound in (failed,) if early else (unscored, failed):
+            if number > bound * max(self.scored, EARLY if early else 1):
+                counts = ", ".join(f"{self.failures[failure]} {failure.value}" for failure in Failure)
+                listed = "; ".join(self.errors)
+                return f"{what} {number} of {self.scored} responses, more than {bound:.0%} ({counts}): {listed}"
+        return None
 
     def metrics(self) -> dict[str, float | None]:
         """reward/timeouts, crashes, errors; means of the further numbers that a custom function returned."""
@@ -54,8 +74,8 @@ class ScoreStats:
 class Scorer:
     """Scores samples: reward.correct or reward.incorrect (or a custom score), plus the overlong penalty.
 
-    A response whose judging timed out or killed its worker is wrong and counted. If the function raised or returned no
-    score, the response has no reward (`sample.reward` stays None) and is counted.
+    A response that makes the function hang or crash is wrong. If the function raised or returned no score, or nobody
+    knows what ended its worker, the response has no reward (`sample.reward` stays None). All of these are counted.
     """
 
     def __init__(self, config: RewardConfig, *, max_new_tokens: int, decode: Callable[[list[int]], str]) -> None:
@@ -84,8 +104,6 @@ class Scorer:
         self._waiting: dict[int, Sample] = {}
         self._early: list[Sample] = []
         """Samples scored while `score` waited for others."""
-        self._last_sign = time.monotonic()
-        """Time (time.monotonic()) of the last verdict, or of the first submission after a pause."""
         self._stats = ScoreStats()
 
     @property
@@ -107,8 +125,6 @@ class Scorer:
         # The text begins at the first sampled token: outputs of tools belong to the response too.
         sample.text = self._decode(sample.token_ids[sample.num_prompt_tokens :].tolist())
         key = next(self._keys)
-        if not self._waiting:
-            self._last_sign = time.monotonic()
         self._waiting[key] = sample
         item: dict[str, Any] = {"response": sample.text, "answer": prompt.answer, "prompt": prompt.text}
         item = {name: plain_text(text) for name, text in item.items()}
@@ -120,7 +136,8 @@ class Scorer:
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
 
-        Raises RewardError if samples are waiting and no verdict came for longer than the slowest verdict can take.
+        Raises RewardError when scoring fails for too many responses, and RewardPoolError when the function cannot be
+        used at all.
         """
         early, self._early = self._early, []
         return early or self._poll_pool(timeout_s)
@@ -131,12 +148,7 @@ class Scorer:
             sample = self._waiting.pop(key)
             self._fill(sample, outcome)
             finished.append(sample)
-        if finished:
-            self._last_sign = time.monotonic()
-        elif self._waiting and time.monotonic() - self._last_sign > self._pool.patience_s:
-            raise RewardError(
-                f"reward.function={self._config.function}: no verdict within {self._pool.patience_s:.0f} s"
-            )
+        self.check(early=True)
         return finished
 
     @property
@@ -147,8 +159,8 @@ class Scorer:
     def score(self, groups: Sequence[SampleGroup]) -> None:
         """Fill in text, correct and reward of every sample of `groups`, and return when all samples are scored.
 
-        Samples submitted by `submit` still come back by `poll`. Raises RewardError when more than MAX_ERROR_FRACTION of
-        the responses could not be scored.
+        Samples submitted by `submit` still come back by `poll`. Raises RewardError when scoring fails for too many
+        responses.
         """
         left: dict[int, Sample] = {}
         for group in groups:
@@ -161,17 +173,14 @@ class Scorer:
                     self._early.append(sample)
         self.check()
 
-    def check(self) -> None:
-        """Raise RewardError if too many responses since the last `take_stats` could not be scored."""
-        stats, config = self._stats, self._config
-        errors = stats.failures[Failure.error]
-        if errors > MAX_ERROR_FRACTION * max(1, stats.scored):
-            listed = "; ".join(stats.errors)
+    def check(self, *, early: bool = False) -> None:
+        """Raise RewardError if scoring failed for too many responses since the last `take_stats`.
+
+        `early` is for the middle of a step.
+        """
+        if problem := self._stats.problem(early=early):
             self._stats = ScoreStats()
-            raise RewardError(
-                f"reward.function={config.function} could not score {errors} of {stats.scored} responses, more than "
-                f"{MAX_ERROR_FRACTION:.0%}: {listed}. Mend the function or the data."
-            )
+            raise RewardError(f"reward.function={self._config.function} {problem}. Mend the function or the data.")
 
     def take_stats(self) -> ScoreStats:
         """Statistics since the last call; resets them."""
@@ -187,11 +196,12 @@ class Scorer:
         stats.scored += 1
         if outcome.failure is not None:
             stats.failures[outcome.failure] += 1
-        if outcome.failure is Failure.error:
-            sample.correct = False
             if len(stats.errors) < LISTED_ERRORS:
                 stats.errors.append(f"prompt {sample.prompt_id}/{sample.sample_index}: {outcome.message}")
-            return
+            if not outcome.proven:
+                stats.unscored += 1
+                sample.correct = False
+                return
         for key, value in outcome.metrics.items():
             stats.sums[key] += value
             stats.counts[key] += 1

@@ -287,7 +287,8 @@ def test_a_killed_worker_is_replaced_and_its_episodes_give_what_they_would_have_
     sampler = episodes(TWO_TURNS)
     expected = sampler.generate(make_requests())
     sampler._workers[0].running = None
-    [child] = [each for each in psutil.Process().children() if "rollout.episodes.child" in each.cmdline()]
+    [keeper] = [each for each in psutil.Process().children() if "rollout.episodes.child" in each.cmdline()]
+    [child] = keeper.children()
     child.suspend()  # so that it is killed in the middle of its work
     tickets = sampler.submit(make_requests())
     os.kill(child.pid, signal.SIGKILL)

@@ -78,7 +78,9 @@ def outcomes(pool, responses, *, answer="1", deadline_s=120.0):
 
 
 def children():
-    return [each for each in psutil.Process().children(recursive=True) if "rollout.rewards.child" in each.cmdline()]
+    """The processes that run the function, each below its keeper."""
+    below = psutil.Process().children(recursive=True)
+    return [each for each in below if "rollout.rewards.child" in each.cmdline() and each.parent() in below]
 
 
 def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
@@ -131,9 +133,7 @@ def test_a_killed_worker_is_replaced(pool_of):
     assert outcomes(pool, ["good"])[0].failure is None
     [child] = children()
     os.kill(child.pid, signal.SIGKILL)
-    first, second = outcomes(pool, ["good", "good"])
-    assert first.failure is Failure.crash and "SIGKILL" in first.message
-    assert second.failure is None
+    assert [each.failure for each in outcomes(pool, ["good", "good"])] == [None, None]
 
 
 def test_a_fork_that_fails_for_a_moment_costs_nothing(pool_of, monkeypatch):
@@ -147,6 +147,7 @@ def test_a_fork_that_fails_for_a_moment_costs_nothing(pool_of, monkeypatch):
         return popen(*arguments, **options)
 
     assert outcomes(pool, ["exit"])[0].failure is Failure.crash  # its worker must be replaced
+    monkeypatch.setattr("rollout.processes.child_process.START_PAUSES_S", (0.1, 0.1))
     monkeypatch.setattr("rollout.processes.child_process.subprocess.Popen", refuse_twice)
     assert [each.failure for each in outcomes(pool, ["good"] * 5)] == [None] * 5
     assert len(refused) == 2
@@ -160,6 +161,7 @@ def test_a_pool_that_cannot_start_a_worker_says_so_and_lives_on(pool_of, monkeyp
             raise BlockingIOError(11, "Resource temporarily unavailable")
 
         patch.setattr("rollout.processes.child_process.subprocess.Popen", refuse)
+        patch.setattr("rollout.processes.child_process.START_PAUSES_S", (0.1, 0.1))
         pool.submit(99, {"response": "good", "answer": "1", "prompt": "?"})
         with pytest.raises(RewardPoolError, match=r"a worker did not start: .*temporarily unavailable"):
             pool.poll(60.0)

@@ -215,7 +215,7 @@ def test_scorer_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"reward\.overlong_buffer_tokens must be < sampling\.max_new_tokens \(5\)"):
         Scorer(RewardConfig(overlong_buffer_tokens=5), max_new_tokens=5, decode=as_digits)
     scorer = Scorer(RewardConfig(function="gsm8k"), max_new_tokens=5, decode=as_digits)
-    with pytest.raises(RewardError, match=r"could not score 1 of 1 .* prompt 5/0: ValueError: the reference"):
+    with pytest.raises(RewardError, match=r"gave no reward to 1 of 1 .* prompt 5/0: ValueError: the reference"):
         scorer.score([make_group([[1]], answer="none")])
 
 
