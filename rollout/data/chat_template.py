@@ -73,7 +73,9 @@ class ChatTemplate:
                 yield Rendered(**self._answer(child, TIMEOUT_S))
 
     def _start(self) -> ChildProcess:
-        child = ChildProcess(__name__, "template", memory_bytes=MEMORY_BYTES, hear=self._lines.put)
+        child = ChildProcess(
+            __name__, "template", memory_bytes=MEMORY_BYTES, hear=self._lines.put, unheard=self._lines.qsize
+        )
         self._child = child
         variables = {**self._tokenizer.special_tokens_map, **self._variables}
         child.say(orjson.dumps({"template": self._tokenizer.get_chat_template(), "variables": variables}))
@@ -86,22 +88,22 @@ class ChatTemplate:
         except queue.Empty as error:
             raise TemplateError(f"the chat template of the model gave no answer within {timeout_s:g} s") from error
         if line is None:
-            raise TemplateError(f"the process with the chat template of the model {child.death()}")
+            raise TemplateError(f"the process with the chat template of the model {child.death().text}")
         answer: dict[str, Any] = orjson.loads(line)
         return answer
 
 
 def main(_: str, memory_bytes: int) -> None:
     """Render lists of messages until the input ends."""
-    say = become_child(memory_bytes=memory_bytes)
+    requests, say = become_child(memory_bytes=memory_bytes)
     # What the tokenizer's apply_chat_template() calls; imported before a deadline runs.
     from jinja2 import TemplateError as Refusal
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    given = orjson.loads(sys.stdin.buffer.readline())
+    given = orjson.loads(requests.readline())
     fixed = {"chat_template": given["template"], "add_generation_prompt": True, **given["variables"]}
     say({"ready": True})
-    for line in sys.stdin.buffer:
+    for line in requests:
         text, problem = "", ""
         try:
             text = plain_text(str(render_jinja_template([orjson.loads(line)], **fixed)[0][0]))

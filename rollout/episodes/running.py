@@ -38,7 +38,9 @@ class EpisodeWorker(ChildProcess):
         """True once the worker has loaded its function."""
         self.running: int | None = None
         """Episode whose user code the worker reported last."""
-        super().__init__("rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear, unheard=inbox.qsize)
+        super().__init__(
+            "rollout.episodes.child", function, memory_bytes=memory_bytes, hear=self._hear, unheard=inbox.qsize
+        )
 
     def tell(self, message: dict[str, Any]) -> None:
         """Queue a message for the worker; returns at once."""

@@ -165,9 +165,7 @@ class EpisodeSampler:
                 raise EpisodeFunctionError(f"episode.function={self._config.function}: {error}") from error
             self._workers.append(worker)
         worker = self._workers[ticket % len(self._workers)]
-        episode = RunningEpisode(
-            ticket=ticket, request=request, worker=worker, attempt=attempt, since=time.monotonic()
-        )
+        episode = RunningEpisode(ticket=ticket, request=request, worker=worker, attempt=attempt, since=time.monotonic())
         self._episodes[ticket] = episode
         try:
             worker.tell(

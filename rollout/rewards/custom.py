@@ -125,7 +125,7 @@ def reply_of(result: object) -> Reply:
         if taken := RESERVED_METRICS & metrics.keys():
             raise ValueError(f"reward/{min(taken)} is a metric of Parity's: give the key {min(taken)!r} another name")
         return {"score": _number(result["score"], "score"), "correct": correct, "metrics": metrics}
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # what the user's own types raise when they become numbers or text
         return {"error": described(error)}
 
 

@@ -33,7 +33,7 @@ POLL_S = 5.0
 
 
 class RewardError(RuntimeError):
-    """Scoring failed for too many responses; the message names the function, the counts and the first such responses."""
+    """Scoring failed for too many responses; the message has the function, their numbers and the first of them."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from rollout.collect.requests import SeedSource, make_sample
 from rollout.config import DType, DynamicCollectConfig, FixedCollectConfig, SamplingConfig, TorchEngineConfig
 from rollout.data.dataset import PromptStream
 from rollout.rewards import Scorer
+from rollout.rewards.custom import RESERVED_METRICS
 from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, Prompt, SamplingParams
@@ -161,6 +162,8 @@ def test_metrics_of_a_fixed_step(engine):
         "perf/rollout_hidden_s": 0.0,
         "perf/overlap_frac": 0.0,
     }
+    own = {name.removeprefix("reward/") for name in collected.stats.metrics() if name.startswith("reward/")}
+    assert own == RESERVED_METRICS
     assert collected.stats.waited_s >= collected.stats.sampling_s > 0
     assert collected.stats.reward_s > 0
 
@@ -255,6 +258,7 @@ def test_a_penalty_does_not_save_a_constant_group(engine):
         collector.collect(1, 0)
 
 
+@pytest.mark.scenario(24)
 def test_a_starved_step_stops_with_counts_and_advice(engine):
     hopeless = make_prompts(answer="neither")
     collector = make_collector(

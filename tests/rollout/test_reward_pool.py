@@ -83,6 +83,9 @@ def children():
     return [each for each in below if "rollout.rewards.child" in each.cmdline() and each.parent() in below]
 
 
+@pytest.mark.scenario(20)
+@pytest.mark.scenario(21)
+@pytest.mark.scenario(22)
 def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
     pool = pool_of(HOSTILE, timeout_s=2.0)
     bad = {
@@ -119,6 +122,7 @@ def test_whatever_a_function_does_costs_only_its_own_response(pool_of):
     assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", OWN_SLEEP]]
 
 
+@pytest.mark.scenario(20)
 def test_two_hung_calls_do_not_starve_two_workers(pool_of):
     pool = pool_of(HOSTILE, timeout_s=3.0)
     outcomes(pool, ["good", "good"])
@@ -293,6 +297,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.scenario(23)
 @pytest.mark.parametrize(("rule", "count"), [("gsm8k", 10_000), ("math_dapo", 10_000), ("math", 1_000)])
 def test_a_hostile_corpus_is_scored_to_the_end(rule, count):
     """No crash, no leak, no starved pool, and nothing hostile is correct by accident."""
