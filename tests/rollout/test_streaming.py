@@ -273,7 +273,8 @@ def test_an_engine_that_forgets_what_it_resumed_is_noticed(engine):  # noqa: F81
         collector.collect(2, 1)
 
 
-def test_a_checkpoint_keeps_what_is_left_over(engine):  # noqa: F811
+@pytest.mark.parametrize("gives_up", [False, True], ids=["between steps", "in the rollout of the next step"])
+def test_a_checkpoint_keeps_what_is_left_over(engine, gives_up):  # noqa: F811
     """Stopped after step 2 and gone on with: the same steps as without, but for what was under way in an engine."""
 
     def run(*, interrupted):
@@ -284,7 +285,12 @@ def test_a_checkpoint_keeps_what_is_left_over(engine):  # noqa: F811
             sampler.version = step - 1
             collected.append(collector.collect(step, step - 1))
             if interrupted and step == 2:
-                kept = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
+                snapshot, stream = collector.snapshot(), prompts.state_dict()
+                if gives_up:
+                    sampler.version = 2
+                    collector.collect(3, 2)
+                    sampler.abort(None)
+                kept = json.loads(json.dumps([snapshot(), stream]))
                 collector, prompts = partial(sampler)
                 prompts.load_state_dict(kept[1])
                 collector.load_state_dict(kept[0])
