@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import time
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from policy_cases import make_config, make_samples, save_policy
 
-from rollout.group.actor_calls import LostWorkerError
+from rollout.group.actor_calls import LostWorkerError, WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
+from rollout.weights.packing import unpack
+from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import pack
+from trainer.batch.train_batch import TrainBatch
 from trainer.cluster import watchdog
 from trainer.cluster.placement import Cluster, ray_session
 from trainer.cluster.policy_group import PolicyGroup
@@ -57,6 +62,36 @@ def watched(sides: Sides, said: list[str], *, longest_s: float) -> Watchdog:
 
 def title_lines(file: Path) -> list[str]:
     return [line for line in file.read_text("utf-8").splitlines() if line.startswith("====")]
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(25)
+def test_a_loss_that_is_no_number_on_one_of_two_ranks_skips_the_step_on_both(
+    sides: Sides, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, _, _ = sides
+
+    def batch(*, is_bad: bool) -> TrainBatch:
+        samples = make_samples()
+        samples[5].reward = math.nan if is_bad else 1.0  # the reward is the advantage
+        return pack([samples], num_ranks=2, max_tokens=20, policy_version=0)
+
+    def weights(version: int) -> torch.Tensor:
+        shared = policy.publish_weights(policy_version=version)
+        return torch.cat([tensor.flatten().clone() for _, tensor in unpack(copy_of(shared))])
+
+    before = weights(1)
+    report = policy.train(batch(is_bad=True), step=1)
+    assert [rank.num_optimizer_steps for rank in report.ranks] == [0, 0]
+    assert [bool(rank.bad_samples) for rank in report.ranks].count(True) == 1
+    assert (1, 1) in report.bad_samples and "prompt/sample" in caplog.text and "1/1" in caplog.text
+    assert torch.equal(weights(2), before)
+    assert policy.train(batch(is_bad=False), step=2).num_optimizer_steps == 1
+    assert weights(3).isfinite().all() and not torch.equal(weights(4), before)
+    for step in (3, 4):
+        policy.train(batch(is_bad=True), step=step)
+    with pytest.raises(WorkerError, match="3 optimizer steps of the policy in a row had a non-finite gradient norm"):
+        policy.train(batch(is_bad=True), step=5)
 
 
 @pytest.mark.slow

@@ -93,8 +93,10 @@ class PolicyGroup:
         skipped = report.metrics["optim/skipped_steps"]
         if skipped:
             norm, kept = report.metrics["optim/grad_norm"], report.metrics["mismatch/kept_frac"]
-            text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s"
-            logger.warning(text, step, skipped, norm, kept)
+            text = "step %d: %d optimizer steps skipped on every rank; gradient norm %s, share of tokens kept %s%s"
+            keys = ", ".join(f"{prompt}/{index}" for prompt, index in report.bad_samples)
+            bad = f"; the loss is not finite in the micro-batches of prompt/sample {keys}" if keys else ""
+            logger.warning(text, step, skipped, norm, kept, bad)
         return report
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:

@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 TOKEN_SAMPLES = 4
 """Samples per step that are recorded with the Delta of each token, half of them the worst by K3; each takes at most 8
 KB in samples.jsonl."""
+MAX_REJECTED_STEPS = 10
+"""Optimizer steps in a row without a kept token after which the run stops: nothing would be learnt any more."""
 NUM_COUNTS = 4
 """Kept tokens, sequences with a kept token, sum of weights, number of weights."""
 
@@ -79,6 +81,8 @@ class TrainingStep:
         self._critic = critic
         self._device = device
         self._freed = FreedMemory()
+        self._rejected_steps = 0
+        """Optimizer steps in a row in which the correction rejected every token."""
 
     def run(
         self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
@@ -133,6 +137,7 @@ class TrainingStep:
             sample_advantages={} if advantages is None else _by_sample(minis, advantages),
             histograms=stats.histograms(),
             token_deltas=stats.token_deltas(sample_k3, count=TOKEN_SAMPLES),
+            bad_samples=stats.bad_samples,
             private_bytes=private_bytes(),
             dump=None if recorder is None or dump_dir is None else recorder.write(dump_dir),
         )
@@ -197,6 +202,7 @@ class TrainingStep:
         """
         config, spec = self._config, self._config.correction.spec()
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64, device=self._device)
+        losses: list[Tensor] = []
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
             with torch.set_grad_enabled(learns):
@@ -207,6 +213,7 @@ class TrainingStep:
             if learns:
                 self._policy.backward(loss.loss, last=position == len(mini.micro_batches) - 1)
             counts += correction_counts(config, micro, correction)
+            losses.append(loss.loss.detach())
             stats.add_loss(loss.stats)
             stats.add_floor(scores.floor_delta)
             if is_measured(micro, index=index):
@@ -223,9 +230,23 @@ class TrainingStep:
         # A gradient of zeros would still move the weights, by momentum and weight decay. One that is not finite is no
         # such gradient: `update` skips and counts it.
         if factor.kept_tokens == 0 and math.isfinite(norm):
-            logger.warning("every token was rejected: optimizer step skipped on every rank")
+            self._skip_rejected()
             return False
+        self._rejected_steps = 0
+        if not math.isfinite(norm):
+            stats.add_bad_samples(mini.micro_batches, losses)
         return self._policy.update(norm)
+
+    def _skip_rejected(self) -> None:
+        """Count an optimizer step without a kept token; all ranks have the same counts and end together."""
+        self._rejected_steps += 1
+        logger.warning("every token was rejected: optimizer step skipped on every rank")
+        if self._rejected_steps >= MAX_REJECTED_STEPS:
+            raise RuntimeError(
+                f"phase train: the correction rejected every token of {self._rejected_steps} optimizer steps in a row, "
+                "so that nothing is learnt; look at mismatch/k3 for the distance of engine and trainer, and widen the "
+                "bounds or remove criteria of correction.*"
+            )
 
 
 def compared_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:

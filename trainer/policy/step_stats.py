@@ -7,6 +7,7 @@ Statistics are given what `trainer/policy/step.py` computed, and compute nothing
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,6 +53,8 @@ class StepStats:
         self._grad_norms: list[float] = []
         self.overflow_steps = 0
         """Optimizer steps whose gradient left the range of float16; their norm says nothing and is left out."""
+        self.bad_samples: list[SampleKey] = []
+        """Samples of this rank in micro-batches whose loss is not finite."""
         self._mismatch: list[MismatchStats] = []
         self._histograms: list[MismatchHistograms] = []
         self._reference: list[ReferenceKLStats] = []
@@ -62,6 +65,12 @@ class StepStats:
     def add_loss(self, stats: LossStats) -> None:
         """Add the loss of a micro-batch of the running optimizer step."""
         self._running.append(stats)
+
+    def add_bad_samples(self, micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> None:
+        """Name the samples behind a gradient that is not finite; reads the device."""
+        for micro, loss in zip(micros, losses, strict=True):
+            if not math.isfinite(loss.item()):
+                self.bad_samples += micro.sample_keys
 
     def end_step(self, factor: StepFactor, *, grad_norm: float | None, overflowed: bool = False) -> None:
         """Close an optimizer step: its policy loss is multiplied by the same factor as its gradient.

@@ -25,6 +25,8 @@ class RankReport:
     """The advantage of the same samples; empty where advantages differ from token to token (gae)."""
     token_deltas: dict[SampleKey, TokenDeltas] = field(default_factory=dict)
     """Delta of each token of a few of these samples, the worst and some others."""
+    bad_samples: list[SampleKey] = field(default_factory=list)
+    """Samples of this rank in micro-batches whose loss was not finite."""
     private_bytes: int = 0
     """Host memory of the rank after the step that no other process shares."""
     dump: DumpReport | None = None
@@ -66,6 +68,11 @@ class TrainReport:
     def token_deltas(self) -> dict[SampleKey, TokenDeltas]:
         """Delta of each token of a few samples of the step, worst first."""
         return merge_ranks((rank.token_deltas for rank in self.ranks), self.sample_k3)
+
+    @property
+    def bad_samples(self) -> list[SampleKey]:
+        """(prompt_id, sample_index) of all samples in micro-batches whose loss was not finite."""
+        return [key for rank in self.ranks for key in rank.bad_samples]
 
     @property
     def dumps(self) -> list[DumpReport]:
