@@ -51,6 +51,7 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
+from trainer.policy.step import MAX_REJECTED_STEPS
 from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 
@@ -251,3 +252,24 @@ def test_a_baseline_of_what_is_kept_costs_a_forward_and_all_does_not(model_path:
             advantage=AdvantageConfig(baseline_scope=scope),
         )
         assert config.forwards_per_token == forwards
+
+
+def test_a_run_whose_tokens_are_all_rejected_again_and_again_is_ended(model_path: Path) -> None:
+    """A step with a kept token begins the count anew."""
+    near = near_policy(model_path)
+    far = make_samples()
+    for sample in far:  # rho is beyond every bound
+        sample.rollout_logprobs = np.where(sample.response_mask, -30.0, 0.0)
+    config = make_config(model_path, num_workers=1, correction=MISConfig())
+    with lone_worker(config, model_path) as worker:
+
+        def skipped(samples: Sequence[Sample]) -> float | None:
+            batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+            return worker.train(batch.ranks[0], batch.samples, 1).metrics["optim/skipped_steps"]
+
+        almost = MAX_REJECTED_STEPS - 1
+        assert [skipped(far) for _ in range(almost)] == [1.0] * almost
+        assert skipped(near) == 0.0
+        assert [skipped(far) for _ in range(almost)] == [1.0] * almost
+        with pytest.raises(RuntimeError, match=f"every token of {MAX_REJECTED_STEPS} optimizer steps in a row"):
+            skipped(far)
