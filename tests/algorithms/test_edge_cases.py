@@ -82,6 +82,7 @@ def gradient_of(batch: Batch, config: CorrectionConfig, aggregation: Aggregation
 # ---------------------------------------------------------------- log-probs that are none
 
 
+@pytest.mark.scenario(26)
 @pytest.mark.parametrize("side", ["rollout_logprobs", "old_logprobs"])
 def test_minus_infinity_is_rejected_vetoed_and_counted(side: str) -> None:
     # log mu = -inf: the engine had filtered the token. log pi = -inf: rho = 0. Neither has a K3, clamped or not.
@@ -193,6 +194,7 @@ def test_a_group_with_equal_rewards_adds_nothing_to_the_loss_and_all_to_the_metr
         assert metrics["num_tokens"] == 3 and metrics["k3"] is not None and metrics["k3"] > 0.01
 
 
+@pytest.mark.scenario(26)
 @pytest.mark.parametrize("denominator", RejectedDenominator)
 def test_with_every_token_rejected_the_step_is_nothing_and_the_metrics_say_so(denominator: RejectedDenominator) -> None:
     batch = batch_of([2.0, -2.0, 3.0], 2, 1)

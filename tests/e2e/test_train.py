@@ -154,6 +154,7 @@ def test_presets_surrogates_and_estimators_run(words: tuple[str, ...], tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.scenario(37)
 def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     tmp_path: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_command_that_cannot_be_understood(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.scenario(31)
 def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
     outcome = parity(
         "train",

@@ -238,6 +238,7 @@ def test_refusals_name_key_rule_value_and_way_out(rows: list[tuple[str, str]]) -
     assert len(found) <= len(rows) + 1, f"something else is reported: {found}"
 
 
+@pytest.mark.scenario(31)
 def test_all_problems_come_together_and_once() -> None:
     found = messages(
         "loss.clip_hihg=0.3",

@@ -254,6 +254,7 @@ def test_a_baseline_of_what_is_kept_costs_a_forward_and_all_does_not(model_path:
         assert config.forwards_per_token == forwards
 
 
+@pytest.mark.scenario(26)
 def test_a_run_whose_tokens_are_all_rejected_again_and_again_is_ended(model_path: Path) -> None:
     """A step with a kept token begins the count anew."""
     near = near_policy(model_path)
