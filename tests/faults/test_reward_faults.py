@@ -172,7 +172,7 @@ def test_memory_is_bounded_over_all_processes_of_a_worker(pool_of):
                 if os.fork() == 0:
                     held = b"x" * (200 << 20) if response == "much" else shared
                     time.sleep(600)
-            time.sleep(1.0)
+            time.sleep(600 if response == "much" else 1.0)
             for pid in open("/proc/thread-self/children").read().split():
                 os.kill(int(pid), 9)
                 os.wait()

@@ -8,6 +8,7 @@ import lzma
 import os
 import zipfile
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -358,7 +359,8 @@ def test_the_digest_knows_the_other_columns(tmp_path, tokenizer):
 @REAL
 def test_real_dapo_rows_repeat_every_problem(tokenizer):
     config = replace(CONFIG, max_prompt_tokens=4000)
-    prompts, report = file_prompts(real("aime24/dapo_layout.parquet"), config, tokenizer, None)
+    with closing(chat_template.ChatTemplate(tokenizer, {})) as template:
+        prompts, report = file_prompts(real("aime24/dapo_layout.parquet"), config, tokenizer, template)
     assert (len(prompts), report.num_rows, report.num_duplicates) == (30, 960, 930)
     assert (report.columns.name, report.contradictions, report.has_text) == ("verl", [], False)
     assert prompts[0].row["extra_info"]["raw_problem"] in prompts[0].text
