@@ -9,9 +9,10 @@ moment (its start-up, or a random part of a random step), and suffers one fault 
 are followed by further faults in the same attempt; after the others the next attempt resumes.
 
 A round must end with weights, optimizer, metrics, samples and histograms that are bitwise those of the quiet run. After
-every attempt no process, no segment of shared memory and no file in the temporary directory may be left; every attempt
-must end within its deadline, with an exit code that its fault allows. Prints Markdown: one row per fault, then the
-counts and the verdict. Exit code 1 if anything differs or is left.
+every attempt no process and no segment of shared memory may be left, and no file in the temporary directory; the next
+attempt removes the files of an attempt that was killed. Every attempt must end within its deadline, with an exit code
+that its fault allows. Prints Markdown: one row per fault, then the counts and the verdict. Exit code 1 if anything
+differs or is left.
 """
 
 from __future__ import annotations
@@ -246,14 +247,17 @@ def damage(fault: Fault, run_dir: Path, draw: random.Random) -> str:
     return f"{path.relative_to(saved[-1].parent)}"
 
 
-def left_behind(attempt: Attempt, scratch: Path, segments: set[str]) -> list[str]:
-    """Processes, segments and files that an attempt left; waits until the last process has ended."""
+def left_behind(attempt: Attempt, scratch: Path, segments: set[str], *, was_killed: bool) -> list[str]:
+    """Processes, segments and files that an attempt left; waits until the last process has ended.
+
+    Files of a run that was killed are removed by the next run, so they do not count yet.
+    """
     deadline = time.monotonic() + GRACE_S
     while (processes := attempt.processes()) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     left = [f"process {process.pid} {' '.join(process.cmdline())[:100]}" for process in processes]
     left += [f"segment {name}" for name in sorted(set(os.listdir(SHM)) - segments)]
-    return left + [f"file {path.name}" for path in sorted(scratch.iterdir())]
+    return left + [f"file {path.name}" for path in sorted(scratch.iterdir()) if not was_killed]
 
 
 def storm_round(storm: Storm, number: int, words: Sequence[str], run_dir: Path) -> None:
@@ -265,7 +269,7 @@ def storm_round(storm: Storm, number: int, words: Sequence[str], run_dir: Path) 
         attempt = Attempt(words, run_dir=run_dir, scratch=scratch, token=f"{os.getpid()}.{number}.{tries}")
         _strike_attempt(storm, number, attempt)
         code = attempt.end()
-        left = left_behind(attempt, scratch, segments)
+        left = left_behind(attempt, scratch, segments, was_killed=code == -signal.SIGKILL)
         storm.wrong.extend(f"round {number}, attempt {tries} left {thing}" for thing in left)
         if code == 0:
             return
