@@ -6,10 +6,12 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from policy_cases import make_config, save_policy
 
+from trainer.cluster import deadline
 from trainer.cluster.placement import Cluster, PlacementError, ray_session
 from trainer.config.components import ClusterConfig
 
@@ -51,3 +53,23 @@ def test_what_another_ray_left_is_not_followed_and_a_missing_gpu_is_named(
         Cluster(config, log_dir=tmp_path),
     ):
         pass
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(33)
+def test_a_ray_that_hangs_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "RAY_ANSWER_S", 3.0)
+    config = make_config(save_policy(tmp_path / "model"))
+    with ray_session(None):
+        [control] = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+        begin = time.monotonic()
+        control.suspend()
+        try:
+            with (
+                pytest.raises(deadline.RayAnswerError, match=r"did not answer cluster_resources .*gcs_server"),
+                Cluster(config, log_dir=tmp_path),
+            ):
+                pass
+            assert time.monotonic() - begin < 10
+        finally:
+            control.resume()

@@ -31,6 +31,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.scratch import Scratch
+from trainer.cluster.deadline import ray_answer
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
@@ -363,12 +364,12 @@ class Cluster:
         """Return the address at which other machines of the cluster reach the machine of rank 0."""
         if self._config.cluster.address is None:
             return LOOPBACK[0]
-        [address] = [node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == self._nodes()[0]]
+        [address] = [node["NodeManagerAddress"] for node in ray_answer(ray.nodes) if node["NodeID"] == self._nodes()[0]]
         return str(address)
 
     def _nodes(self) -> list[str]:
         """Ray node id of every worker: the FSDP ranks first, then the engines."""
-        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        nodes = ray_answer(placement_group_table, self._placement)["bundles_to_node_id"]
         return [nodes[bundle] for bundle in bundle_numbers(self._config)]
 
     def _options(self, worker: int, threads: int) -> dict[str, object]:
@@ -402,7 +403,7 @@ class Cluster:
         bundles = required_bundles(self._config)
         names = sorted({name for bundle in bundles for name in bundle})
         required = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in names}
-        present = ray.cluster_resources()
+        present = ray_answer(ray.cluster_resources)
         remedy = (
             "Lower policy.num_workers or rollout.num_engines (on GPUs policy.gpus_per_worker, "
             "rollout.gpus_per_engine; both 0 for a run on the CPU), or end other runs on this cluster."
@@ -413,7 +414,7 @@ class Cluster:
         group: PlacementGroup = placement_group(bundles, strategy="PACK")
         ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not ready:
-            free = describe(ray.available_resources(), names)
+            free = describe(ray_answer(ray.available_resources), names)
             remove_placement_group(group)
             raise PlacementError(
                 f"phase placement: no placement within {PLACEMENT_TIMEOUT_S:.0f} s: {needs}; free are {free} of {has}. "

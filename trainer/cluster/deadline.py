@@ -1,0 +1,43 @@
+"""A deadline for questions to Ray, which waits without end for a control process that hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+RAY_ANSWER_S = 60.0
+"""Deadline in seconds for an answer of Ray about its nodes and resources, which takes milliseconds."""
+
+
+class RayAnswerError(RuntimeError):
+    """Ray did not answer in time."""
+
+
+def ray_answer(question: Callable[..., ResultT], *arguments: object) -> ResultT:
+    """Result of `question(*arguments)`, a function of Ray that starts no process. Raises RayAnswerError.
+
+    The call has a thread of its own, because nothing can end a call that waits in C; after the deadline nobody waits
+    for it. A process that is started there would end with the thread, because Ray's processes end with their parent.
+    """
+    result: Future[ResultT] = Future()
+
+    def ask() -> None:
+        try:
+            result.set_result(question(*arguments))
+        except Exception as error:  # the caller raises it
+            result.set_exception(error)
+
+    threading.Thread(target=ask, name="parity-ray-answer", daemon=True).start()
+    try:
+        return result.result(RAY_ANSWER_S)
+    except TimeoutError as error:
+        if result.done():  # the question itself ended with this error
+            raise
+        raise RayAnswerError(
+            f"phase placement: Ray did not answer {question.__name__} within {RAY_ANSWER_S:.0f} s: its control process "
+            "(gcs_server) hangs. Start the run again, on a cluster (cluster.address) after restarting Ray"
+        ) from error
