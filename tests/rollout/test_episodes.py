@@ -16,7 +16,7 @@ from rollout.config import DType, TorchEngineConfig
 from rollout.data.arithmetic import TOKENS, save_tokenizer
 from rollout.engine import wait_for
 from rollout.episodes.config import EpisodeConfig
-from rollout.episodes.running import turn_seed
+from rollout.episodes.running import read_message, turn_seed
 from rollout.episodes.sampler import EpisodeFunctionError, EpisodeSampler
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
@@ -358,3 +358,66 @@ def test_turns_that_are_wanted_together_are_one_call(episodes):
     sampler = episodes(ONE_TURN, num_workers=1)
     assert len(sampler.generate(make_requests(60))) == 60
     assert sampler._sampler.calls < 30
+
+
+def test_a_worker_that_is_killed_from_outside_costs_no_episode(episodes):
+    sampler = episodes("""
+        import os
+
+        async def rollout(episode):
+            await episode.generate(max_new_tokens=4)
+            if not os.path.exists(__file__ + ".killed"):
+                open(__file__ + ".killed", "w").close()
+                os.kill(os.getpid(), 9)
+            await episode.generate(max_new_tokens=4)
+    """)
+    generations = as_a_step(sampler, make_requests(stop=()))
+    stats = sampler.take_stats()
+    assert stats.failed == 0 and stats.restarted == 6
+    assert {len(each.token_ids) for each in generations} == {8}
+
+
+def test_a_function_that_fails_to_load_once_does_not_end_the_run(episodes):
+    sampler = episodes("""
+        import os
+
+        with open(__file__ + ".loads", "a") as loads:
+            loads.write("x")
+            number = loads.tell()
+        if number == 2:
+            raise OSError("the disk is busy")
+
+        async def rollout(episode):
+            await episode.generate(max_new_tokens=4)
+            if number == 1 and episode.prompt.startswith("1"):
+                os._exit(3)
+    """)
+    generations = as_a_step(sampler, make_requests(2, stop=()) + make_requests(6, stop=())[2:4])
+    assert sum(each.finish_reason is FinishReason.length for each in generations) >= 2
+
+
+@pytest.mark.parametrize(
+    "line", [b"7", b"{}", b"[]", b"x", b'{"end": 0}', b'{"generate": 0, "observed": ["a"]}', b'{"running": "a"}']
+)
+def test_a_line_that_no_worker_sends_is_not_heeded(line):
+    assert read_message(line) is None
+
+
+def test_a_row_that_cannot_be_sent_and_a_turn_that_is_not_awaited_cost_their_episodes(episodes):
+    deep = []
+    for _ in range(300):
+        deep = [deep]
+    sampler = episodes("""
+        import asyncio
+
+        async def rollout(episode):
+            if episode.prompt.startswith("1"):
+                asyncio.get_running_loop().create_task(episode.generate(max_new_tokens=4))
+                await asyncio.sleep(0)
+                return
+            await episode.generate(max_new_tokens=4)
+    """)
+    first, *rest = make_requests(6, stop=())
+    generations = as_a_step(sampler, [replace(first, row={"deep": deep}), *rest])
+    failed = [each.finish_reason is FinishReason.failed for each in generations]
+    assert failed == [True, False, True, True, False, False]
