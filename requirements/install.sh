@@ -48,15 +48,22 @@ if ! usable; then
     say "making $venv with $(command -v "$python"); with uv, torch, $* and the project this takes minutes the first time"
     "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check uv==0.13.9
+    fresh=yes
+fi
+rm -f "$venv/installed-cpu"
+# Without UV_TORCH_BACKEND: from PyTorch's index torchvision would be another file than the list has the hash of.
+(
+    unset UV_TORCH_BACKEND
+    uv_install --no-deps --require-hashes $(printf -- '-r requirements/%s.txt ' "$@")
+    case " $* " in *" sglang-cpu "*)
+        uv_install --no-deps --require-hashes -r requirements/torchvision.txt --target "$venv/share/parity" ;;
+    esac
+)
+# After the lists: what torch needs is there by then, with its hash, and does not come from another index.
+if [ -n "${fresh:-}" ]; then
     UV_INDEX=${UV_INDEX:-$(pip_option extra-index-url)} UV_FIND_LINKS=${UV_FIND_LINKS:-$(pip_option find-links | tr ' ' ,)} \
         UV_INDEX_STRATEGY=unsafe-best-match uv_install -r requirements/torch.txt -c requirements/cpu.txt
 fi
-rm -f "$venv/installed-cpu"
-unset UV_TORCH_BACKEND # from PyTorch's index torchvision would be another file than the list has the hash of
-uv_install --no-deps --require-hashes $(printf -- '-r requirements/%s.txt ' "$@")
 uv_install --quiet --no-deps --no-build-isolation --editable .
-case " $* " in *" sglang-cpu "*)
-    uv_install --no-deps --require-hashes -r requirements/torchvision.txt --target "$venv/share/parity" ;;
-esac
 cp pyproject.toml "$venv/installed-project"
 for list in "${@:2}" cpu; do printf '%s\n' "$state" >"$venv/installed-$list"; done
