@@ -166,7 +166,7 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
         run_dir = tmp_path / name
         config = compose("arithmetic_grpo", *QUICK, *SMALL, *words, f"run.dir={run_dir}")
         train(config)
-        monkeypatch.setattr("trainer.run.loop.evaluate_policy", lambda *_: {})
+        monkeypatch.setattr("trainer.run.loop.evaluate_policy", lambda *_, **__: {})
         kept = [
             {key: value for key, value in row.items() if not key.startswith(("time/", "perf/", "sync/", "eval/"))}
             for row in metrics_of(run_dir)
