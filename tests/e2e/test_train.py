@@ -200,7 +200,7 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     lines = [json.loads(line) for line in (tmp_path / "eval" / "eval.jsonl").read_text("utf-8").splitlines()]
     assert len(lines) == 32 and all(len(line["sampled"]) == 3 for line in lines)
     assert sum(line["num_correct"] for line in lines) == pytest.approx(last["eval/accuracy_sampled"] * 96)
-    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl", "logs"]
 
 
 @pytest.mark.scenario(1)
