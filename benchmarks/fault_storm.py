@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -197,10 +198,13 @@ def strike(fault: Fault, attempt: Attempt, draw: random.Random) -> str | None:
         if not victims:
             return None
         victim = draw.choice(victims)
-        if number is None:
-            allow_bytes(victim, 4096)
-        else:
-            victim.send_signal(number)
+        try:
+            if number is None:
+                allow_bytes(victim, 4096)
+            else:
+                victim.send_signal(number)
+        except psutil.NoSuchProcess:
+            return None
         return f"process {victims.index(victim) + 1} of {len(victims)}"
     run = psutil.Process(attempt.process.pid)
     match fault:
@@ -214,7 +218,8 @@ def strike(fault: Fault, attempt: Attempt, draw: random.Random) -> str | None:
             run.kill()
         case _:
             for process in [run, *run.children(recursive=True)]:
-                process.kill()
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
     return ""
 
 
@@ -315,7 +320,8 @@ def _outcome(fault: Fault, attempt: Attempt, step: int, *, starting: bool) -> tu
         goes_on = attempt.wait(lambda: attempt.rows() > step, timeout_s=END_S, action=f"go on after {fault.value}")
         if fault is Fault.full_disk:
             for process in attempt.processes("ray::PolicyWorker"):
-                allow_bytes(process, resource.RLIM_INFINITY)
+                with suppress(psutil.NoSuchProcess):
+                    allow_bytes(process, resource.RLIM_INFINITY)
         if goes_on:
             return False, "went on"
     allowed = {0} | EXIT_CODES.get(fault, set()) | (ENDS_A_START if starting else set())
