@@ -20,7 +20,7 @@ from rollout.data.data_files import plain_text
 from rollout.processes.child_process import START_TIMEOUT_S, ChildProcess, become_child, described, own_arguments
 
 if TYPE_CHECKING:
-    from rollout.hf.transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 TIMEOUT_S = 10.0
 """Seconds for one prompt; a template takes a fraction of a millisecond."""
