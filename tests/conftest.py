@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,12 @@ def missing_gpu() -> str:
     import torch
 
     return "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+@pytest.fixture(scope="session")
+def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """PARITY_CACHE for the session, so that the hurried base model is built once and never leaves a trace."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARITY_CACHE", str(cache))
+        yield cache

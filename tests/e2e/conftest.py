@@ -1,4 +1,4 @@
-"""A Ray cluster for each file of end-to-end tests, and one base-model cache for all."""
+"""A Ray cluster for each file of end-to-end tests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 
 from trainer.cluster.placement import ray_session
-
-
-@pytest.fixture(scope="session")
-def base_model_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """PARITY_CACHE for the session, so that the hurried base model is built once and never leaves a trace."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PARITY_CACHE", str(cache))
-        yield cache
 
 
 @pytest.fixture(scope="module")
