@@ -30,12 +30,12 @@ def field_names(kind: type) -> list[str]:
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that `word` probably means: the same but for upper case, a synonym, or similar; or None."""
-    names = list(known)
+    names = {name.lower(): name for name in known}
     lower = word.lower()
-    for name in (lower, *SYNONYMS.get(lower, ())):
-        if name in names:
-            return name
-    return next(iter(difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)), None)
+    for meant in (lower, *SYNONYMS.get(lower, ()), *difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)):
+        if meant in names:
+            return names[meant]
+    return None
 
 
 def accepted(hint: Any) -> str:
