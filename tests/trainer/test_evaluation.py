@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from compose_cases import config_of
 from policy_cases import save_policy
-from test_compose import config_of
 
 from algorithms.config import Problem
 from rollout.config import DType, TorchEngineConfig

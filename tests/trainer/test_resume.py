@@ -1,62 +1,31 @@
-"""What a run may go on from: the directory it takes, the config it may have, the run that the command line finds."""
+"""What a run may go on from: the config it may have, the rows that it keeps, `parity resume`."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from policy_cases import make_config
+from resume_cases import RECIPES, make, rows, save, state_of
 
 from algorithms.config import AdvantageConfig, Estimator
-from rollout.data.dataset import StreamState
 from rollout.types import FinishReason
 from trainer.cli.commands import run as parity
 from trainer.compose.compose import resolve
 from trainer.config.components import HFModelConfig, Resume
-from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.config.train import TrainConfig
 from trainer.run.loop import train
-from trainer.rundir import termination as termination_module
-from trainer.rundir.checkpoint import CheckpointError, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
     completed_steps,
-    has_checkpoint,
-    is_run,
     needs_no_step,
     newest_saved_step,
-    release_directory,
-    take_directory,
 )
-from trainer.rundir.termination import REQUESTS, RunTerminated, termination_requests
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
-
-RECIPES = Path(__file__).parents[2] / "recipes"
-OFF = TrackingConfig(wandb=WandbMode.disabled)
-
-
-def make(tmp_path: Path, **run: object) -> TrainConfig:
-    """A config whose model need not exist."""
-    config = make_config(tmp_path / "model")
-    return replace(config, tracking=OFF, run=replace(config.run, dir=str(tmp_path / "run"), **run))  # type: ignore[arg-type]
-
-
-def state_of(config: TrainConfig, step: int, *, wandb_run_id: str | None = None) -> RunState:
-    return RunState(
-        step=step,
-        policy_version=step,
-        stream=StreamState(seed=0, epoch=0, position=0, digest=""),
-        wandb_run_id=wandb_run_id,
-        config=json.loads(json.dumps(flat_config(config))),
-    )
 
 
 def sample_row(response: str) -> SampleRow:
@@ -76,10 +45,6 @@ def sample_row(response: str) -> SampleRow:
         k3=None,
         tokens=None,
     )
-
-
-def save(config: TrainConfig, step: int) -> None:
-    commit_checkpoint(begin_checkpoint(Path(config.run.dir), step), state_of(config, step), keep=2)
 
 
 def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
@@ -139,10 +104,6 @@ def test_what_may_change_is_listed(tmp_path: Path) -> None:
     assert sorted(changed_keys(found.state.config, other)) == ["model.path", "optim.lr", "run.num_steps"]
     assert changed_keys(found.state.config, other)["optim.lr"] == "optim.lr 0.01 -> 0.5"
     assert not changed_keys(found.state.config, config)
-
-
-def rows(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
 def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> None:
@@ -223,153 +184,6 @@ def test_a_report_that_cannot_be_written_does_not_fail_a_completed_run(
     result = train(config)
     assert result.was_complete and result.report_path is None
     assert "the run has no report: [Errno 21] Is a directory" in caplog.text
-
-
-# ---------------------------------------------------------------------------------------------------- the directory
-
-
-def leave_run(directory: Path, *, steps: int = 1) -> None:
-    """What a run without a checkpoint leaves."""
-    config = make(directory.parent)
-    with Tracker(config, run_dir=directory) as tracker:
-        for step in range(1, steps + 1):
-            tracker.log(step, {})
-
-
-@pytest.mark.scenario(13)
-def test_an_earlier_run_is_refused_with_the_commands(tmp_path: Path) -> None:
-    leave_run(tmp_path / "run")
-    with pytest.raises(RuntimeError, match=r"must be absent or empty.*run\.resume=clean") as caught:
-        take_directory(tmp_path / "run", resume=Resume.never, continues=False)
-    assert "run.resume=auto" not in str(caught.value)
-    save(make(tmp_path), 1)
-    with pytest.raises(RuntimeError, match=r"Go on with it: run\.resume=auto\."):
-        take_directory(tmp_path / "run", resume=Resume.never, continues=False)
-
-
-@pytest.mark.parametrize("resume", [Resume.auto, Resume.clean])
-def test_an_earlier_run_is_moved_aside_whole(tmp_path: Path, resume: Resume) -> None:
-    for count in (1, 2, 3):
-        leave_run(tmp_path / "run", steps=count)
-        (tmp_path / "run" / "notes.txt").write_text("mine")
-        lock, aside = take_directory(tmp_path / "run", resume=resume, continues=False)
-        assert aside is not None and aside.name.startswith("run.before-20")
-        assert rows(aside / "metrics.jsonl") == list(range(1, count + 1))
-        assert (aside / "notes.txt").read_text() == "mine"
-        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
-        assert not (aside / ".lock").exists()
-        release_directory(lock, tmp_path / "run")
-    assert len(list(tmp_path.glob("run.before-*"))) == 3
-
-
-@pytest.mark.parametrize("resume", [Resume.auto, Resume.clean])
-def test_files_that_no_run_wrote_are_left_alone(tmp_path: Path, resume: Resume) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("mine")
-    (tmp_path / "run" / "environment.json").write_text('{"versions": {}}')
-    with pytest.raises(RuntimeError, match=r"no run of Parity wrote \(environment.json, thesis.tex\)"):
-        take_directory(tmp_path / "run", resume=resume, continues=False)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["environment.json", "thesis.tex"]
-
-
-def test_the_working_directory_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave_run(tmp_path / "run")
-    monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(RuntimeError, match="cannot be moved aside"):
-        take_directory(tmp_path / "run", resume=Resume.clean, continues=False)
-
-
-def test_a_run_that_was_killed_at_once_is_known(tmp_path: Path) -> None:
-    assert not is_run(tmp_path) and not is_run(tmp_path / "absent")
-    (tmp_path / "config.yaml").write_text("")
-    assert not is_run(tmp_path)
-    (tmp_path / ".lock").write_text("1")
-    assert is_run(tmp_path) and not has_checkpoint(tmp_path)
-    (tmp_path / "thesis.tex").write_text("mine")
-    assert not is_run(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------- the command
-
-
-TORCH = ("rollout=torch", "--dry-run")
-
-
-def test_resume_auto_finds_the_newest_run_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    outputs = tmp_path / "outputs" / "arithmetic_grpo"
-    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
-    assert "outputs/arithmetic_grpo/20" in capsys.readouterr().out, "nothing to go on with: a new run"
-    for name in ("2026-01-02_03-04-05", "2026-01-03_03-04-05", "2026-01-01_03-04-05"):
-        leave_run(outputs / name)
-    (outputs / "2027-not-a-run").mkdir()
-    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
-    assert f"{outputs}/2026-01-03_03-04-05: metrics.jsonl" in capsys.readouterr().out
-    assert (
-        parity(["train", "arithmetic_grpo", "run.resume=auto", f"run.dir={outputs}/2026-01-01_03-04-05", *TORCH]) == 0
-    )
-    assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
-    assert parity(["train", "arithmetic_grpo", *TORCH]) == 0
-    assert "2026-01-03_03-04-05" not in capsys.readouterr().out
-
-
-def test_a_dry_run_says_what_it_would_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def plan_of(*words: str) -> str:
-        assert (
-            parity(["train", "arithmetic_grpo", "run.num_steps=5", f"run.dir={tmp_path / 'run'}", *words, *TORCH]) == 0
-        )
-        found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume ")]
-        return found[0] if found else ""
-
-    assert plan_of() == ""
-    assert "no earlier run" in plan_of("resume=auto")
-    leave_run(tmp_path / "run", steps=5)
-    assert "moved aside" in plan_of("resume=auto"), "nothing was saved"
-    save(make(tmp_path), 4)
-    assert "after step 4 of 5, if" in plan_of("resume=auto"), "the last step was not saved"
-    save(make(tmp_path), 5)
-    assert "moved aside" in plan_of("resume=clean")
-    assert "has taken all 5 steps: nothing is started" in plan_of("resume=auto")
-    assert "after step 5 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
-
-
-def test_resume_auto_passes_over_runs_without_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A mistyped path that ended a later run at once must not hide the run that was meant."""
-    monkeypatch.chdir(tmp_path)
-    outputs = tmp_path / "outputs" / "arithmetic_grpo"
-    leave_run(outputs / "2026-01-01_03-04-05")
-    leave_run(outputs / "2026-01-02_03-04-05", steps=0)
-    assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
-    assert f"{outputs}/2026-01-01_03-04-05: metrics.jsonl" in capsys.readouterr().out
-
-
-@pytest.mark.scenario(13)
-def test_a_dirty_directory_shows_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    leave_run(tmp_path / "run")
-    assert parity(["train", "arithmetic_grpo", "run.dir=run", *TORCH]) == 2
-    assert "resume=auto goes on with the run in it, resume=clean moves it aside" in capsys.readouterr().err
-    assert parity(["train", "arithmetic_grpo", "run.dir=run", "resume=clean", *TORCH]) == 0
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    for word in ("resume=auto", "resume=clean"):
-        assert parity(["train", "arithmetic_grpo", "run.dir=mine", word, *TORCH]) == 2
-        assert "run.resume finds no run of Parity in run.dir" in capsys.readouterr().err
-    assert parity(["train", "arithmetic_grpo", "resume=sometimes", *TORCH]) == 2
-    assert "run.resume" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------------- parity resume
 
 
 def recorded_run(run_dir: Path, *words: str, steps: int) -> None:
@@ -498,69 +312,3 @@ def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
     assert [row["step"] for row in read_rows(run_dir / "events.jsonl")] == [4, 5]
     assert rows(run_dir / "metrics.jsonl") == list(range(1, 9))
     assert "1 damaged line of metrics.jsonl moved to metrics.jsonl.damaged" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------------------------------- signals
-
-
-@pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_asks_and_the_second_ends(
-    first: signal.Signals, code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(termination_module, "ECHO_S", 0.0)
-    before = [signal.getsignal(number) for number in REQUESTS]
-    for second, last in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        with pytest.raises(RunTerminated) as caught, termination_requests() as termination:
-            termination.then, termination.step = "the running step is finished", 3
-            os.kill(os.getpid(), first)
-            assert (termination.request, termination.at_once) == (first, False)
-            assert f"{first.name}: the running step is finished; the next signal" in capfd.readouterr().err
-            os.kill(os.getpid(), second)
-            pytest.fail("the second signal did not interrupt")
-        assert (caught.value.exit_code, str(caught.value)) == (last, f"asked to end ({second.name}), after step 3")
-        assert f"{second.name}: ends at once" in capfd.readouterr().err
-    assert RunTerminated(first, step=0).exit_code == code
-    assert [signal.getsignal(number) for number in REQUESTS] == before
-
-
-def test_two_signals_in_a_moment_are_one_request(capfd: pytest.CaptureFixture[str]) -> None:
-    """GNU timeout sends SIGTERM to the process, and then to its group."""
-    with termination_requests() as termination:
-        termination.then = "the running step is finished"
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert not termination.at_once
-    assert capfd.readouterr().err.count("SIGTERM") == 1
-
-
-def test_a_request_before_the_first_step_ends_at_once_and_one_in_a_rollout_interrupts_it() -> None:
-    with pytest.raises(RunTerminated, match="before the first step"), termination_requests():
-        os.kill(os.getpid(), signal.SIGTERM)
-        pytest.fail("nothing was interrupted")
-    with termination_requests() as termination:
-        termination.then = "step 1 is finished"
-        with pytest.raises(KeyboardInterrupt), termination.interruptible("the rollout is given up"):
-            os.kill(os.getpid(), signal.SIGTERM)
-            pytest.fail("the rollout was not interrupted")
-        assert not termination.at_once
-        with pytest.raises(KeyboardInterrupt), termination.interruptible("the next is not begun"):
-            pytest.fail("a rollout began after the request")
-
-
-def test_a_run_in_a_thread_hears_no_signals() -> None:
-    heard: list[object] = []
-
-    def run() -> None:
-        with termination_requests() as termination:
-            heard.append(termination.request)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(10)
-    assert heard == [None]
-
-
-def test_a_run_that_was_asked_to_end_is_interrupted_not_failed(tmp_path: Path) -> None:
-    with pytest.raises(RunTerminated), Tracker(make(tmp_path), run_dir=tmp_path / "run"):
-        raise RunTerminated(signal.SIGTERM, step=1)
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "interrupted"

@@ -1,90 +1,40 @@
-"""trainer/tracking/tracker.py with its W&B side: real files, the real W&B client (offline), real failures."""
+"""trainer/tracking/tracker.py: the files of a run, TensorBoard, real failures. test_wandb.py has the W&B side."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
-import os
-import signal
 import struct
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
-import torch
-import wandb_file
 from full_disk import full_disk
-from wandb_server import WandbServer, serving
+from tracking_cases import (  # noqa: F401 - no_wandb_login is a fixture of every test here
+    make_config,
+    make_tracker,
+    no_wandb_login,
+    read_lines,
+    row,
+    some_histograms,
+)
 
-import trainer.tracking.wandb_sink as wandb_sink
 from algorithms.config import MISConfig
-from algorithms.histograms import HistogramArrays, mismatch_histograms
-from algorithms.tokens import Tokens
-from rollout.config import SamplingConfig, SGLangConfig
+from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
-from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
 from trainer.compose.start import start_problems
-from trainer.config.components import ArithmeticModelConfig, RunConfig
-from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.config.train import TrainConfig
+from trainer.config.recording import WandbMode
 from trainer.rundir.checkpoint import RunState
-from trainer.rundir.events import Event, Severity
 from trainer.rundir.rows import forget_after, read_rows
 from trainer.tracking.console import Console
-from trainer.tracking.samples import SampleRow, sample_rows, select_rows
+from trainer.tracking.samples import sample_rows, select_rows
 from trainer.tracking.tracker import Tracker
-from trainer.tracking.wandb_panels import Panels
-from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
 SECRET = "pl4nted-s3cret-value"
-
-
-@pytest.fixture(autouse=True)
-def no_wandb_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing in these tests may depend on, or use, a login of the machine."""
-    for name in list(os.environ):
-        if name.startswith("WANDB_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 3.0)
-
-
-def make_config(mode: WandbMode = WandbMode.disabled, **changes: object) -> TrainConfig:
-    base = TrainConfig(
-        run=RunConfig(recipe="arithmetic_grpo", num_steps=4),
-        model=ArithmeticModelConfig(),
-        data=ArithmeticDataConfig(),
-        sampling=SamplingConfig(max_new_tokens=16),
-        tracking=TrackingConfig(wandb=mode, samples_per_step=3),
-    )
-    return replace(base, **changes)
-
-
-def make_tracker(config: TrainConfig, run_dir: Path) -> tuple[Tracker, io.StringIO]:
-    stream = io.StringIO()
-    return Tracker(config, run_dir=run_dir, console=Console(config.run.num_steps, stream=stream)), stream
-
-
-def row(prompt_id: int, sample_index: int, k3: float | None = None, response: str = "42") -> SampleRow:
-    return SampleRow(
-        prompt_id=prompt_id, sample_index=sample_index, prompt="40+2=", response=response, answer="42", reward=1.0,
-        correct=True, advantage=0.5, num_response_tokens=3, finish_reason=FinishReason.stop, policy_version=7,
-        rollout_logprob_mean=-0.25, k3=k3,
-    )  # fmt: skip
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_files_of_a_run(tmp_path: Path) -> None:
@@ -114,18 +64,6 @@ def test_files_of_a_run(tmp_path: Path) -> None:
         "config.yaml", "environment.json", "events.jsonl", "histograms.jsonl", "metrics.jsonl", "samples.jsonl",
         "status.json",
     ]  # fmt: skip
-
-
-def some_histograms() -> HistogramArrays:
-    old, rollout = torch.log(torch.tensor([0.5, 0.9, 0.3])), torch.log(torch.tensor([0.4, 0.9, 0.3]))
-    return mismatch_histograms(
-        Tokens(
-            trainer_logprobs=old,
-            rollout_logprobs=rollout,
-            response_mask=torch.ones(3, dtype=torch.bool),
-            cu_seqlens=torch.tensor([0, 3], dtype=torch.int32),
-        )
-    ).arrays()
 
 
 def test_histograms_are_one_line_per_step(tmp_path: Path) -> None:
@@ -304,98 +242,6 @@ def test_sample_rows_and_selection() -> None:
     assert select_rows(with_k3, 0) == []
 
 
-def test_wandb_offline_has_every_row(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-/no/such/socket")  # as a parent that uses wandb leaves it
-    tracker, stream = make_tracker(make_config(WandbMode.auto), tmp_path / "run")
-    with tracker:
-        tracker.log(1, {"reward/mean": 0.25, "mismatch/k3": float("nan")})
-        tracker.log(2, {"reward/mean": 0.5, "policy/entropy": None})
-    assert wandb_file.history(tmp_path / "run") == [
-        {"global_step": 1, "reward/mean": 0.25},
-        {"global_step": 2, "reward/mean": 0.5},
-    ]
-    assert wandb_file.exit_code(tmp_path / "run") == 0
-    started = next(r.run for r in wandb_file.records(tmp_path / "run") if r.WhichOneof("record_type") == "run")
-    assert started.run_id == (tmp_path / "run" / "wandb_run_id").read_text().strip()
-    config = {item.key: json.loads(item.value_json) for item in started.config.update}
-    assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
-    assert "wandb" not in "".join(capfd.readouterr()), "the client says nothing of its own"
-    offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert f"W&B: offline; upload later with: wandb sync {offline}" in stream.getvalue()
-
-
-def test_wandb_has_axes_summaries_tables_histograms_and_alerts(tmp_path: Path) -> None:
-    tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
-    with tracker:
-        for step, reward in ((1, 0.25), (2, 0.75), (3, 0.5)):
-            numbers = {
-                "reward/mean": reward,
-                "eval/accuracy": reward,
-                "perf/mfu": reward,
-                "mismatch/ess/raw_token": reward,
-            }
-            restarts = {"rollout/engine_restarts": 2.0 * (step == 2)}
-            tracker.log(step, numbers | restarts, [row(1, step, k3=None), row(2, step, k3=1e-5)])
-            tracker.log_histograms(step, some_histograms())
-        events = [
-            Event(step=3, kind="guard", severity=Severity.info, text="back to watching"),
-            Event(step=3, kind="guard", severity=Severity.error, text="stop <é>"),
-        ]
-        tracker.log_events(events)
-    assert tracker.errors == 0
-    run_dir = tmp_path / "run"
-
-    kept = wandb_file.summary(run_dir)
-    assert (kept["reward/mean"], kept["eval/accuracy"]) == ({"max": 0.75, "last": 0.5},) * 2
-    assert kept["perf/mfu"] == {"mean": 0.5, "last": 0.5}
-    assert kept["mismatch/ess/raw_token"] == {"min": 0.25, "last": 0.5}
-    axes = {
-        record.metric.glob_name or record.metric.name: record.metric.step_metric
-        for record in wandb_file.records(run_dir)
-        if record.WhichOneof("record_type") == "metric"
-    }
-    assert axes["*"] == axes["eval/accuracy"] == "global_step"
-
-    rows = read_lines(run_dir / "samples.jsonl")
-    assert wandb_file.table_rows(run_dir) == [list(sample.values()) for sample in rows] and len(rows) == 6
-    increments = list(run_dir.glob("wandb/*run-*/files/media/table/*.json"))
-    assert len(increments) == 3, "each holds what is new"
-    places = [line for line in wandb_file.history(run_dir) if "samples/increment_num" in line]
-    assert [(line["global_step"], line["samples/log_mode"]) for line in places] == [
-        (step, "INCREMENTAL") for step in (1, 2, 3)
-    ]
-
-    drawn = [line for line in wandb_file.history(run_dir) if "mismatch/log2_probability/values" in line]
-    assert [line["global_step"] for line in drawn] == [1, 2, 3]
-    expected = some_histograms().by_probability
-    mass = [count * (mean or 0) for count, mean in zip(expected.counts, expected.abs_logdiff, strict=True)]
-    assert drawn[0]["mismatch/log2_probability/values"] == pytest.approx(mass[::-1])
-    assert drawn[0]["mismatch/log2_probability/bins"] == list(range(-20, 1))
-
-    assert wandb_file.alerts(run_dir) == [
-        ("Parity: engine", "engines lost and started again: 2; the log says why", "WARN"),
-        ("Parity: guard", "stop <é>", "ERROR"),
-    ]
-    told = [(line["step"], line["kind"], line["severity"]) for line in read_lines(run_dir / "events.jsonl")]
-    assert told == [(2, "engine", "warn"), (3, "guard", "info"), (3, "guard", "error")]
-    assert "stop <é>" in stream.getvalue() and "back to watching" in stream.getvalue()
-
-
-def test_samples_stay_here_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(WandbMode.offline)
-    config.tracking.wandb_samples = False
-    sent: list[object] = []
-    monkeypatch.setattr(WandbSink, "start", lambda self: None)
-    monkeypatch.setattr(WandbSink, "put", lambda self, action, *content: sent.append((action, *content)))
-    tracker, _ = make_tracker(config, tmp_path / "run")
-    with tracker:
-        tracker.log(1, {"reward/mean": 0.5}, [row(1, 0)])
-    assert sent == [(Panels.log, 1, {"reward/mean": 0.5})]
-    assert len(read_lines(tmp_path / "run" / "samples.jsonl")) == 1
-
-
 def tensorboard_points(directory: Path) -> list[tuple[str, int, float]]:
     """(name, step, value) of every number, read as TensorBoard reads them: checksums, and what a restart takes back."""
     from tensorboardX.proto.event_pb2 import Event as BoardEvent
@@ -446,266 +292,3 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     [problem] = start_problems(resolution)
     assert problem.key == "tracking.tensorboard" and 'pip install ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))
-
-
-@pytest.mark.parametrize("answer", ["silence", "no connection", "unauthorized"])
-def test_a_server_that_does_not_let_the_run_in_means_offline(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(WandbServer(refuses=answer == "unauthorized")) as server:
-        if answer == "silence":
-            server.silent.set()
-        if answer == "no connection":
-            server.shutdown()
-            server.server_close()
-        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        config = make_config(WandbMode.auto)
-        monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 1.0)
-        tracker, stream = make_tracker(config, tmp_path / "run")
-        before = time.monotonic()
-        with tracker:
-            assert time.monotonic() - before < 1.0, "the run must not wait for W&B"
-            tracker.log(1, {"reward/mean": 0.25})
-        assert time.monotonic() - before < 30
-    assert wandb_file.history(tmp_path / "run") == [{"global_step": 1, "reward/mean": 0.25}]
-    assert "W&B: offline (online: " in stream.getvalue()
-    assert "upload later with: wandb sync" in stream.getvalue()
-    assert tracker.errors == 1
-
-
-@pytest.mark.parametrize("falls_silent", [False, True])
-def test_an_online_run_sends_its_rows_and_does_not_wait_for_a_server_that_falls_silent(
-    falls_silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 4.0)
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    lines: list[str] = []
-    with serving(WandbServer()) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        sink = wandb_sink_of(tmp_path, lines, WandbMode.online)
-        sink.start()
-        sink.put(Panels.log, 1, {"reward/mean": 0.5})
-        wait_until(lambda: sink.mode is not WandbMode.disabled)
-        assert lines == [f"W&B: online at {server.url}/someone/parity/runs/x1"]
-        if falls_silent:
-            server.silent.set()
-        before = time.monotonic()
-        sink.put(Panels.log, 2, {"reward/mean": 0.75})
-        sink.finish(exit_code=0)
-        assert time.monotonic() - before < 15
-        assert not wandb_cores()
-    if falls_silent:
-        assert sink.errors == 2 and "upload what is on disk with: wandb sync" in lines[1]
-    else:
-        assert sink.errors == 0 and len(lines) == 1
-        assert [row["reward/mean"] for row in server.rows] == [0.5, 0.75]
-    assert [row["reward/mean"] for row in wandb_file.history(tmp_path)] == [0.5, 0.75]
-
-
-@pytest.mark.scenario(32)
-def test_a_run_that_was_deleted_on_the_server_goes_on_as_a_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 4.0)
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    lines: list[str] = []
-    wandb_sink.keep_run_id(tmp_path, "deadbeef")
-    with serving(WandbServer(deleted=["deadbeef"])) as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        sink = wandb_sink_of(tmp_path, lines, WandbMode.online)
-        sink.start()
-        sink.put(Panels.log, 8, {"reward/mean": 0.5})
-        wait_until(lambda: sink.mode is not WandbMode.disabled)
-        sink.finish(exit_code=0)
-    assert sink.mode is WandbMode.online and [row["reward/mean"] for row in server.rows] == [0.5]
-    assert "was deleted there" in lines[0] and "W&B: online (online: CommError" in lines[1]
-    assert wandb_sink.saved_run_id(tmp_path) not in (None, "deadbeef"), "the next checkpoint holds the new id"
-
-
-def test_online_without_a_key_means_offline(tmp_path: Path) -> None:
-    tracker, stream = make_tracker(make_config(WandbMode.online), tmp_path / "run")
-    with tracker:
-        tracker.log(1, {"reward/mean": 0.25})
-    assert "W&B: offline (online: no key was found" in stream.getvalue()
-    assert len(wandb_file.history(tmp_path / "run")) == 1
-
-
-def test_a_broken_wandb_package_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text("raise ImportError('no such package here')")
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.split(".")[0] == "wandb"]:
-        monkeypatch.delitem(sys.modules, name)
-    tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
-    with tracker:
-        tracker.log(1, {"reward/mean": 0.25})
-    assert "W&B: off (offline: ImportError: no such package here)" in stream.getvalue()
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 1
-
-
-def wandb_sink_of(run_dir: Path, lines: list[str], mode: WandbMode = WandbMode.offline) -> WandbSink:
-    run_dir.mkdir(exist_ok=True)
-    return WandbSink(
-        TrackingConfig(wandb=mode),
-        run_dir=run_dir, name="run", record={}, report=lines.append,
-    )  # fmt: skip
-
-
-def wait_until(happened: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_a_disk_that_takes_no_wandb_files_costs_only_wandb(tmp_path: Path) -> None:
-    (tmp_path / "wandb").write_text("in the way")
-    lines: list[str] = []
-    sink = wandb_sink_of(tmp_path, lines)
-    sink.start()
-    sink.put(Panels.log, 1, {"reward/mean": 0.5})
-    sink.finish(exit_code=0)
-    assert len(lines) == 1 and lines[0].startswith("W&B: off (offline: ")
-    assert sink.errors == 1 and not wandb_cores()
-
-
-def wandb_cores(process: int | None = None) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process).children(recursive=True) if child.name() == "wandb-core"]
-
-
-@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_wedged_or_dead_wandb_cannot_hold_the_run(
-    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(wandb_sink, "_FINISH_TIMEOUT_S", 2.0)
-    sink = wandb_sink_of(tmp_path, [])
-    sink.start()
-    sink.put(Panels.log, 1, {"reward/mean": 0.5})
-    wait_until(lambda: sink.mode is WandbMode.offline)
-    [core] = wandb_cores()
-    core.send_signal(sent)
-    before = time.monotonic()
-    for step in range(2, 20_000):  # more than the queue and the socket can take
-        sink.put(Panels.log, step, {"reward/mean": 0.5})
-    assert time.monotonic() - before < 5, "put must never wait"
-    with caplog.at_level(logging.WARNING):
-        sink.finish(exit_code=0)
-    assert time.monotonic() - before < 20
-    assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
-    assert sink.errors > 1
-    assert len([record for record in caplog.records if record.name == wandb_sink.__name__]) == 1
-
-
-CHILD = """
-import os, signal, sys, time
-from pathlib import Path
-import psutil
-from trainer.config.recording import TrackingConfig, WandbMode
-from trainer.tracking.wandb_panels import Panels
-from trainer.tracking.wandb_sink import WandbSink
-hooks = sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-sink = WandbSink(TrackingConfig(wandb=WandbMode.offline), run_dir=Path(sys.argv[1]), name="run", record={},
-                 report=lambda line: None)
-sink.start()
-while sink.mode is WandbMode.disabled:
-    time.sleep(0.05)
-def now():
-    return sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-assert now() == hooks
-sink.put(Panels.log, 1, {"reward/mean": 0.5})
-sink.put(Panels.log_samples, 1, [{"prompt": "PL4NTED PROMPT", "response": "PL4NTED RESPONSE"}])
-sys.path.insert(0, sys.argv[2])
-import wandb_file
-run_dir = Path(sys.argv[1])
-while not (list(run_dir.glob("wandb/*run-*/files/media/table/*.json")) and wandb_file.history(run_dir)):
-    time.sleep(0.05)
-[core] = psutil.Process().children()
-"""
-
-
-def run_child(tmp_path: Path, ending: str) -> subprocess.CompletedProcess[str]:
-    """A process that logs a row and a sample, and ends as `ending` says when both are on disk.
-
-    Its temporary directory is tmp_path/tmp.
-    """
-    for name in ("run", "tmp"):
-        (tmp_path / name).mkdir()
-    return subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent(ending), str(tmp_path / "run"), str(Path(__file__).parent)],
-        env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}, start_new_session=True, timeout=120, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-
-
-def holders_of_samples(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and b"PL4NTED" in path.read_bytes()]
-
-
-@pytest.mark.parametrize("exit_code", [0, 1])
-def test_a_completed_and_a_failed_run_leave_nothing_in_the_temporary_directory(exit_code: int, tmp_path: Path) -> None:
-    ended = run_child(tmp_path, f"sink.finish(exit_code={exit_code})")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert list((tmp_path / "tmp").iterdir()) == []
-    assert wandb_file.table_rows(tmp_path / "run") == [["PL4NTED PROMPT", "PL4NTED RESPONSE"]]
-
-
-def test_a_killed_run_leaves_its_rows_and_no_sample_outside_and_no_process(tmp_path: Path) -> None:
-    ended = run_child(tmp_path, "print(core.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)")
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    wait_until(lambda: not psutil.pid_exists(int(ended.stdout)), 20)
-    assert wandb_file.history(tmp_path / "run")[0] == {"global_step": 1, "reward/mean": 0.5}
-    assert wandb_file.exit_code(tmp_path / "run") is None, "W&B shows a run without heartbeats as crashed"
-    assert holders_of_samples(tmp_path / "run") and not holders_of_samples(tmp_path / "tmp")
-
-
-def test_a_signal_to_the_group_is_for_the_run_and_not_for_wandb(tmp_path: Path) -> None:
-    ending = """
-    heard = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: heard.append(number))
-        os.killpg(0, number)
-    time.sleep(0.5)
-    assert len(heard) == 2 and core.is_running()
-    sink.put(Panels.log, 2, {"reward/mean": 0.75})
-    sink.finish(exit_code=1)
-    assert now()[:2] == hooks[:2] and not core.is_running()
-    """
-    ended = run_child(tmp_path, ending)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    rows = [line for line in wandb_file.history(tmp_path / "run") if "reward/mean" in line]
-    assert [line["global_step"] for line in rows] == [1, 2]
-    assert wandb_file.exit_code(tmp_path / "run") == 1
-
-
-@pytest.mark.parametrize("sent", ["SIGSTOP", "SIGKILL"])
-def test_a_second_signal_ends_the_wait_and_a_wedged_wandb_cannot_hold_the_exit(sent: str, tmp_path: Path) -> None:
-    ending = f"""
-    import threading
-    core.send_signal(signal.{sent})
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
-    try:
-        sink.finish(exit_code=1)
-        time.sleep(5)
-    except KeyboardInterrupt:
-        pass
-    assert not core.is_running()
-    print(time.monotonic() - began, time.monotonic())
-    """
-    ended = run_child(tmp_path, ending)
-    assert ended.returncode == 0 and "Traceback" not in ended.stderr
-    waited_s, left_at = (float(word) for word in ended.stdout.split())
-    assert waited_s < 7 and time.monotonic() - left_at < 7, "the finish, and the exit of the process"
-    assert not holders_of_samples(tmp_path / "tmp")
-
-
-def test_keys_are_found_where_wandb_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_wandb_key()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert has_wandb_key()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
-    assert not has_wandb_key()
-    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert has_wandb_key()
