@@ -21,9 +21,9 @@ from algorithms.config import (
 )
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
 from trainer.compose.compose import resolve
-from trainer.compose.start import start_problems
 from trainer.config.components import SmolLM2ModelConfig
 from trainer.config.train import GROUPS
+from trainer.run.start import start_problems
 
 
 def test_a_recipe_gives_typed_values() -> None:

@@ -10,8 +10,8 @@ from compose_cases import messages, own_recipe, resolved
 from trainer.compose.compose import resolve
 from trainer.compose.read import build_config
 from trainer.compose.session import empty_root, plain
-from trainer.compose.start import start_problems
 from trainer.config.train import GROUPS, TrainConfig
+from trainer.run.start import start_problems
 
 REFUSALS = {
     "keys that do not exist": [

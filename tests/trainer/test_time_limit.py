@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from trainer.compose.compose import Resolution, resolve
-from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
+from trainer.run.start import start_problems
 from trainer.rundir.time_limit import MARGIN_S, TimeLimit, time_limit
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"

@@ -26,8 +26,8 @@ from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
-from trainer.compose.start import start_problems
 from trainer.config.recording import WandbMode
+from trainer.run.start import start_problems
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.rows import forget_after, read_rows
 from trainer.tracking.console import Console
@@ -288,7 +288,7 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     recipe = Path(__file__).parents[2] / "recipes" / "arithmetic_grpo.yaml"
     words = ["rollout=torch", "tracking.tensorboard=true"]
     resolution = resolve(recipe, words, own_dir=None, multirun=False)
-    monkeypatch.setattr("trainer.compose.start.TENSORBOARD_PACKAGE", "no_such_package")
+    monkeypatch.setattr("trainer.run.start.TENSORBOARD_PACKAGE", "no_such_package")
     [problem] = start_problems(resolution)
     assert problem.key == "tracking.tensorboard" and 'pip install ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))

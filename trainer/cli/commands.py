@@ -308,7 +308,7 @@ def _checked_train(
     from trainer.cli.show import show
     from trainer.compose.compose import hydra_problems, resolve
     from trainer.compose.overrides import directory_override
-    from trainer.compose.start import start_problems
+    from trainer.run.start import start_problems
 
     if arguments.inspection is not None:
         # Hydra also shows incomplete and invalid configs.

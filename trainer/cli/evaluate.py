@@ -16,8 +16,8 @@ from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
-from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
+from trainer.run.start import start_problems
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source

@@ -17,8 +17,8 @@ from rollout.quantization_config import Quantization
 from trainer.compose.compose import resolve
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
-from trainer.compose.start import start_problems
 from trainer.config.train import TrainConfig
+from trainer.run.start import start_problems
 from trainer.study.config import StudyConfig, precision_words
 
 _OWNED = {
