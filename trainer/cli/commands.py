@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -304,11 +303,9 @@ def _checked_train(
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
     from trainer.cli.job import launch
-    from trainer.cli.resume import earlier_run
+    from trainer.cli.resume import resolve_start
     from trainer.cli.show import show
-    from trainer.compose.compose import hydra_problems, resolve
-    from trainer.compose.overrides import directory_override
-    from trainer.run.start import start_problems
+    from trainer.compose.compose import hydra_problems
 
     if arguments.inspection is not None:
         # Hydra also shows incomplete and invalid configs.
@@ -316,16 +313,9 @@ def _checked_train(
         if problems:
             return report(problems, command=command)
         return show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=arguments.own_dir)
-    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
-    earlier = earlier_run(resolution)
-    if earlier is not None:
-        arguments = replace(arguments, overrides=(*arguments.overrides, directory_override(earlier)))
-        resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
-    problems += [*resolution.problems, *start_problems(resolution)]
-    if problems:
-        name = str(shown_as or recipe)
-        shown = [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems]
-        return report(shown, command=command)
+    resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
+    if problems or found:
+        return report([*problems, *found], command=command)
     if arguments.dry_run:
         from trainer.cli.plan import render_plans
 

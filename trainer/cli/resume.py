@@ -1,19 +1,21 @@
-"""Earlier runs to continue: `parity resume <run.dir>`, and the newest run for `parity train <recipe> resume=auto`.
+"""The runs that a command would start, also those that go on with an earlier one: `parity resume`, `resume=auto`.
 
-`parity resume` uses the config.yaml of the run as the recipe. Used by `commands.py`.
+`parity resume` uses the config.yaml of the run as the recipe. Used by `commands.py` and by the Python API.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import yaml
 
 from algorithms.config import Problem
-from trainer.compose.compose import Resolution
+from trainer.cli.arguments import TrainArguments
+from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
 from trainer.config.components import Resume
 from trainer.config.train import GROUPS
@@ -64,6 +66,25 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
     ]
     own = [word for word in overrides if not word.startswith(_FIXED_WORDS)]
     return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems
+
+
+def resolve_start(
+    recipe: Path, arguments: TrainArguments, *, shown_as: Path | None = None
+) -> tuple[Resolution, list[Problem]]:
+    """(all runs that the arguments ask for, all problems of starting them); an earlier run gives the directory.
+
+    If `shown_as` is given, problems name this file instead of `recipe`.
+    """
+    from trainer.run.start import start_problems
+
+    words, own_dir, multirun = arguments.overrides, arguments.own_dir, arguments.multirun
+    resolution = resolve(recipe, words, own_dir=own_dir, multirun=multirun)
+    earlier = earlier_run(resolution)
+    if earlier is not None:
+        resolution = resolve(recipe, (*words, directory_override(earlier)), own_dir=own_dir, multirun=multirun)
+    problems = [*resolution.problems, *start_problems(resolution)]
+    name = str(shown_as or recipe)
+    return resolution, [replace(problem, key=problem.key.replace(str(recipe), name)) for problem in problems]
 
 
 def earlier_run(resolution: Resolution) -> Path | None:
