@@ -97,6 +97,8 @@ LIGHT_MODULES = (
     "rollout.task_config",
     "rollout.types",
     "trainer.config.train",
+    "trainer",
+    "trainer.api",
     "trainer.cli.commands",
     "trainer.compose.outcome",
     "trainer.__main__",

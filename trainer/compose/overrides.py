@@ -6,12 +6,13 @@ Each word is parsed by itself, so that an unreadable word does not hide the othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from algorithms.config import Problem
@@ -35,6 +36,11 @@ def recipe_override(name: str) -> str:
 def directory_override(run_dir: Path) -> str:
     """The override that names the directory of the run to continue."""
     return f"run.dir={_quoted(str(run_dir))}"
+
+
+def override_words(values: Mapping[str, object]) -> list[str]:
+    """Key -> value of Python, as the words of the command line: {"correction": "mis", "optim.lr": 1e-5}."""
+    return [f"{key}={_written(value)}" for key, value in values.items()]
 
 
 def lenient(override: Override) -> str:
@@ -85,9 +91,27 @@ def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
     return list(itertools.product(*choices.values()))
 
 
+def _written(value: object) -> str:
+    """A value of Python as Hydra reads it: texts are quoted, so that they stay texts."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case Enum():
+            return value.name
+        case int() | float():
+            return repr(value)
+        case Mapping():
+            return f"{{{','.join(f'{key}:{_written(inner)}' for key, inner in value.items())}}}"
+        case list() | tuple():
+            return f"[{','.join(map(_written, value))}]"
+        case _:
+            return _quoted(str(value))
+
+
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+    return QuotedString(text=text, quote=Quote.single).with_quotes()
 
 
 def _refused(word: str, error: HydraException) -> Problem:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.rundir.sealed import to_disk
 
+POLL_S = 0.2
+"""Seconds between two looks at a file that somebody else writes."""
 DAMAGED_SUFFIX = ".damaged"
 """Suffix of the file that keeps the damaged lines of a file of rows."""
 
@@ -46,6 +49,28 @@ def read_lines(path: Path) -> Iterator[Line]:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file without its damaged lines; raises OSError if the file cannot be read."""
     return [line.row for line in read_lines(path) if line.row is not None]
+
+
+def follow_rows(path: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str, Any]]:
+    """The rows of a file that is still written to, each when its line is whole; ends when `goes_on` is False.
+
+    Waits for the file to appear. There is no deadline: the writer decides when a row comes.
+    """
+    more = True
+    while not path.is_file():
+        if not more:
+            return
+        more = goes_on()  # asked before the look that follows: a file that the writer left is found
+        time.sleep(POLL_S if more else 0.0)
+    with path.open("rb") as file:
+        rest = b""
+        while True:
+            more = goes_on()
+            *lines, rest = (rest + file.read()).split(b"\n")
+            yield from (row for row in map(_object, lines) if row is not None)
+            if not more:
+                return
+            time.sleep(POLL_S)
 
 
 def forget_after(path: Path, step: int) -> int:

@@ -100,13 +100,19 @@ def newest_saved_step(directory: Path) -> int | None:
     return max(sealed_steps(directory / CHECKPOINTS), default=None)
 
 
+def run_status(directory: Path) -> tuple[RunStatus | None, int]:
+    """(state of the run in `directory`, its last step); None while it goes on, after a kill, and without a run."""
+    try:
+        record = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
+        return RunStatus(record["status"]), int(record["last_step"] or 0)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None, 0
+
+
 def completed_steps(directory: Path) -> int | None:
     """Number of steps of a completed run in `directory`; None if the run did not complete, or there is no run."""
-    try:
-        status = json.loads((directory / STATUS_FILE).read_text(encoding="utf-8"))
-        return int(status["last_step"]) if status["status"] == RunStatus.completed.value else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
+    status, last_step = run_status(directory)
+    return last_step if status is RunStatus.completed else None
 
 
 def steps_taken(directory: Path) -> int:
@@ -212,6 +218,19 @@ def lock_directory(directory: Path, *, key: str) -> TextIO:
     lock.write(f"{os.getpid()}\n")
     lock.flush()
     return lock
+
+
+def lock_holder(directory: Path) -> int | None:
+    """Process id of the run that holds `directory` now; None without one."""
+    try:
+        with (directory / LOCK_FILE).open(encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(lock.read())
+    except (OSError, ValueError):  # no lock; or a run that took it just now and has not written its id
+        return None
+    return None
 
 
 def _is_named(lock: TextIO, path: Path) -> bool:
