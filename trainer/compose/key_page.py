@@ -16,7 +16,7 @@ from typing import get_type_hints
 
 from algorithms.config.rules import Description, describe
 from trainer.compose.keys import accepted
-from trainer.compose.renamed import TRL, VERL
+from trainer.compose.renamed import BY_TRAINER
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.text import to_stdout
 
@@ -94,8 +94,8 @@ def _elsewhere(key: str) -> str:
     pattern = re.compile(rf"(?<![\w.]){re.escape(key)}(?![\w.])")
     found = [
         f"`{name}` ({trainer})"
-        for trainer, names in (("verl", VERL), ("TRL", TRL))
-        for name, here in names.items()
+        for trainer in ("verl", "TRL")
+        for name, here in BY_TRAINER[trainer].items()
         if pattern.search(re.split(r"[:(]", here)[0])
     ]
     return ", ".join(found)

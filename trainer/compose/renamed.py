@@ -1,286 +1,180 @@
-"""Other trainers' names of options, and former names of Parity. `keys.py` reads the table if a key does not exist."""
+"""Other trainers' names of options. `keys.py` reads the tables if a key does not exist."""
 
 from __future__ import annotations
 
 from typing import Final
 
-_UNTRUNCATED = "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass"
-
-EVERYWHERE: Final[dict[str, str]] = {
-    "top_p": _UNTRUNCATED,
-    "top_k": _UNTRUNCATED,
-    "min_p": _UNTRUNCATED,
+_NAMES: Final[dict[str, str]] = {
+    "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass": "others top_p top_k min_p",
+    "advantage.estimator": "verl adv_estimator; slime advantage_estimator",
+    "advantage.estimator=grpo (true) or dr_grpo (false)": "verl norm_adv_by_std_in_grpo; TRL scale_rewards",
+    "advantage.gae_lambda": "verl lam; others lambd",
+    "batch.group_size": "verl n; slime n_samples_per_prompt; TRL num_generations",
+    "batch.max_tokens_per_microbatch": (
+        "verl ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu"
+    ),
+    "batch.mini_batch_prompts": "verl ppo_mini_batch_size",
+    "batch.mini_batch_prompts: optimizer steps per rollout = prompts_per_step / it": "TRL steps_per_generation",
+    "batch.prompts_per_step": "verl train_batch_size; slime rollout_batch_size",
+    "batch.prompts_per_step times batch.group_size": "TRL generation_batch_size",
+    "batch.prompts_per_step, over all ranks": "TRL per_device_train_batch_size",
+    "checkpoint.asynchronous": "verl async_save",
+    "checkpoint.every": "verl save_freq; slime save_interval; TRL save_steps save_strategy",
+    "checkpoint.keep": "verl max_ckpt_to_keep max_actor_ckpt_to_keep; TRL save_total_limit",
+    "cluster.address: workers go where the Ray cluster has room": "verl nnodes",
+    "cluster.residency": "verl free_cache_engine; TRL vllm_enable_sleep_mode",
+    "collect=dynamic": "verl filter_groups.enable",
+    "collect.max_rounds of collect=dynamic": "verl max_num_gen_batches",
+    "collect.over_sampling": "slime over_sampling_batch_size",
+    "collect.partial=true": "slime partial_rollout",
+    "correction=bypass": "verl bypass_mode",
+    "correction=ppo_is, or correction=bypass without the extra forward": "slime use_rollout_logprobs",
+    "correction=tis": "slime use_tis; others enable_vllm_is_correction",
+    "correction=tis (true) or correction=recompute (false)": "TRL vllm_importance_sampling_correction",
+    "correction=tis (truncate) or correction=mis (mask), with correction.level": "TRL vllm_importance_sampling_mode",
+    "correction=tis (truncate), correction=mis (mask) or correction.bound of correction=custom": "slime tis_mode",
+    "correction=tis correction.cap": "verl tis_imp_ratio_cap",
+    "correction=tis correction.level=token|sequence, or a preset such as correction=decoupled_token_is": (
+        "verl rollout_is"
+    ),
+    "correction.cap": (
+        "verl rollout_is_threshold; slime tis_clip; TRL vllm_importance_sampling_cap; others "
+        "token_tis_ratio_clip_high truncated_importance_sampling_ratio behav_imp_weight_cap"
+    ),
+    "correction.cap with correction.level=sequence": "others sequence_tis_ratio_clip_high",
+    "correction.cap, or correction.high": "slime tis_upper_bound; TRL vllm_importance_sampling_clip_max",
+    "correction.level": "slime tis_level",
+    "correction.level of correction=tis": "others tis_ratio_type",
+    "correction.low": "slime tis_lower_bound; TRL vllm_importance_sampling_clip_min",
+    "correction.reject.<criterion>": "verl rollout_rs_threshold; slime use_rs",
+    "correction.reject.<criterion> of correction=mis, bypass or custom": "verl rollout_rs",
+    "correction.reject.opsm": "TRL off_policy_mask_threshold",
+    "correction.reject.opsm, which measures mu against pi_train instead of drift since pi_old: try 0.5": (
+        "slime use_opsm opsm_delta"
+    ),
+    "correction.reject.token_ratio, sequence_ratio or geometric_ratio": "slime rs_level",
+    "correction.reject.veto": "slime rs_veto_threshold veto",
+    "correction.self_normalize=mean_one": "verl rollout_is_batch_normalize; slime tis_batch_normalize",
+    "critic.lr": "others critic_learning_rate",
+    "critic.value_clip": "verl cliprange_value; others value_clip",
+    "critic.warmup_rollout_steps": "verl critic_warmup; others freezing_actor_steps",
+    "data.answer_key": "slime label_key",
+    "data.chat_template": "slime apply_chat_template",
+    "data.eval_path": "verl val_files",
+    "data.max_prompt_tokens": "verl max_prompt_length prompt_length",
+    "data.prompt_key": "slime input_key",
+    "data.train_path": "verl train_files",
+    "episode.function": "verl multi_turn.enable",
+    "eval.every": "verl test_freq; slime eval_interval; TRL eval_steps eval_strategy",
+    "eval.samples": "verl val_kwargs.n; TRL num_generations_eval",
+    "loss=gspo for the level sequence": "TRL importance_sampling_level",
+    "loss=ppo_clip|gspo|cispo|reinforce|dppo_tv|dppo_kl|sapo": "verl loss_type loss_mode",
+    "loss.aggregation": "verl loss_agg_mode",
+    "loss.clip_high": "verl clip_ratio_high; slime eps_clip_high; TRL epsilon_high",
+    "loss.clip_low": "verl clip_ratio_low; others eps_clip_low",
+    "loss.clip_low and loss.clip_high": "verl clip_ratio; slime eps_clip; TRL epsilon",
+    "loss.dual_clip": "verl clip_ratio_c; slime eps_clip_c; TRL delta",
+    "loss.entropy_coef": "verl entropy_coeff",
+    "model.path": "TRL model_name_or_path",
+    "optim.beta2": "TRL adam_beta2",
+    "optim.lr": "TRL learning_rate",
+    "optim.max_grad_norm": "verl grad_clip",
+    "optim.schedule": "verl warmup_style lr_scheduler_type",
+    "optim.schedule=cosine or linear, which end at 0": "verl min_lr_ratio",
+    "optim.warmup_rollout_steps": "verl lr_warmup_steps; TRL warmup_steps",
+    "policy.activation_checkpoint_every": "slime recompute_granularity",
+    "policy.activation_checkpoint_every=1": "verl enable_gradient_checkpointing; TRL gradient_checkpointing",
+    "policy.dtype=bfloat16": "TRL bf16",
+    "policy.dtype=float16": "TRL fp16",
+    "policy.fp32_head": "TRL cast_lm_head_to_fp32",
+    "policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5": "slime colocate",
+    "policy.num_workers, the ranks, and policy.gpus_per_worker": "verl n_gpus_per_node",
+    "policy.offload=optimizer": "verl optimizer_offload",
+    "policy.offload=parameters": "verl param_offload",
+    "reference.coef": "verl kl_loss_coef kl_ctrl kl_coef; TRL beta",
+    "reference.estimator": "verl kl_loss_type kl_penalty",
+    "reference.placement=reward": "verl use_kl_in_reward",
+    "resume=auto: the newest run of the recipe, or the one in run.dir=...": (
+        "verl resume_mode resume; TRL resume_from_checkpoint"
+    ),
+    "reward.function": "verl reward_manager",
+    "reward.function, which returns one score and may add named parts": "TRL multi_objective_aggregation",
+    "reward.function=path.py:name": (
+        "verl custom_reward_function.path custom_reward_function.name; slime custom_rm_path; TRL reward_funcs"
+    ),
+    "reward.overlong_buffer_tokens": "verl overlong_buffer.len",
+    "reward.overlong_penalty": "verl overlong_buffer.penalty_factor",
+    "rollout=sglang or rollout=torch": "verl rollout.name; TRL use_vllm",
+    "+rollout.engine_args.chunked_prefill_size": "verl max_num_batched_tokens",
+    "+rollout.engine_args.context_length": "verl max_model_len; TRL vllm_max_model_length",
+    "+rollout.engine_args.disable_cuda_graph": "verl enforce_eager",
+    "+rollout.engine_args.max_running_requests": "verl max_num_seqs",
+    "+rollout.engine_args.mem_fraction_static": "verl gpu_memory_utilization; TRL vllm_gpu_memory_utilization",
+    "+rollout.engine_args.tp_size": "verl tensor_model_parallel_size; TRL vllm_tensor_parallel_size",
+    "rollout.servers": "TRL vllm_server_base_url",
+    "run.dir": "verl default_local_dir; TRL output_dir",
+    "run.dir, whose last part names the run in W&B": "verl experiment_name; TRL run_name",
+    "run.num_steps": "verl total_training_steps; slime num_rollout; TRL max_steps",
+    "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step": (
+        "verl total_epochs; TRL num_train_epochs"
+    ),
+    "sampling.max_new_tokens": (
+        "verl max_response_length response_length; slime rollout_max_response_len; TRL max_completion_length"
+    ),
+    "schedule=bounded schedule.max_staleness": "verl staleness_threshold; slime max_weight_staleness",
+    "tracking.project": "verl project_name",
+    "tracking.samples_per_step": "verl log_val_generations; TRL log_completions num_completions_to_print",
+    "tracking.wandb and tracking.tensorboard": "TRL report_to",
 }
+"""Key of Parity, or a sentence with it -> its names in other trainers: "trainer name name; trainer name".
 
-VERL: Final[dict[str, str]] = {
-    "rollout_is": "correction=tis correction.level=token|sequence, or a preset such as correction=decoupled_token_is",
-    "rollout_is_threshold": "correction.cap",
-    "rollout_is_batch_normalize": "correction.self_normalize=mean_one",
-    "rollout_rs": "correction.reject.<criterion> of correction=mis, bypass or custom",
-    "rollout_rs_threshold": "correction.reject.<criterion>",
-    "bypass_mode": "correction=bypass",
-    "tis_imp_ratio_cap": "correction=tis correction.cap",
-    "loss_type": "loss=ppo_clip|gspo|cispo|reinforce|dppo_tv|dppo_kl|sapo",
-    "loss_mode": "loss=ppo_clip|gspo|cispo|reinforce|dppo_tv|dppo_kl|sapo",
-    "clip_ratio": "loss.clip_low and loss.clip_high",
-    "clip_ratio_low": "loss.clip_low",
-    "clip_ratio_high": "loss.clip_high",
-    "clip_ratio_c": "loss.dual_clip",
-    "loss_agg_mode": "loss.aggregation",
-    "adv_estimator": "advantage.estimator",
-    "entropy_coeff": "loss.entropy_coef",
-    "kl_loss_coef": "reference.coef",
-    "lam": "advantage.gae_lambda",
-    "cliprange_value": "critic.value_clip",
-    "critic_warmup": "critic.warmup_rollout_steps",
-    "kl_loss_type": "reference.estimator",
-    "use_kl_in_reward": "reference.placement=reward",
-    "kl_ctrl": "reference.coef",
-    "enable_gradient_checkpointing": "policy.activation_checkpoint_every=1",
-    "param_offload": "policy.offload=parameters",
-    "optimizer_offload": "policy.offload=optimizer",
-    "free_cache_engine": "cluster.residency",
-    "save_freq": "checkpoint.every",
-    "max_ckpt_to_keep": "checkpoint.keep",
-    "resume_mode": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
-    "resume": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
-    "staleness_threshold": "schedule=bounded schedule.max_staleness",
-    "train_files": "data.train_path",
-    "val_files": "data.eval_path",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_response_length": "sampling.max_new_tokens",
-    "train_batch_size": "batch.prompts_per_step",
-    "ppo_mini_batch_size": "batch.mini_batch_prompts",
-    "total_training_steps": "run.num_steps",
-    "total_epochs": "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step",
-    "n": "batch.group_size",
-    "val_kwargs.n": "eval.samples",
-    "test_freq": "eval.every",
-    "ppo_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
-    "log_prob_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
-    "forward_max_token_len_per_gpu": "batch.max_tokens_per_microbatch",
-    "prompt_length": "data.max_prompt_tokens",
-    "response_length": "sampling.max_new_tokens",
-    "rollout.name": "rollout=sglang or rollout=torch",
-    "tensor_model_parallel_size": "+rollout.engine_args.tp_size",
-    "gpu_memory_utilization": "+rollout.engine_args.mem_fraction_static",
-    "max_num_seqs": "+rollout.engine_args.max_running_requests",
-    "max_num_batched_tokens": "+rollout.engine_args.chunked_prefill_size",
-    "max_model_len": "+rollout.engine_args.context_length",
-    "enforce_eager": "+rollout.engine_args.disable_cuda_graph",
-    "lr_warmup_steps": "optim.warmup_rollout_steps",
-    "grad_clip": "optim.max_grad_norm",
-    "min_lr_ratio": "optim.schedule=cosine or linear, which end at 0",
-    "warmup_style": "optim.schedule",
-    "lr_scheduler_type": "optim.schedule",
-    "kl_penalty": "reference.estimator",
-    "kl_coef": "reference.coef",
-    "norm_adv_by_std_in_grpo": "advantage.estimator=grpo (true) or dr_grpo (false)",
-    "async_save": "checkpoint.asynchronous",
-    "custom_reward_function.path": "reward.function=path.py:name",
-    "custom_reward_function.name": "reward.function=path.py:name",
-    "reward_manager": "reward.function",
-    "overlong_buffer.len": "reward.overlong_buffer_tokens",
-    "overlong_buffer.penalty_factor": "reward.overlong_penalty",
-    "filter_groups.enable": "collect=dynamic",
-    "max_num_gen_batches": "collect.max_rounds of collect=dynamic",
-    "n_gpus_per_node": "policy.num_workers, the ranks, and policy.gpus_per_worker",
-    "nnodes": "cluster.address: workers go where the Ray cluster has room",
-    "default_local_dir": "run.dir",
-    "project_name": "tracking.project",
-    "experiment_name": "run.dir, whose last part names the run in W&B",
-    "log_val_generations": "tracking.samples_per_step",
-    "max_actor_ckpt_to_keep": "checkpoint.keep",
-    "multi_turn.enable": "episode.function",
+slime stands for miles too, others for OpenRLHF, SkyRL, NeMo-RL and AReaL. A name is the last part of a key, or the last
+two parts."""
+
+_ABSENT: Final[dict[str, str]] = {
+    "every sample is trained on once per rollout; batch.mini_batch_prompts makes several optimizer steps of it": (
+        "ppo_epochs num_iterations"
+    ),
+    "micro-batches are packed by tokens: batch.max_tokens_per_microbatch bounds them": (
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
+        "gradient_accumulation_steps"
+    ),
+    "it is always on": "use_dynamic_bsz use_remove_padding balance_batch calculate_log_probs",
+    "the untouched policy is always evaluated first": "val_before_train",
+    "one reward.function returns the score, and may return its parts by name": "reward_weights reward_fn_key",
+    "every rollout step is logged": "logging_steps logging_strategy",
+    "tracking.wandb and tracking.tensorboard choose the trackers; files are always written": "logger",
+    "the policy is always sharded with FSDP2": "strategy",
+    "engines and ranks always share weights; cluster.residency lets them share GPUs": "hybrid_engine",
+    "training always samples; the evaluation is greedy and sampled": "do_sample",
+    "reference.coef above 0 turns the KL on": "use_kl_loss",
+    "optim.warmup_rollout_steps counts rollout steps": "lr_warmup_steps_ratio warmup_ratio",
+    "reward.overlong_buffer_tokens penalises long responses instead": "mask_truncated_completions",
+    "engines are always processes of the run, or servers that run already (rollout.servers)": "vllm_mode",
+    "all weights are trained; there is no LoRA": "lora_rank use_peft",
+    "ranks are data-parallel (FSDP2) only": "ulysses_sequence_parallel_size",
+    "data.on_bad_row=skip drops prompts above data.max_prompt_tokens, fail reports them": "filter_overlong_prompts",
+    "data.on_bad_row=skip drops prompts above data.max_prompt_tokens; none is cut": "truncation",
+    "off: it changes the sampling distribution, but not the log-prob that the engine reports": "repetition_penalty",
+    "code of a model is never run": "trust_remote_code",
 }
-"""Key of verl -> key of Parity: algorithm.rollout_correction.*, actor.* and others."""
+"""Sentence that says why there is no such key -> last parts of the keys in other trainers."""
 
-SLIME: Final[dict[str, str]] = {
-    "partial_rollout": "collect.partial=true",
-    "over_sampling_batch_size": "collect.over_sampling",
-    "max_weight_staleness": "schedule=bounded schedule.max_staleness",
-    "recompute_granularity": "policy.activation_checkpoint_every",
-    "colocate": "policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5",
-    "save_interval": "checkpoint.every",
-    "use_tis": "correction=tis",
-    "tis_clip": "correction.cap",
-    "tis_mode": "correction=tis (truncate), correction=mis (mask) or correction.bound of correction=custom",
-    "tis_level": "correction.level",
-    "tis_lower_bound": "correction.low",
-    "tis_upper_bound": "correction.cap, or correction.high",
-    "tis_batch_normalize": "correction.self_normalize=mean_one",
-    "use_rs": "correction.reject.<criterion>",
-    "rs_level": "correction.reject.token_ratio, sequence_ratio or geometric_ratio",
-    "rs_veto_threshold": "correction.reject.veto",
-    "veto": "correction.reject.veto",
-    "use_rollout_logprobs": "correction=ppo_is, or correction=bypass without the extra forward",
-    "use_opsm": "correction.reject.opsm, which measures mu against pi_train instead of drift since pi_old: try 0.5",
-    "opsm_delta": "correction.reject.opsm, which measures mu against pi_train instead of drift since pi_old: try 0.5",
-    "eps_clip": "loss.clip_low and loss.clip_high",
-    "eps_clip_high": "loss.clip_high",
-    "eps_clip_c": "loss.dual_clip",
-    "advantage_estimator": "advantage.estimator",
-    "n_samples_per_prompt": "batch.group_size",
-    "rollout_batch_size": "batch.prompts_per_step",
-    "rollout_max_response_len": "sampling.max_new_tokens",
-    "num_rollout": "run.num_steps",
-    "eval_interval": "eval.every",
-    "input_key": "data.prompt_key",
-    "label_key": "data.answer_key",
-    "apply_chat_template": "data.chat_template",
-    "custom_rm_path": "reward.function=path.py:name",
+BY_TRAINER: Final[dict[str, dict[str, str]]] = {
+    trainer: {
+        name: here
+        for here, names in _NAMES.items()
+        for part in names.split("; ")
+        if part.startswith(f"{trainer} ")
+        for name in part.split()[1:]
+    }
+    for trainer in ("verl", "slime", "TRL", "others")
 }
-"""Key of miles and slime -> key of Parity."""
-
-TRL: Final[dict[str, str]] = {
-    "vllm_importance_sampling_correction": "correction=tis (true) or correction=recompute (false)",
-    "vllm_importance_sampling_mode": "correction=tis (truncate) or correction=mis (mask), with correction.level",
-    "vllm_importance_sampling_cap": "correction.cap",
-    "vllm_importance_sampling_clip_max": "correction.cap, or correction.high",
-    "vllm_importance_sampling_clip_min": "correction.low",
-    "importance_sampling_level": "loss=gspo for the level sequence",
-    "epsilon": "loss.clip_low and loss.clip_high",
-    "off_policy_mask_threshold": "correction.reject.opsm",
-    "epsilon_high": "loss.clip_high",
-    "num_generations": "batch.group_size",
-    "learning_rate": "optim.lr",
-    "max_completion_length": "sampling.max_new_tokens",
-    "max_steps": "run.num_steps",
-    "eval_steps": "eval.every",
-    "reward_funcs": "reward.function=path.py:name",
-    "gradient_checkpointing": "policy.activation_checkpoint_every=1",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "resume_from_checkpoint": "resume=auto: the newest run of the recipe, or the one in run.dir=...",
-    "beta": "reference.coef",
-    "scale_rewards": "advantage.estimator=grpo (true) or dr_grpo (false)",
-    "model_name_or_path": "model.path",
-    "output_dir": "run.dir",
-    "num_train_epochs": "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step",
-    "steps_per_generation": "batch.mini_batch_prompts: optimizer steps per rollout = prompts_per_step / it",
-    "generation_batch_size": "batch.prompts_per_step times batch.group_size",
-    "num_generations_eval": "eval.samples",
-    "warmup_steps": "optim.warmup_rollout_steps",
-    "adam_beta2": "optim.beta2",
-    "bf16": "policy.dtype=bfloat16",
-    "fp16": "policy.dtype=float16",
-    "cast_lm_head_to_fp32": "policy.fp32_head",
-    "delta": "loss.dual_clip",
-    "use_vllm": "rollout=sglang or rollout=torch",
-    "vllm_server_base_url": "rollout.servers",
-    "vllm_tensor_parallel_size": "+rollout.engine_args.tp_size",
-    "vllm_gpu_memory_utilization": "+rollout.engine_args.mem_fraction_static",
-    "vllm_max_model_length": "+rollout.engine_args.context_length",
-    "vllm_enable_sleep_mode": "cluster.residency",
-    "run_name": "run.dir, whose last part names the run in W&B",
-    "report_to": "tracking.wandb and tracking.tensorboard",
-    "log_completions": "tracking.samples_per_step",
-    "num_completions_to_print": "tracking.samples_per_step",
-    "save_strategy": "checkpoint.every",
-    "eval_strategy": "eval.every",
-    "per_device_train_batch_size": "batch.prompts_per_step, over all ranks",
-    "multi_objective_aggregation": "reward.function, which returns one score and may add named parts",
-}
-
-OTHERS: Final[dict[str, str]] = {
-    "enable_vllm_is_correction": "correction=tis",
-    "tis_ratio_type": "correction.level of correction=tis",
-    "token_tis_ratio_clip_high": "correction.cap",
-    "sequence_tis_ratio_clip_high": "correction.cap with correction.level=sequence",
-    "truncated_importance_sampling_ratio": "correction.cap",
-    "behav_imp_weight_cap": "correction.cap",
-    "eps_clip_low": "loss.clip_low",
-    "lambd": "advantage.gae_lambda",
-    "value_clip": "critic.value_clip",
-    "critic_learning_rate": "critic.lr",
-    "freezing_actor_steps": "critic.warmup_rollout_steps",
-}
-"""Key of OpenRLHF, SkyRL, NeMo-RL and AReaL -> key of Parity."""
-
-_BY_TOKENS = "micro-batches are packed by tokens: batch.max_tokens_per_microbatch bounds them"
-_ALWAYS = "it is always on"
-_ONE_FUNCTION = "one reward.function returns the score, and may return its parts by name"
-_NO_PASSES = "every sample is trained on once per rollout; batch.mini_batch_prompts makes several optimizer steps of it"
-_ALL_STEPS = "every rollout step is logged"
-
-ABSENT: Final[dict[str, str]] = {
-    "ppo_epochs": _NO_PASSES,
-    "num_iterations": _NO_PASSES,
-    "ppo_micro_batch_size": _BY_TOKENS,
-    "ppo_micro_batch_size_per_gpu": _BY_TOKENS,
-    "log_prob_micro_batch_size_per_gpu": _BY_TOKENS,
-    "gradient_accumulation_steps": _BY_TOKENS,
-    "use_dynamic_bsz": _ALWAYS,
-    "use_remove_padding": _ALWAYS,
-    "balance_batch": _ALWAYS,
-    "calculate_log_probs": _ALWAYS,
-    "val_before_train": "the untouched policy is always evaluated first",
-    "reward_weights": _ONE_FUNCTION,
-    "reward_fn_key": _ONE_FUNCTION,
-    "logging_steps": _ALL_STEPS,
-    "logging_strategy": _ALL_STEPS,
-    "logger": "tracking.wandb and tracking.tensorboard choose the trackers; files are always written",
-    "strategy": "the policy is always sharded with FSDP2",
-    "hybrid_engine": "engines and ranks always share weights; cluster.residency lets them share GPUs",
-    "do_sample": "training always samples; the evaluation is greedy and sampled",
-    "use_kl_loss": "reference.coef above 0 turns the KL on",
-    "lr_warmup_steps_ratio": "optim.warmup_rollout_steps counts rollout steps",
-    "warmup_ratio": "optim.warmup_rollout_steps counts rollout steps",
-    "mask_truncated_completions": "reward.overlong_buffer_tokens penalises long responses instead",
-    "vllm_mode": "engines are always processes of the run, or servers that run already (rollout.servers)",
-    "lora_rank": "all weights are trained; there is no LoRA",
-    "use_peft": "all weights are trained; there is no LoRA",
-    "ulysses_sequence_parallel_size": "ranks are data-parallel (FSDP2) only",
-    "filter_overlong_prompts": "data.on_bad_row=skip drops prompts above data.max_prompt_tokens, fail reports them",
-    "truncation": "data.on_bad_row=skip drops prompts above data.max_prompt_tokens; none is cut",
-    "repetition_penalty": "off: it changes the sampling distribution, but not the log-prob that the engine reports",
-    "trust_remote_code": "code of a model is never run",
-}
-"""Last part of another trainer's key that has no key here -> a sentence that says why."""
-
-_CONSTANT = "a constant now: leave the key out"
-_NO_CRITERION = "no criterion any more: docs/from_other_trainers.md says what to use"
-
-FORMER: Final[dict[str, str]] = {
-    "advantage.epsilon": _CONSTANT,
-    "cluster.placement_timeout_s": _CONSTANT,
-    "critic.aggregation": _CONSTANT,
-    "data.keep_eval_duplicates": _CONSTANT,
-    "data.max_operand": _CONSTANT,
-    "data.num_heldout": _CONSTANT,
-    "data.seed": _CONSTANT,
-    "ess.trip": "guard.min_ess",
-    "ess.steps": "guard.steps",
-    "k3.trip": "guard.max_k3",
-    "k3.steps": "guard.steps",
-    "khat.trip": "guard.max_khat",
-    "khat.steps": "guard.steps",
-    "loss.ratio_cap": _CONSTANT,
-    "loss.temperature_negative": _CONSTANT,
-    "loss.temperature_positive": _CONSTANT,
-    "model.seed": _CONSTANT,
-    "model.wrong_fraction": _CONSTANT,
-    "policy.cpus_per_worker": _CONSTANT,
-    "policy.logprob_chunk_tokens": _CONSTANT,
-    "policy.sync_bucket_mib": _CONSTANT,
-    "policy.threads_per_worker": _CONSTANT,
-    "reject.max_k2": _NO_CRITERION,
-    "reject.mean_k2": _NO_CRITERION,
-    "reject.sum_k2": _NO_CRITERION,
-    "reject.sum_k3": _NO_CRITERION,
-    "reject.token_k2": _NO_CRITERION,
-    "reward.format_score": _CONSTANT,
-    "reward.max_error_fraction": _CONSTANT,
-    "reward.memory_gib": _CONSTANT,
-    "rollout.cpus_per_engine": _CONSTANT,
-    "tracking.token_samples_per_step": _CONSTANT,
-    "tracking.wandb_timeout_s": _CONSTANT,
-}
-"""Last two parts of a key that Parity had until 2026-11-23 -> what took its place. A config.yaml may hold it."""
-
-RENAMED: Final[dict[str, str]] = EVERYWHERE | VERL | SLIME | TRL | OTHERS | FORMER
-"""Last part, or last two parts, of another trainer's or a former key -> the key of Parity."""
-
+"""Trainer -> its name of a key -> the key of Parity."""
+RENAMED: Final = {name: here for names in BY_TRAINER.values() for name, here in names.items()}
+"""Another trainer's name of a key -> the key of Parity."""
+ABSENT: Final = {name: reason for reason, names in _ABSENT.items() for name in names.split()}
+"""Another trainer's name of a key that has no key here -> a sentence that says why."""
 
 SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
     "fp32": ("float32",),
@@ -298,7 +192,7 @@ SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def renamed_hint(path: list[str]) -> str:
-    """A sentence about another trainer's or a former key, with Parity's key if there is one; empty for other keys."""
+    """A sentence about another trainer's key, with Parity's key if there is one; empty for other keys."""
     parts = [part.replace("-", "_") for part in path]
     here = RENAMED.get(".".join(parts[-2:])) or RENAMED.get(parts[-1])
     if here is not None:
