@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import socket
 from pathlib import Path
 
@@ -34,10 +33,26 @@ def test_the_command_on_this_machine(tmp_path: Path) -> None:
     assert "rollout=torch" in outcome.out.splitlines()[-1]
 
 
+def versions(monkeypatch: pytest.MonkeyPatch, sglang: str | None) -> None:
+    """Let `sglang` be the installed release of SGLang, None for none."""
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name != "sglang":
+            return real(name)
+        if sglang is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return sglang
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+TORCH = Finding(OK, "torch", "2.13.0")
+
+
 @pytest.mark.scenario(33)
 def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sglang" else real(name, *a))
+    versions(monkeypatch, None)
     findings = doctor.examine()
     assert findings.engines == ("torch",)
     assert by_name(findings)["sglang"].status == MISSING
@@ -45,23 +60,22 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
-    monkeypatch.setattr(doctor, "version", lambda name: "0.5.9")
-    finding = doctor._sglang(gpus=["H200"])
+    versions(monkeypatch, "0.5.9")
+    finding = doctor._sglang(TORCH, gpus=["H200"])
     assert finding.status == MISSING
-    assert "0.5.9 is below 0.5.23" in finding.found
-    monkeypatch.setattr(doctor, "version", lambda name: "0.5.23.post1")
-    assert doctor._sglang(gpus=["H200"]).status == OK
+    assert "0.5.9 is too old; the floor is 0.5.23" in finding.found
+    for good in ("0.5.23", "0.5.23.post1", "0.10.0rc1"):
+        versions(monkeypatch, good)
+        assert doctor._sglang(TORCH, gpus=["H200"]) == Finding(OK, "sglang", good)
 
 
 def test_sglang_on_a_cpu_needs_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
-    monkeypatch.setattr(doctor, "version", lambda name: "0.6.0")
-    monkeypatch.setattr(doctor, "entry_points", lambda group: importlib.metadata.EntryPoints())
-    finding = doctor._sglang(gpus=[])
+    versions(monkeypatch, "0.6.0")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    finding = doctor._sglang(TORCH, gpus=[])
     assert finding.status == MISSING
-    assert "parity_cpu is not registered" in finding.found
-    assert doctor._sglang(gpus=["H200"]).status == OK
+    assert "pip install -e ." in finding.found
+    assert doctor._sglang(TORCH, gpus=["H200"]).status == OK
 
 
 def test_a_missing_requirement_means_that_nothing_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +134,3 @@ def test_scarce_resources_are_noted_with_a_remedy() -> None:
         NOTE, "disk", "10 B free of 100 B", "Free some."
     )  # fmt: skip
     assert doctor._amount("disk", 1000, 2000, floor=1000, remedy="Free some.").remedy == ""
-
-
-def test_releases_compare_as_numbers() -> None:
-    assert doctor.release("0.5.23") == (0, 5, 23)
-    assert doctor.release("0.10.0rc1") > doctor.release("0.9.9")
-    assert doctor.release("0.5.23.post1") >= (0, 5, 23)
-    assert doctor.release("unknown") == ()

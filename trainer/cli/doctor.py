@@ -7,34 +7,28 @@ of the hardware take seconds; all other checks are fast.
 from __future__ import annotations
 
 import glob
-import importlib.util
 import netrc
 import os
 import platform
-import re
 import shutil
 import socket
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from rollout.config import SGLANG_REMEDY
 from trainer.rundir.provenance import num_cores
 from trainer.rundir.text import size
 
-SGLANG_FLOOR = (0, 5, 23)
-"""Oldest allowed release of SGLang; earlier releases have known remote-code-execution holes in weight-update routes."""
 PYTHON_FLOOR = (3, 11)
 MEMORY_FLOOR = 6 * 2**30
 """Bytes of memory of the arithmetic recipes: Ray, two FSDP ranks and one engine, each of which imports torch."""
 SHM_FLOOR = 2**30
 DISK_FLOOR = 5 * 2**30
 REQUIRED = ("ray", "transformers", "hydra-core", "safetensors", "xxhash")
-PLATFORM_GROUP, PLATFORM_NAME = "sglang.srt.platforms", "parity_cpu"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written to
 WANDB_HOST = "api.wandb.ai"
 
@@ -64,7 +58,7 @@ class Findings:
 def examine() -> Findings:
     """Run all checks; no check raises."""
     torch_found, gpus = _torch()
-    sglang = _sglang(gpus=gpus)
+    sglang = _sglang(torch_found, gpus=gpus)
     required = [_python(), torch_found, *(_package(name) for name in REQUIRED), _loopback(), _shared_memory()]
     engines: list[str] = []
     if all(finding.status != MISSING for finding in required):
@@ -84,12 +78,6 @@ def render(findings: Findings) -> str:
     for status, name, found, remedy in findings.all:
         lines.append(f"{status:<8} {name:<{width}}  {found}{f' -> {remedy}' if remedy else ''}\n")
     return "".join(lines)
-
-
-def release(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "0.5.23.post1" -> (0, 5, 23)."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def _python() -> Finding:
@@ -124,22 +112,17 @@ def _torch() -> tuple[Finding, list[str]]:
     return Finding(OK, "torch", f"{torch.__version__}, no CUDA"), []
 
 
-def _sglang(*, gpus: list[str]) -> Finding:
+def _sglang(torch_found: Finding, *, gpus: list[str]) -> Finding:
     """Check that rollout=sglang can run: the package, its release, and the CPU platform on a machine without GPUs."""
-    if importlib.util.find_spec("sglang") is None:
-        return Finding(MISSING, "sglang", "not installed", SGLANG_REMEDY)
-    installed = version("sglang")
-    if release(installed) < SGLANG_FLOOR:
-        floor = ".".join(map(str, SGLANG_FLOOR))
-        remedy = f'pip install "sglang>={floor}": older releases let a request run code'
-        return Finding(MISSING, "sglang", f"{installed} is below {floor}", remedy)
-    if gpus:
-        return Finding(OK, "sglang", installed)
-    if PLATFORM_NAME in entry_points(group=PLATFORM_GROUP).names:
-        return Finding(OK, "sglang", f"{installed}, CPU platform {PLATFORM_NAME} registered")
-    found = f"{installed}, but its CPU platform {PLATFORM_NAME} is not registered and there is no GPU"
-    remedy = "Install parity-rl again (pip install -e . in a source tree): its entry points are not registered."
-    return Finding(MISSING, "sglang", found, remedy)
+    if torch_found.status == MISSING:
+        return Finding(MISSING, "sglang", "cannot run without torch")
+    from rollout.engine import EngineError
+    from rollout.sglang.installation import check_installation
+
+    try:
+        return Finding(OK, "sglang", check_installation(device="cuda" if gpus else "cpu"))
+    except EngineError as error:
+        return Finding(MISSING, "sglang", str(error))
 
 
 def _cores() -> Finding:
