@@ -47,13 +47,13 @@ def fork_below_keeper(*, memory_bytes: int) -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     keeper = os.getpid()
     child = os.fork()
     if child == 0:
         os.setsid()  # a child that ends its own process group must not end the keeper
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent(signal.SIGKILL)
         if os.getppid() != keeper:  # the keeper has died before this process could ask for a signal
             os._exit(1)
         return
@@ -61,6 +61,11 @@ def fork_below_keeper(*, memory_bytes: int) -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     os._exit(_keep(child, memory_bytes))
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def descendants(pid: int) -> list[int]:
@@ -111,19 +116,14 @@ def _reap(child: int) -> int | None:
 def _broken_limit(pids: Sequence[int], memory_bytes: int) -> int | None:
     if len(pids) > MAX_PROCESSES:
         return TOO_MANY_PROCESSES
-    # Pages that forked processes share are counted once only if the first, cheap count is too high.
-    if private_bytes(pids) > memory_bytes and _shared_out_bytes(pids) > memory_bytes:
-        return TOO_MUCH_MEMORY
-    return None
-
-
-def _shared_out_bytes(pids: Sequence[int]) -> int:
-    """Resident bytes of the processes; of a page that n processes share, each has 1/n."""
+    if private_bytes(pids) <= memory_bytes:
+        return None
+    # The cheap count is too high: in the exact one, of a page that n forked processes share, each has 1/n.
     held = 0
     for pid in pids:
         with suppress(psutil.Error):
             held += psutil.Process(pid).memory_full_info().pss
-    return held
+    return TOO_MUCH_MEMORY if held > memory_bytes else None
 
 
 def _end_descendants() -> None:

@@ -7,7 +7,6 @@ import this file again before any other module, so code at its top runs in all o
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -21,13 +20,15 @@ from rollout.sglang.cpu.torchvision import make_torchvision_importable
 if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
     make_torchvision_importable()
 
-PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Read {"parent_pid": int, "server_args": {...}} from stdin and serve until killed."""
+    from rollout.processes.keeper import die_with_parent
+
     request = json.load(sys.stdin)
-    _die_with_parent(request["parent_pid"])
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != request["parent_pid"]:
+        sys.exit(f"the process {request['parent_pid']} that started this server is gone")
     server_args: dict[str, Any] = request["server_args"]
     _hide_in_logs([server_args["api_key"], server_args["admin_api_key"]])
 
@@ -37,15 +38,6 @@ def main() -> None:
 
     load_plugins()
     run_server(ServerArgs(**server_args))
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; exit at once if that thread is gone."""
-    libc = ctypes.CDLL("libc.so.6", use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        sys.exit(f"the process {parent_pid} that started this server is gone")
 
 
 def _hide_in_logs(secrets: list[str]) -> None:
