@@ -135,7 +135,7 @@ def expected_digests(
     """
     digest = DIGESTS[device]
     return {
-        name: digest([_raw(share.of(source, tensors[source]), dtype) for source in sources])
+        name: digest([raw_bytes(share.of(source, tensors[source]).to(dtype)) for source in sources])
         for name, sources in fusion.sources.items()
     }
 
@@ -200,9 +200,9 @@ def _fmix32(value: np.ndarray) -> np.ndarray:
     return value
 
 
-def _raw(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Bytes [num_bytes] uint8 of the tensor in the engine's type."""
-    flat: np.ndarray = tensor.to(dtype).contiguous().view(-1).view(torch.uint8).numpy()
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """[num_bytes] uint8, the bytes of the tensor."""
+    flat: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return flat
 
 

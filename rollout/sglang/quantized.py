@@ -17,12 +17,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig, Quantization
-from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusion
+from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusion, raw_bytes
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
 BLOCK = 128
@@ -74,9 +73,9 @@ def quantized_digests(
     found = {}
     for name, sources in fusion.sources.items():
         if is_projection(sources[0]):
-            found[name] = digest([_raw(_held(sources, tensors, quantization, share))])
+            found[name] = digest([raw_bytes(_held(sources, tensors, quantization, share))])
         elif sources[0].endswith(SCALES[quantization]):
-            found[name] = digest([_raw(_stacked(sources, tensors, share))])
+            found[name] = digest([raw_bytes(_stacked(sources, tensors, share))])
     return found
 
 
@@ -131,8 +130,3 @@ def _stacked(sources: Sequence[str], tensors: Mapping[str, Tensor], share: Share
     if parts[0].dtype is torch.float8_e4m3fn:
         return torch.cat([part.view(torch.int8) for part in parts]).view(torch.float8_e4m3fn)
     return torch.cat(parts)
-
-
-def _raw(tensor: Tensor) -> np.ndarray:
-    flat: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return flat
