@@ -8,7 +8,6 @@ response that was alone is blamed for what its worker does, unless another progr
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -88,8 +87,7 @@ class _PoolState:
     """Tasks in order of submission; None ends the thread that takes it."""
     done: queue.SimpleQueue[tuple[int, Outcome] | RewardPoolError] = field(default_factory=queue.SimpleQueue)
     closing: threading.Event = field(default_factory=threading.Event)
-    running: set[ChildProcess] = field(default_factory=set)
-    """Processes of all workers."""
+    running: set[_Worker] = field(default_factory=set)
     was_loaded: bool = False
     """True once a worker has loaded the function; from then on a failure to load it is no fault of the function."""
     last_sign: float = field(default_factory=time.monotonic)
@@ -99,8 +97,8 @@ class _PoolState:
         self.closing.set()
         for _ in range(num_workers):
             self.tasks.put(None)
-        for process in list(self.running):
-            process.kill()
+        for worker in list(self.running):
+            worker.kill()
 
     def take(self, count: int) -> list[_Task]:
         """Up to `count` further tasks, without waiting for new tasks."""
@@ -182,7 +180,7 @@ class RewardPool:
         """Start the threads that are missing; the next call asks again for a thread that the system does not give."""
         while self._unanswered and len(self._threads) < self._num_workers:
             name = f"parity-reward-{len(self._threads)}"
-            thread = threading.Thread(target=_serve, args=(self._state,), name=name, daemon=True)
+            thread = threading.Thread(target=_Place(self._state).serve, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -191,47 +189,46 @@ class RewardPool:
             self._threads.append(thread)
 
 
-def _serve(state: _PoolState) -> None:
-    """Body of a thread: take tasks and let a worker answer them, until the pool is closed."""
-    place = _Place(state)
-    try:
-        while (task := state.tasks.get()) is not None and not state.closing.is_set():
-            batch = [task]
-            try:
-                batch += state.take(place.worker().at_once - 1)
-                for outcome in place.outcomes([each.item for each in batch]):
-                    state.done.put((batch.pop(0).key, outcome))
-            except Exception as error:  # the thread must survive any error: the pool has only a few threads
-                place.clear()
-                if isinstance(error, RewardPoolError):
-                    state.done.put(error)
-                lost = Outcome(failure=Failure.crash, message=described(error))
-                for unanswered in batch:
-                    state.done.put((unanswered.key, lost))
-    finally:
-        place.clear()
-
-
 class _Place:
-    """A place in the pool for one worker, which is started when it is needed and replaced when it is lost."""
+    """The place of a thread for one worker, which is started when it is needed and replaced when it is lost."""
 
     def __init__(self, state: _PoolState) -> None:
         self._state = state
         self._worker: _Worker | None = None
 
-    def worker(self) -> _Worker:
+    def serve(self) -> None:
+        """Body of the thread: take tasks and let the worker answer them, until the pool is closed."""
+        state = self._state
+        try:
+            while (task := state.tasks.get()) is not None and not state.closing.is_set():
+                batch = [task]
+                try:
+                    batch += state.take(self._ready().at_once - 1)
+                    for outcome in self._outcomes([each.item for each in batch]):
+                        state.done.put((batch.pop(0).key, outcome))
+                except Exception as error:  # the thread must survive any error: the pool has only a few threads
+                    self._clear()
+                    if isinstance(error, RewardPoolError):
+                        state.done.put(error)
+                    lost = Outcome(failure=Failure.crash, message=described(error))
+                    for unanswered in batch:
+                        state.done.put((unanswered.key, lost))
+        finally:
+            self._clear()
+
+    def _ready(self) -> _Worker:
         """The worker. Raises RewardPoolError when it cannot be started."""
         if self._worker is None:
             self._worker = _started(self._state)
         return self._worker
 
-    def clear(self) -> None:
+    def _clear(self) -> None:
         """End the worker."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
 
-    def outcomes(self, items: Sequence[bytes]) -> Iterator[Outcome]:
+    def _outcomes(self, items: Sequence[bytes]) -> Iterator[Outcome]:
         """One outcome per item, in order, each as soon as it is known. Raises RewardPoolError."""
         if len(items) == 1:
             yield self._alone(items[0])
@@ -247,54 +244,49 @@ class _Place:
             num_failed += outcome.failure in (Failure.timeout, Failure.crash)
             yield outcome
 
-    def _alone(self, item: bytes) -> Outcome:
+    def _alone(self, item: bytes, *, tries: int = ALONE_TRIES) -> Outcome:
         """The outcome of an item that is asked for alone.
 
         A call that does not end is the item's fault. A crash is its fault if no item was asked for in the same worker
-        before, and if the worker ended by itself. Without proof the item is tried ALONE_TRIES times.
+        before, and if the worker ended by itself. Without proof the item is tried again.
         """
-        for number in itertools.count(1):
-            is_new = self._worker is None
-            try:
-                return self._score([item])[0]
-            except _WorkerFailed as error:
-                proven = error.failure is Failure.timeout or (is_new and not error.from_outside)
-                if proven or number == ALONE_TRIES:
-                    return Outcome(failure=error.failure, message=str(error), proven=proven)
-        raise AssertionError("the tries are counted")
+        is_new = self._worker is None
+        try:
+            return self._score([item])[0]
+        except _WorkerFailed as error:
+            proven = error.failure is Failure.timeout or (is_new and not error.from_outside)
+            if proven or tries == 1:
+                return Outcome(failure=error.failure, message=str(error), proven=proven)
+        return self._alone(item, tries=tries - 1)
 
     def _score(self, items: Sequence[bytes]) -> list[Outcome]:
         """One outcome per item of one call. Raises _WorkerFailed, and then the place is empty."""
-        worker = self.worker()
+        worker = self._ready()
         try:
             return worker.score(items)
         except _WorkerFailed:
-            self.clear()
+            self._clear()
             raise
 
 
-def _started(state: _PoolState) -> _Worker:
+def _started(state: _PoolState, *, tries: int = START_TRIES) -> _Worker:
     """A new worker. Raises RewardPoolError when the function cannot be loaded.
 
     What a function does when it is loaded for the first time is its own fault; after that, or if its worker was lost, a
     failure can be one of the moment.
     """
-    for number in itertools.count(1):
-        try:
-            worker = _Worker(state)
-        except (_WorkerFailed, ChildStartError) as error:
-            # `ChildProcess` has asked the system several times already.
-            is_final = isinstance(error, ChildStartError) or (
-                error.failure is not Failure.crash and not state.was_loaded
-            )
-            if is_final or number == START_TRIES or state.closing.wait(RETRY_S):
-                function = state.function
-                raise RewardPoolError(f"reward.function={function}: a worker did not start: {error}") from error
-            logger.warning("a worker of reward.function=%s did not start and is tried again: %s", state.function, error)
-        else:
-            state.was_loaded = True
-            return worker
-    raise AssertionError("the tries are counted")
+    try:
+        worker = _Worker(state)
+    except (_WorkerFailed, ChildStartError) as error:
+        text = f"reward.function={state.function}: a worker did not start: {error}"
+        # `ChildProcess` has asked the system several times already.
+        is_final = isinstance(error, ChildStartError) or (error.failure is not Failure.crash and not state.was_loaded)
+        if is_final or tries == 1 or state.closing.wait(RETRY_S):
+            raise RewardPoolError(text) from error
+        logger.warning("%s; it is tried again", text)
+        return _started(state, tries=tries - 1)
+    state.was_loaded = True
+    return worker
 
 
 class _WorkerFailed(Exception):
@@ -307,7 +299,7 @@ class _WorkerFailed(Exception):
         """True if another program may have ended the worker."""
 
 
-class _Worker:
+class _Worker(ChildProcess):
     """A process with its function loaded, which answers one request at a time."""
 
     def __init__(self, state: _PoolState) -> None:
@@ -315,14 +307,15 @@ class _Worker:
         self._state = state
         self._heard: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         state.last_sign = time.monotonic()
-        self._process = ChildProcess(
+        heard = self._heard
+        super().__init__(
             "rollout.rewards.child",
             state.function,
             memory_bytes=state.memory_bytes,
-            hear=self._heard.put,
-            unheard=self._heard.qsize,
+            hear=heard.put,
+            unheard=heard.qsize,
         )
-        state.running.add(self._process)
+        state.running.add(self)
         try:
             if state.closing.is_set():  # then `close` may have passed this process over
                 raise _WorkerFailed(Failure.crash, "the pool was closed")
@@ -341,7 +334,7 @@ class _Worker:
         """One outcome per item, in order. Raises _WorkerFailed; the worker is then of no more use."""
         if not self._heard.empty():  # a late line would be taken for the answer to this request
             raise _WorkerFailed(Failure.crash, f"the worker sent {self._line(0.0)[:100]!r} without being asked")
-        self._process.say(b"[" + b",".join(items) + b"]")
+        self.say(b"[" + b",".join(items) + b"]")
         replies = self._answer(self._state.timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise _WorkerFailed(Failure.crash, "the worker answered something else than what it was asked")
@@ -349,8 +342,8 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process and all its descendants."""
-        self._process.kill()
-        self._state.running.discard(self._process)
+        super().kill()
+        self._state.running.discard(self)
 
     def _answer(self, timeout_s: float) -> Any:
         """The next line of the process as JSON. Waits until the deadline, whatever the process does."""
@@ -368,7 +361,7 @@ class _Worker:
             raise _WorkerFailed(Failure.timeout, f"no answer within {timeout_s:g} s") from None
         self._state.last_sign = time.monotonic()
         if line is None:
-            death = self._process.death()
+            death = self.death()
             raise _WorkerFailed(Failure.crash, f"the worker {death.text}", from_outside=death.from_outside)
         return line
 
