@@ -89,7 +89,7 @@ class PolicyGroup:
             worker.train.remote(mini_batches, batch.samples, step, dump_dir)
             for worker, mini_batches in zip(self._workers, batch.ranks, strict=True)
         ]
-        report = TrainReport(self._gather(refs, phase="train", deadline_s=self._step_timeout_s))
+        report = TrainReport(self._gather(refs, phase="train"))
         skipped = report.metrics["optim/skipped_steps"]
         if skipped:
             norm, kept = report.metrics["optim/grad_norm"], report.metrics["mismatch/kept_frac"]
@@ -101,14 +101,12 @@ class PolicyGroup:
 
     def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
         """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""
-        refs = [worker.dry_run.remote(list(lengths)) for worker in self._workers]
-        reports: list[DryRunReport] = self._gather(refs, phase="dry run", deadline_s=self._step_timeout_s)
+        reports: list[DryRunReport] = self._all("dry_run", list(lengths), phase="dry run")
         return max(reports, key=lambda report: report.peak_bytes)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:
         """Trainer log-probs [T] of each micro-batch under the current weights, at `sampling.temperature` or another."""
-        refs = [worker.logprobs.remote(list(micro_batches), temperature) for worker in self._workers]
-        answers: list[list[Tensor]] = self._gather(refs, phase="logprobs", deadline_s=self._step_timeout_s)
+        answers: list[list[Tensor]] = self._all("logprobs", list(micro_batches), temperature, phase="logprobs")
         return answers[0]
 
     def ceilings(self) -> tuple[Ceilings | None, Ceilings | None]:
@@ -121,8 +119,7 @@ class PolicyGroup:
     def publish_weights(self, *, policy_version: int, receivers: tuple[Receiver, ...] = ()) -> SharedWeights:
         """Gather all weights into memory that engines on `node` can map; `receivers` take them to other nodes."""
         joining = () if receivers == self._failed else receivers
-        refs = [worker.publish_weights.remote(policy_version, joining) for worker in self._workers]
-        answers: list[SharedWeights] = self._gather(refs, phase="weight gather", deadline_s=self._step_timeout_s)
+        answers: list[SharedWeights] = self._all("publish_weights", policy_version, joining, phase="weight gather")
         return answers[0]
 
     def send_weights(self) -> ray.ObjectRef[Any]:
@@ -150,23 +147,19 @@ class PolicyGroup:
 
     def sleep(self) -> None:
         """For `SharedGpu` only: move everything to the host. Checkpoints can be saved meanwhile."""
-        refs = [worker.sleep.remote() for worker in self._workers]
-        self._gather(refs, phase="policy sleep", deadline_s=self._step_timeout_s)
+        self._all("sleep", phase="policy sleep")
 
     def wake(self) -> None:
         """For `SharedGpu` only: move everything back."""
-        refs = [worker.wake.remote() for worker in self._workers]
-        self._gather(refs, phase="policy wake", deadline_s=self._step_timeout_s)
+        self._all("wake", phase="policy wake")
 
     def save_checkpoint(self, path: Path, *, asynchronous: bool) -> None:
         """Write all that the ranks hold to the directory `path`; if `asynchronous`, only copy it before returning."""
-        refs = [worker.save_checkpoint.remote(path, asynchronous) for worker in self._workers]
-        self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+        self._all("save_checkpoint", path, asynchronous, phase="checkpoint save")
 
     def saved_checkpoint(self, *, wait: bool) -> list[ShardReport] | None:
         """Return every rank's report of the last save; None while a rank is still writing, unless `wait`."""
-        refs = [worker.saved_checkpoint.remote(wait) for worker in self._workers]
-        reports = self._gather(refs, phase="checkpoint save", deadline_s=self._step_timeout_s)
+        reports = self._all("saved_checkpoint", wait, phase="checkpoint save")
         return None if None in reports else reports
 
     def load_checkpoint(self, path: Path, *, step: int) -> bool:
@@ -174,8 +167,7 @@ class PolicyGroup:
 
         False if the random number generators were seeded anew, because another number of ranks wrote it.
         """
-        refs = [worker.load_checkpoint.remote(path, step) for worker in self._workers]
-        return all(self._gather(refs, phase="checkpoint load", deadline_s=self._step_timeout_s))
+        return all(self._all("load_checkpoint", path, step, phase="checkpoint load"))
 
     def give_up(self, rank: WorkerProcess, reason: str) -> None:
         """Kill a rank that cannot answer any more; the call that waits for it raises with this reason."""
@@ -190,15 +182,14 @@ class PolicyGroup:
         for node in set(self._nodes):
             run_on(node, kill_processes, [rank.mark for rank in self.processes if rank.node == node])
 
-    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float) -> list[Any]:
+    def _all(self, verb: str, *arguments: object, phase: str) -> list[Any]:
+        """Call a verb of every rank with the same arguments -> the answers, within policy.step_timeout_s."""
+        return self._gather([getattr(worker, verb).remote(*arguments) for worker in self._workers], phase=phase)
+
+    def _gather(self, refs: Sequence[ray.ObjectRef[Any]], *, phase: str, deadline_s: float | None = None) -> list[Any]:
+        limit_s = (self._step_timeout_s if deadline_s is None else deadline_s) + GRACE_S
         try:
-            answers = gather(
-                refs,
-                names=self._names,
-                phase=phase,
-                deadline_s=deadline_s + GRACE_S,
-                memory_note=self._memory_note,
-            )
+            answers = gather(refs, names=self._names, phase=phase, deadline_s=limit_s, memory_note=self._memory_note)
         except WorkerError as error:
             if self._given_up:
                 raise LostWorkerError(f"phase {phase}: {self._given_up}") from error
