@@ -185,31 +185,26 @@ class Watchdog:
         )
 
     def _write_stacks(self, reason: str) -> dict[str, str]:
-        """Let every process write its stack -> name -> stack, "" of a process that wrote none."""
+        """Let every process append its stack to the file, one after the other -> name -> stack, "" without one."""
+        stacks = {DRIVER: ""}
         try:
-            return self._stacks(reason)
+            with self._file.open("a+", encoding="utf-8", errors="replace") as file:
+
+                def section(title: str) -> int:
+                    file.write(f"\n==== {title}\n\n")
+                    file.flush()
+                    return file.tell()
+
+                section(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}")
+                for process in [*self._policy.processes, *self._engines.processes]:
+                    start = section(f"{process.name} (process {process.mark.pid})")
+                    run_on(process.node, signal_processes, [process.mark], ASK)
+                    stacks[process.name] = self._written_since(start)
+                start = section(f"{DRIVER} (process {os.getpid()})")
+                faulthandler.dump_traceback(file, all_threads=True)
+                stacks[DRIVER] = self._written_since(start)
         except OSError as error:
             logger.warning("the stacks cannot be written to %s: %s", self._file, error)
-            return {DRIVER: ""}
-
-    def _stacks(self, reason: str) -> dict[str, str]:
-        """Append the stacks to the file, one process after the other, so that they do not mix."""
-        stacks = {}
-        with self._file.open("a+", encoding="utf-8", errors="replace") as file:
-
-            def section(title: str) -> int:
-                file.write(f"\n==== {title}\n\n")
-                file.flush()
-                return file.tell()
-
-            section(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {reason}")
-            for process in [*self._policy.processes, *self._engines.processes]:
-                start = section(f"{process.name} (process {process.mark.pid})")
-                run_on(process.node, signal_processes, [process.mark], ASK)
-                stacks[process.name] = self._written_since(start)
-            start = section(f"{DRIVER} (process {os.getpid()})")
-            faulthandler.dump_traceback(file, all_threads=True)
-            stacks[DRIVER] = self._written_since(start)
         return stacks
 
     def _written_since(self, start: int) -> str:
