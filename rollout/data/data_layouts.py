@@ -69,10 +69,6 @@ class Columns:
             for path in (*self.prompt_paths, self.answer_path)
         )
 
-    def are_complete(self, row: dict[str, Any]) -> bool:
-        """True if `row` has a prompt and an answer."""
-        return self.prompt(row) is not None and self.answer(row) is not None
-
     def others(self, row: dict[str, Any]) -> dict[str, Any]:
         """Columns other than prompt and answer. A column that holds the answer in one of its fields is included."""
         used = {path[0] for path in (*self.prompt_paths, self.answer_path) if len(path) == 1}
@@ -106,7 +102,7 @@ def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, so
         if candidate.are_in(rows):
             found.setdefault(keys, candidate)
     # An empty column is a sign of a layout only if no other layout fits better.
-    filled = [each for each in found.values() if any(each.are_complete(row) for row in rows)]
+    filled = [each for each in found.values() if any(None not in (each.prompt(row), each.answer(row)) for row in rows)]
     return _the_one(filled or list(found.values()), rows, columns=columns, source=source)
 
 

@@ -130,7 +130,7 @@ class RequestStream:
         with self._changed:
             self._num_unfinished += len(jobs)
             self._busy.set(is_busy=self._num_unfinished > 0)
-        self._loop.call_soon_threadsafe(self._take, list(jobs))
+        self._loop.call_soon_threadsafe(self._send, list(jobs))
 
     def poll(self, timeout_s: float) -> list[Answer]:
         """Jobs that have ended since the last call; waits at most `timeout_s` seconds for the first.
@@ -149,9 +149,9 @@ class RequestStream:
         """End the unfinished jobs of `tickets`, None for all; `poll` returns them."""
         self._loop.call_soon_threadsafe(self._abort, None if tickets is None else set(tickets))
 
-    def drop(self, cause: ClientError | None = None) -> None:
-        """End all unfinished jobs without an answer; `poll` raises `cause` once, if given."""
-        self._call(self._drop(cause))
+    def drop(self) -> None:
+        """End all unfinished jobs without an answer."""
+        self._call(self._drop(None))
 
     def drain(self, deadline: float) -> None:
         """Wait until no job is unfinished; raises ClientError at the monotonic time `deadline`."""
@@ -206,11 +206,8 @@ class RequestStream:
                     continue
             await self._drop(None)
 
-    def _take(self, jobs: list[Job]) -> None:
-        self._waiting.extend(jobs)
-        self._send()
-
-    def _send(self) -> None:
+    def _send(self, more: Sequence[Job] = ()) -> None:
+        self._waiting.extend(more)
         while self._waiting and len(self._sent) < self._window and self._held_since is None:
             job = self._waiting.popleft()
             job.sent_at, job.version = time.monotonic(), self.version

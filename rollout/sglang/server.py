@@ -18,6 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -156,17 +157,16 @@ class SGLangServer:
 
     def _spawn(self) -> None:
         """Start the process from a thread that stays alive: the kernel ends the process together with that thread."""
-        started = threading.Event()
-        failure: list[OSError] = []
-        threading.Thread(
-            target=self._keep, args=(started, failure), name=f"engine-{self._index}-keeper", daemon=True
-        ).start()
-        if not started.wait(timeout=SPAWN_TIMEOUT_S):
-            raise EngineError(f"engine {self._index} (sglang) start: no process after {SPAWN_TIMEOUT_S:.0f} s")
-        if failure:
-            raise EngineError(f"engine {self._index} (sglang) start: {failure[0]}") from failure[0]
+        started: Future[None] = Future()
+        name = f"engine-{self._index}-keeper"
+        threading.Thread(target=self._keep, args=(started,), name=name, daemon=True).start()
+        try:
+            started.result(SPAWN_TIMEOUT_S)
+        except OSError as error:  # a TimeoutError is one too
+            cause = str(error) or f"no process after {SPAWN_TIMEOUT_S:.0f} s"
+            raise EngineError(f"engine {self._index} (sglang) start: {cause}") from error
 
-    def _keep(self, started: threading.Event, failure: list[OSError]) -> None:
+    def _keep(self, started: Future[None]) -> None:
         """Body of the keeper thread: start the process, and end the whole server as soon as one part is gone."""
         assert self._scratch is not None
         environment = {**os.environ, **self._environment, "TMPDIR": str(self._scratch.path)}
@@ -186,10 +186,9 @@ class SGLangServer:
                     start_new_session=True,
                 )
         except OSError as error:
-            failure.append(error)
+            started.set_exception(error)
             return
-        finally:
-            started.set()
+        started.set_result(None)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode())

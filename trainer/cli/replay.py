@@ -69,15 +69,20 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
         value = " ".join(places) or None
         problems.append(Problem(key="run.dir", rule="must be the directory of one run", value=value))
         run_dir = None
-    step = _step(given.get("step"), run_dir, problems)
+    step = given.get("step")
+    if step is None:
+        remedy = way_to_a_dump(run_dir) if run_dir is not None else ""
+        problems.append(Problem(key="step", rule="must be given", value=None, remedy=remedy))
+    elif not step.isdecimal() or int(step) < 1:
+        problems.append(Problem(key="step", rule="must be a whole number >= 1", value=step))
     names = [name for name in given.get("modes", "").split(",") if name]
     problems += name_problems(names)
     if problems or run_dir is None or step is None:
         return None, problems
-    out = Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{step:06d}"
+    out = Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{int(step):06d}"
     if (unusable := unusable_problem("out", out)) is not None:
         return None, [unusable]
-    return ReplayArguments(run_dir=run_dir, step=step, modes=tuple(names or all_names()), out=out), []
+    return ReplayArguments(run_dir=run_dir, step=int(step), modes=tuple(names or all_names()), out=out), []
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:
@@ -98,21 +103,6 @@ def _unknown(key: str, value: str) -> Problem:
     return Problem(key=key, rule=f"is not a word of {NAME}", value=value, remedy=f"{hint}It takes {keys}.")
 
 
-def _step(given: str | None, run_dir: Path | None, problems: list[Problem]) -> int | None:
-    if given is not None:
-        return _count("step", given, least=1, problems=problems)
-    remedy = way_to_a_dump(run_dir) if run_dir is not None else ""
-    problems.append(Problem(key="step", rule="must be given", value=None, remedy=remedy))
-    return None
-
-
-def _count(key: str, given: str, *, least: int, problems: list[Problem]) -> int | None:
-    if given.isdecimal() and int(given) >= least:
-        return int(given)
-    problems.append(Problem(key=key, rule=f"must be a whole number >= {least}", value=given))
-    return None
-
-
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
@@ -120,12 +110,12 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
 
     try:
         replay = replay_step(dump, config, arguments.modes, run_dir=arguments.run_dir)
-        _write(render_replay(replay))
+        to_stdout(render_replay(replay))
         arguments.out.mkdir(parents=True, exist_ok=True)
         result, page = write_replay(replay, arguments.out)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
-    _write(f"{result}\n{page}\n")
+    to_stdout(f"{result}\n{page}\n")
     return DONE
 
 
@@ -136,7 +126,3 @@ def render_replay(replay: Replay) -> str:
     facts = "\n".join(replay.facts())
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
     return f"{facts}\n\n{rows_text(mode_rows(replay))}{''.join(refused)}"
-
-
-def _write(text: str) -> None:
-    to_stdout(text)

@@ -20,7 +20,7 @@ from trainer.compose.overrides import directory_override
 from trainer.config.components import Resume
 from trainer.config.train import GROUPS
 from trainer.rundir.redact import REDACTED
-from trainer.rundir.run_dir import CONFIG_FILE, has_checkpoint, is_run
+from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, has_checkpoint, is_run
 from trainer.rundir.yaml_text import load_yaml
 
 COMMAND = "parity resume"
@@ -100,7 +100,8 @@ def earlier_run(resolution: Resolution) -> Path | None:
         return None
     beside = Path(run.config.run.dir).absolute().parent
     runs = [path for path in beside.iterdir() if path.is_dir() and is_run(path)] if beside.is_dir() else []
-    begun = [path for path in runs if _has_begun(path)]
+    logs = {path: path / METRICS_FILE for path in runs}
+    begun = [path for path, log in logs.items() if has_checkpoint(path) or (log.is_file() and log.stat().st_size > 0)]
     return max(begun or runs, key=lambda path: path.name, default=None)
 
 
@@ -110,9 +111,3 @@ def _redacted(node: object, key: str = "") -> list[str]:
         found = [(f"{key}.{name}" if key else str(name), value) for name, value in node.items()]
         return [inner for name, value in found for inner in _redacted(value, name)]
     return [key] if isinstance(node, str) and REDACTED in node else []
-
-
-def _has_begun(run_dir: Path) -> bool:
-    """True if the run has taken a step."""
-    metrics = run_dir / "metrics.jsonl"
-    return has_checkpoint(run_dir) or (metrics.is_file() and metrics.stat().st_size > 0)

@@ -173,7 +173,8 @@ class TrainConfig(Checked):
         return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
 
     def conflicts(self) -> Iterator[Problem]:
-        unchosen = [key for key in GROUPS if not _is_option(key, getattr(self, key))]
+        # The default of a group is its base class, which is no option.
+        unchosen = [key for key in GROUPS if type(getattr(self, key)) not in GROUPS[key].values()]
         for key in unchosen:
             yield Problem(
                 key=key,
@@ -238,8 +239,3 @@ GROUPS: Mapping[str, Mapping[str, type[Checked]]] = {
 
 PRESETS: Mapping[str, Mapping[str, Checked]] = {"correction": CORRECTION_PRESETS}
 """Group -> name -> config, further options of a group: for example `correction=decoupled_token_is`."""
-
-
-def _is_option(group: str, chosen: Checked) -> bool:
-    """True if `chosen` is an instance of one of the group's option classes, not of the base class."""
-    return type(chosen) in GROUPS[group].values()

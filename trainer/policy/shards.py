@@ -103,7 +103,8 @@ class ShardWriter:
         try:
             write()
             _rng_path(path, self._rank).write_text(json.dumps(rng) + "\n", encoding="utf-8")
-            for file in self._own_files(path):
+            index = [path / INDEX] if self._rank == 0 else []
+            for file in [*sorted(path.glob(f"__{self._rank}_*")), _rng_path(path, self._rank), *index]:
                 to_disk(file)
                 files[file.name] = describe_file(file)
         except CheckpointException as error:
@@ -111,10 +112,6 @@ class ShardWriter:
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
         return ShardReport(files={} if problem else files, error=problem, write_s=time.perf_counter() - started)
-
-    def _own_files(self, path: Path) -> list[Path]:
-        index = [path / INDEX] if self._rank == 0 else []
-        return [*sorted(path.glob(f"__{self._rank}_*")), _rng_path(path, self._rank), *index]
 
 
 def load_shards(state: Mapping[str, Any], path: Path, *, alone: bool = False) -> None:
