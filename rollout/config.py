@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import Rule, above, at_least, ruled, within
-from rollout.quantization_config import Quantization, eight_bit_problems
 
 
 class DType(Enum):
@@ -19,6 +18,18 @@ class DType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+class Quantization(Enum):
+    """Format of the weights of an engine's attention and MLP projections."""
+
+    none = "none"
+    fp8 = "fp8"
+    """8-bit floating point (e4m3), one scale per block of 128 x 128."""
+    int8 = "int8"
+    """8-bit integers, one scale per output channel."""
+    int4 = "int4"
+    """4-bit integers, one scale per 128 inputs of an output channel: a stress test of the correction."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +98,9 @@ REFUSED_SGLANG_ARGS = {
 }  # fmt: skip
 """SGLang options that are refused -> the reason."""
 
+QUANTIZED_SGLANG_ARGS = ("json_model_override_args", "load_format")
+"""SGLang options that Parity sets for engines that load quantised weights."""
+
 UNSUPPORTED_SGLANG_ARGS = frozenset(
     {"dp_size", "enable_lora", "ep_size", "lora_paths", "pp_size", "quantization", "speculative_algorithm"}
 )
@@ -138,10 +152,11 @@ class SGLangConfig(EngineConfig):
         return self.gpus_per_engine > 0 and self.quantization in (Quantization.fp8, Quantization.int8)
 
     def conflicts(self) -> Iterator[Problem]:
-        yield from EngineConfig.conflicts(self)
         yield from self._server_problems()
-        if self.takes_quantized:
-            yield from eight_bit_problems(self.quantization, self.engine_args, is_float32=self.dtype is DType.float32)
+        kind = f"rollout.quantization={self.quantization.name}"
+        if self.takes_quantized and self.dtype is DType.float32:
+            rule = f"must be bfloat16 or float16 with {kind}: SGLang's 8-bit layers have no float32 output"
+            yield self.broken("dtype", rule)
         tp_size = self.engine_args.get("tp_size", 1)
         if not isinstance(tp_size, int) or tp_size < 1:
             yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
@@ -153,21 +168,17 @@ class SGLangConfig(EngineConfig):
             )
         for key, value in self.engine_args.items():
             if key in OWNED_SGLANG_ARGS:
-                yield Problem(key=f"engine_args.{key}", rule="is set by Parity", value=value, remedy="Remove it.")
-            if key in UNSUPPORTED_SGLANG_ARGS and value not in (None, False, 1):
-                yield Problem(
-                    key=f"engine_args.{key}",
-                    rule="is not supported: the engine's weights could not be verified",
-                    value=value,
-                    remedy="Remove it; there are more engines (rollout.num_engines) and rollout.quantization.",
-                )
-            if key in REFUSED_SGLANG_ARGS:
-                yield Problem(
-                    key=f"engine_args.{key}",
-                    rule=f"is refused: {REFUSED_SGLANG_ARGS[key]}",
-                    value=value,
-                    remedy="Remove it.",
-                )
+                rule, remedy = "is set by Parity", "Remove it."
+            elif key in QUANTIZED_SGLANG_ARGS and self.takes_quantized:
+                rule, remedy = f"is set by Parity with {kind}", "Remove it, or use rollout.quantization=none."
+            elif key in REFUSED_SGLANG_ARGS:
+                rule, remedy = f"is refused: {REFUSED_SGLANG_ARGS[key]}", "Remove it."
+            elif key in UNSUPPORTED_SGLANG_ARGS and value not in (None, False, 1):
+                rule = "is not supported: the engine's weights could not be verified"
+                remedy = "Remove it; there are more engines (rollout.num_engines) and rollout.quantization."
+            else:
+                continue
+            yield Problem(key=f"engine_args.{key}", rule=rule, value=value, remedy=remedy)
 
     def _server_problems(self) -> Iterator[Problem]:
         """Yield broken rules about running servers (`servers`)."""

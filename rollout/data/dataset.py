@@ -52,25 +52,17 @@ def load_dataset(
 
     Raises DataError listing all unusable rows of all sources, unless data.on_bad_row=skip.
     """
-    try:
-        return _dataset(config, tokenizer, eval_sets or {})
-    except ValueError as error:
-        raise DataError(str(error)) from error
-
-
-def _dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
-    match config:
-        case ArithmeticDataConfig():
-            if eval_sets:
-                raise ValueError(f"eval.sets needs data=file, got data={config.kind}")
-            split = arithmetic_problems()
-            return Dataset(
-                train=_arithmetic_prompts(split.train, tokenizer), heldout=_arithmetic_prompts(split.heldout, tokenizer)
-            )
-        case FileDataConfig():
-            return _file_dataset(config, tokenizer, eval_sets)
-        case _:
-            raise ValueError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
+    if isinstance(config, FileDataConfig):
+        try:
+            return _file_dataset(config, tokenizer, eval_sets or {})
+        except ValueError as error:
+            raise DataError(str(error)) from error
+    if not isinstance(config, ArithmeticDataConfig):
+        raise DataError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
+    if eval_sets:
+        raise DataError(f"eval.sets needs data=file, got data={config.kind}")
+    train, heldout = (_arithmetic_prompts(problems, tokenizer) for problems in arithmetic_problems())
+    return Dataset(train=train, heldout=heldout)
 
 
 def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:

@@ -9,7 +9,7 @@ from algorithms.config import Checked, Problem
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
-from rollout.processes.custom_code import custom_problem, is_custom
+from rollout.processes.custom_code import function_problem
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class EpisodeConfig(Checked):
     """Deadline in seconds between two turns; an episode that takes longer is dropped and its worker replaced."""
 
     def conflicts(self) -> Iterator[Problem]:
-        if self.function is not None and (rule := _function_problem(self.function)):
+        if self.function is not None and (rule := function_problem(self.function, ROLLOUTS)):
             yield self.broken("function", rule)
 
 
@@ -41,10 +41,3 @@ def episode_problems(episode: EpisodeConfig, collect: CollectConfig) -> Iterator
             "first part of a response",
             value=collect.partial,
         )
-
-
-def _function_problem(function: str) -> str | None:
-    """The rule that `episode.function` breaks, or None."""
-    if is_custom(function):
-        return custom_problem(function)
-    return None if function in ROLLOUTS else f"must be one of {', '.join(sorted(ROLLOUTS))}, path.py:function, or null"

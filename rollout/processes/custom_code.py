@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -23,16 +24,19 @@ def custom_problem(function: str) -> str | None:
     return None
 
 
-def custom_path(function: str) -> Path:
-    """The file of a `path.py:name`."""
-    return Path(function.rpartition(":")[0]).expanduser().resolve()
+def function_problem(function: str, built_in: Collection[str]) -> str | None:
+    """The rule that a choice between the names of `built_in` and a `path.py:name` breaks, or None."""
+    if is_custom(function):
+        return custom_problem(function)
+    return None if function in built_in else f"must be one of {', '.join(sorted(built_in))}, or path.py:function"
 
 
 def load_function(function: str, *, key: str) -> object:
     """Run the file and return the function; raises ValueError, naming the config `key`, if the name is not defined."""
     if problem := custom_problem(function):
         raise ValueError(f"{key}={function} {problem}")
-    path, name = custom_path(function), function.rpartition(":")[2]
+    file, _, name = function.rpartition(":")
+    path = Path(file).expanduser().resolve()
     # Modules beside the file, and in the working directory, can be imported; their directories come last on the path,
     # so that they hide no module of Parity.
     sys.path += [place for place in (str(path.parent), str(Path.cwd())) if place not in sys.path]

@@ -4,7 +4,7 @@
 `rollout/collect/evaluate.py` call the `Scorer`.
 """
 
-from rollout.rewards.rules import RULES, rule_names
-from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, function_problem
+from rollout.rewards.rules import RULES
+from rollout.rewards.scorer import RewardError, Scorer, ScoreStats
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "function_problem", "rule_names"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer"]

@@ -90,8 +90,3 @@ RULES: dict[str, RewardRule] = {
     "math_dapo": RewardRule(extract=dapo_answer, equal=same_normalised),
 }
 """Name of a built-in choice of `reward.function` -> rule; path.py:function is the other choice."""
-
-
-def rule_names() -> list[str]:
-    """The built-in choices of `reward.function`, sorted."""
-    return sorted(RULES)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.data.data_files import plain_text
-from rollout.processes.custom_code import custom_problem, is_custom
+from rollout.processes.custom_code import function_problem
 from rollout.rewards.pool import Failure, Outcome, RewardPool
-from rollout.rewards.rules import RULES, rule_names
+from rollout.rewards.rules import RULES
 from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
 
@@ -83,7 +83,7 @@ class Scorer:
 
         Raises ValueError for an unknown reward.function or a buffer that leaves no unpenalised length.
         """
-        if problem := function_problem(config.function):
+        if problem := function_problem(config.function, RULES):
             raise ValueError(f"reward.function {problem}, got {config.function!r}")
         if config.overlong_buffer_tokens >= max_new_tokens:
             raise ValueError(
@@ -220,13 +220,6 @@ class Scorer:
             correct = outcome.score >= config.correct if outcome.correct is None else outcome.correct
             return correct, outcome.score
         return (True, config.correct) if outcome.correct else (False, config.incorrect)
-
-
-def function_problem(function: str) -> str | None:
-    """The rule that `reward.function` breaks, or None."""
-    if is_custom(function):
-        return custom_problem(function)
-    return None if function in RULES else f"must be one of {', '.join(rule_names())}, or path.py:function"
 
 
 def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:

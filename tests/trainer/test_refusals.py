@@ -89,7 +89,7 @@ REFUSALS = {
         ("loss.clip_low=1.5", "loss.clip_low must lie in (0, 1), got 1.5. Vetted: 0.2."),
         ("+rollout.engine_args.port=3", "rollout.engine_args.port is set by Parity, got 3. Remove it."),
         ("reward.overlong_buffer_tokens=999", "reward.overlong_buffer_tokens must be < sampling.max_new_tokens ("),
-        ("episode.function=calculators", "must be one of calculator, path.py:function, or null, got 'calculators'"),
+        ("episode.function=calculators", "must be one of calculator, or path.py:function, got 'calculators'"),
         ("reward.function=gsm8", "or path.py:function, got 'gsm8'. Did you mean reward.function=gsm8k?"),
         ("data=file", "model arithmetic knows only the vocabulary of data=arithmetic, got 'file'."),
         ("data=file", "data.train_path must be set, got ''."),

@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import Checked, Problem
-from rollout.rewards import function_problem, rule_names
+from rollout.processes.custom_code import function_problem
+from rollout.rewards import RULES
 from trainer.compose import keys
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.rundir.provenance import escaped
@@ -139,9 +140,9 @@ def _value(
 
 def _function_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problem of a reward function that is neither a built-in rule nor a function in a file."""
-    rule = function_problem(config.reward.function)
+    rule = function_problem(config.reward.function, RULES)
     if rule is not None:
-        close = keys.nearest(config.reward.function, rule_names())
+        close = keys.nearest(config.reward.function, RULES)
         yield config.broken("reward.function", rule, f"Did you mean reward.function={close}?" if close else "")
 
 

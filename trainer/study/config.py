@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import above, at_least, ruled, within
-from rollout.config import DType
-from rollout.quantization_config import Quantization
+from rollout.config import DType, Quantization
 
 DEFAULT_MODES = ("recompute", "ppo_is", "vanilla_is", "tis", "mis", "bypass")
 """Corrections that are compared by default; custom has no meaning without its keys."""

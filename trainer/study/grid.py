@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 from algorithms.config import Problem
-from rollout.quantization_config import Quantization
+from rollout.config import Quantization
 from trainer.compose.compose import resolve
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
