@@ -393,6 +393,5 @@ def loss_stats(
         }
         sums = torch.stack([columns[name].double() for name in LOSS_SUMS[1:]]).sum(dim=1)
         return LossStats(
-            sums=torch.cat([policy.double().reshape(1), sums]),
-            maxes=masked_max(columns["ratio"], active).reshape(1),
+            sums=torch.cat([policy.double().reshape(1), sums]), maxes=masked_max(columns["ratio"], active).reshape(1)
         )

@@ -50,13 +50,7 @@ def token_rewards(rewards: Tensor, *, penalty: Tensor | None, response_mask: Ten
 
 
 def gae(
-    token_rewards: Tensor,
-    values: Tensor,
-    *,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    gamma: float,
-    gae_lambda: float,
+    token_rewards: Tensor, values: Tensor, *, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation -> advantages [T], returns [T]; float32, 0 off the mask, not whitened.
 

@@ -75,8 +75,5 @@ def make_sample(request: GenerateRequest, generation: Generation) -> Sample:
 def sampling_params(config: SamplingConfig, *, seed: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Sampling parameters of one training response."""
     return SamplingParams(
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        seed=seed,
-        stop_token_ids=stop_token_ids,
+        temperature=config.temperature, max_new_tokens=config.max_new_tokens, seed=seed, stop_token_ids=stop_token_ids
     )

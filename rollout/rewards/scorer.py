@@ -95,10 +95,7 @@ class Scorer:
         self._max_new_tokens = max_new_tokens
         self._decode = decode
         self._pool = RewardPool(
-            config.function,
-            num_workers=config.num_workers,
-            timeout_s=config.timeout_s,
-            memory_bytes=MEMORY_BYTES,
+            config.function, num_workers=config.num_workers, timeout_s=config.timeout_s, memory_bytes=MEMORY_BYTES
         )
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}

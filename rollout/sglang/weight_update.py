@@ -22,15 +22,7 @@ import torch
 from rollout.config import Quantization
 from rollout.engine import WeightReport, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
-from rollout.sglang.fusing import (
-    EMBEDDING_NAME,
-    TIED_NAME,
-    Fusion,
-    FusionError,
-    Share,
-    expected_digests,
-    plan_fusion,
-)
+from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError, Share, expected_digests, plan_fusion
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import plan_quantized, quantized_digests, unquantized
 from rollout.types import PackedWeights

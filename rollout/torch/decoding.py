@@ -89,10 +89,7 @@ class _Sequence:
         """The response so far as an answer to the request."""
         first = len(self.tokens) - len(self.versions)
         rest = Generation(
-            token_ids=self.tokens[first:],
-            logprobs=self.logprobs,
-            token_versions=self.versions,
-            finish_reason=reason,
+            token_ids=self.tokens[first:], logprobs=self.logprobs, token_versions=self.versions, finish_reason=reason
         )
         return Completion(self.ticket, whole_response(self.request, rest))
 

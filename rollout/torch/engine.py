@@ -42,9 +42,7 @@ class TorchEngine(Engine):
         self._version = 0
         self._broken = ""
         self._loop = DecodeLoop(
-            name=f"engine {index} (torch)",
-            num_slots=config.max_batch_size,
-            request_timeout_s=config.generate_timeout_s,
+            name=f"engine {index} (torch)", num_slots=config.max_batch_size, request_timeout_s=config.generate_timeout_s
         )
 
     def start(self, model_path: Path) -> EngineInfo:

@@ -103,11 +103,7 @@ def _run(study: Study, study_dir: Path, *, command: str) -> int:
     _say(summary(study, study_dir, records))
     write_study(study, study_dir, records, command=command)
     code = run_cells(
-        study,
-        study_dir,
-        records,
-        say=_say,
-        ended=lambda: write_study(study, study_dir, records, command=command),
+        study, study_dir, records, say=_say, ended=lambda: write_study(study, study_dir, records, command=command)
     )
     not_written = write_study(study, study_dir, records, command=command)
     results = read_results(study, study_dir, records)

@@ -94,13 +94,7 @@ class Watchdog:
     """A thread that watches a run inside the `with` block; see the table at the top of the file."""
 
     def __init__(
-        self,
-        policy: PolicyGroup,
-        engines: EngineGroup,
-        *,
-        file: Path,
-        longest_s: float,
-        say: Callable[[str], None],
+        self, policy: PolicyGroup, engines: EngineGroup, *, file: Path, longest_s: float, say: Callable[[str], None]
     ) -> None:
         """The workers append their stacks to `file` when they are asked to; `say` writes a line for the user."""
         self._policy = policy

@@ -85,10 +85,7 @@ class ScoringModel(nn.Module):
         hidden = states_before(self.causal_lm.get_decoder(), micro)
         targets = micro.token_ids[micro.response_index]
         options = HeadOptions(
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-            entropy_grad=entropy_grad,
-            float32=self.fp32_head,
+            temperature=temperature, chunk_tokens=self.chunk_tokens, entropy_grad=entropy_grad, float32=self.fp32_head
         )
         logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)

@@ -44,11 +44,7 @@ class HeadOptions:
 
 
 def token_logprobs(
-    hidden: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    options: HeadOptions,
+    hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token: ([N], [N]) float32, nats (float64 for float64 inputs).
 
@@ -162,12 +158,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        targets: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: HeadOptions,
+        ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions
     ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, bias, options)
         statistics = hidden.new_empty((3, hidden.shape[0], 1), dtype=head.wide)  # m, S, H

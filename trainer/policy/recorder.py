@@ -28,15 +28,7 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, To
 from trainer.rundir.dump import OptimizerStep, RankFile
 from trainer.rundir.sealed import FileRecord, describe_file
 
-OF_BATCH = (
-    "rollout_logprobs",
-    "advantages",
-    "old_logprobs",
-    "ref_logprobs",
-    "old_values",
-    "returns",
-    "token_lags",
-)
+OF_BATCH = ("rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "old_values", "returns", "token_lags")
 """[R] float32 (token_lags int32), as in MicroBatch; those that the run did not have are absent."""
 OF_SCORES = ("logprobs", "entropy")
 """[R] float32, as in TokenScores: pi_theta of the optimizer step that the micro-batch belongs to."""
@@ -104,9 +96,6 @@ class StepRecorder:
             problem = f"rank {self._rank}: {error}"
             return DumpReport(rank_file=None, record=None, error=problem, write_s=time.perf_counter() - started)
         written = RankFile(
-            file=path.name,
-            optimizer_steps=self._steps,
-            num_threads=torch.get_num_threads(),
-            device=self._device,
+            file=path.name, optimizer_steps=self._steps, num_threads=torch.get_num_threads(), device=self._device
         )
         return DumpReport(rank_file=written, record=record, error=None, write_s=time.perf_counter() - started)

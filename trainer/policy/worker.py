@@ -31,14 +31,7 @@ from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
-from trainer.policy.model import (
-    checkpoint_activations,
-    empty_causal_lm,
-    full_tensors,
-    load_rows,
-    shard,
-    tensor_shapes,
-)
+from trainer.policy.model import checkpoint_activations, empty_causal_lm, full_tensors, load_rows, shard, tensor_shapes
 from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport

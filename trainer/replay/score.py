@@ -20,14 +20,7 @@ from algorithms.config import BaselineScope
 from algorithms.correction import Correction, correct
 from trainer.batch.train_batch import RankMiniBatch
 from trainer.policy.advantages import set_sample_advantages
-from trainer.policy.step import (
-    NUM_COUNTS,
-    compared_logprobs,
-    correction_counts,
-    is_measured,
-    step_factor,
-    step_loss,
-)
+from trainer.policy.step import NUM_COUNTS, compared_logprobs, correction_counts, is_measured, step_factor, step_loss
 from trainer.policy.step_stats import StepStats
 from trainer.replay.modes import RUN, Mode
 from trainer.replay.recorded import RecordedStep

@@ -127,12 +127,7 @@ class StepAccounting:
         return lines
 
     def metrics(
-        self,
-        times: Mapping[str, float | None],
-        *,
-        collected: Collected,
-        batch: TrainBatch,
-        report: TrainReport,
+        self, times: Mapping[str, float | None], *, collected: Collected, batch: TrainBatch, report: TrainReport
     ) -> dict[str, float | None]:
         """perf/* of the step whose phases took `times` (`time/<phase>_s`)."""
 

@@ -16,13 +16,7 @@ from pathlib import Path
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.recording import CheckpointConfig
 from trainer.policy.shards import ShardReport
-from trainer.rundir.checkpoint import (
-    POLICY,
-    CheckpointError,
-    RunState,
-    begin_checkpoint,
-    commit_checkpoint,
-)
+from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.tracking.tracker import Tracker
 
 logger = logging.getLogger(__name__)
