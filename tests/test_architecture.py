@@ -53,7 +53,6 @@ ROOMS = (
     "rollout/collect",
     "rollout/episodes",
     "rollout/weights",
-    "rollout/hf",
     "rollout/sglang/cpu",
     "rollout/sglang",
     "rollout/torch",

@@ -2,7 +2,7 @@
 
 Every choice between algorithms is a choice of a type; this package declares every default exactly once. The command
 line composes and checks these classes before torch or Ray is imported, so the classes are separate from the tensor code
-that they configure. `algorithms.correction` and `algorithms.loss` re-export them.
+that they configure.
 """
 
 from algorithms.config.advantage import AdvantageConfig, BaselineScope, Estimator

@@ -101,11 +101,6 @@ def work_out(problem: ArithmeticProblem, *, carries: bool) -> str:
     return COLUMN_SEPARATOR.join(steps) + ANSWER_MARK + answer
 
 
-def ask_calculator(problem: ArithmeticProblem) -> str:
-    """Answer `problem` as the author who leaves the sum to a tool: the tool writes the text after "="."""
-    return f"{problem.prompt}{problem.answer}{ANSWER_MARK}{problem.answer}"
-
-
 def demonstrations(*, wrong_fraction: float, seed: int, calculator: bool = False) -> Iterator[Demonstration]:
     """Yield demonstrations of the training problems without end, in a new order on every pass.
 
@@ -119,8 +114,9 @@ def demonstrations(*, wrong_fraction: float, seed: int, calculator: bool = False
         generator.shuffle(problems)
         for problem in problems:
             careless = generator.random() < wrong_fraction
-            by_tool = calculator and not careless
-            response = ask_calculator(problem) if by_tool else work_out(problem, carries=not careless)
+            response = work_out(problem, carries=not careless)
+            if calculator and not careless:  # the tool writes the text after "="
+                response = f"{problem.prompt}{problem.answer}{ANSWER_MARK}{problem.answer}"
             yield Demonstration(problem=problem, response=response)
 
 

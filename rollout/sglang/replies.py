@@ -45,7 +45,11 @@ def generation_of(
     """
     meta = _field(reply, "meta_info")
     token_ids: list[int] = _field(reply, "output_ids")
-    finish_reason = _finish_reason(meta.get("finish_reason"))
+    reported = meta.get("finish_reason")
+    kind = reported["type"] if reported else "none"
+    if kind not in FinishReason.__members__:
+        raise ReplyError(f"unknown finish reason {reported!r}")
+    finish_reason = FinishReason[kind]
     num_prompt_tokens = meta.get("prompt_tokens", len(request.prompt_token_ids))
     if num_prompt_tokens != len(request.prompt_token_ids):
         raise ReplyError(
@@ -77,13 +81,6 @@ def _field(mapping: Mapping[str, Any], name: str) -> Any:
     if name not in mapping:
         raise ReplyError(f"the reply has no {name}, but {', '.join(sorted(mapping)) or 'nothing'}")
     return mapping[name]
-
-
-def _finish_reason(reported: Mapping[str, Any] | None) -> FinishReason:
-    kind = reported["type"] if reported else "none"
-    if kind not in FinishReason.__members__:
-        raise ReplyError(f"unknown finish reason {reported!r}")
-    return FinishReason[kind]
 
 
 def _logprobs(meta: Mapping[str, Any], token_ids: list[int]) -> list[float] | None:

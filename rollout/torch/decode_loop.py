@@ -212,7 +212,9 @@ class DecodeLoop:
                 except Exception as error:
                     # The caller of `poll` must receive any error; the thread itself has no caller to raise to.
                     logger.debug("%s: sampling failed", self._name, exc_info=True)
-                    self._end_with(error)
+                    with self._changed:
+                        if self._is_current:
+                            self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
                     return
                 self._hand_over(completions, batch.oldest)
 
@@ -226,11 +228,6 @@ class DecodeLoop:
         batch.add(list(news.submitted), list(news.submitted.values()))
         aborted = batch.abort(news.aborts) if news.aborts else []
         return batch, aborted + batch.advance()
-
-    def _end_with(self, error: Exception) -> None:
-        with self._changed:
-            if self._is_current:
-                self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
 
     def _next_news(self) -> _News | None:
         """Changes since the last token, once no pause is active; None if the thread must end."""

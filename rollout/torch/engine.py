@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
-from rollout.hf.model_limits import altered_logits
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, round_inputs
+from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.types import Completion, GenerateRequest, PackedWeights
 from rollout.weights.packing import DTYPES, check_weights, dtype_name, listed, tensor_digest, unpack

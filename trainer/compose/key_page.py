@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import reduce
 from typing import get_type_hints
 
 from algorithms.config.rules import Description, describe
@@ -63,18 +64,10 @@ def _lines(rows: Mapping[tuple[str, ...], list[str]], num_options: int) -> Itera
 
 
 def _cells(described: Description, kind: type) -> tuple[str, ...]:
-    rule = described.rule or accepted(_hint(kind, described.key.split(".")[1:]))
+    annotation = reduce(lambda holder, name: get_type_hints(holder)[name], described.key.split(".")[1:], kind)
+    rule = described.rule or accepted(annotation)
     texts = (re.sub("^(must be|must lie|must) ", "", rule), described.meaning, _elsewhere(described.key))
     return (described.key, f"`{_shown(described.default)}`", *(text.replace("|", "\\|") for text in texts))
-
-
-def _hint(kind: type, path: list[str]) -> object:
-    """Annotation of the field at `path` below `kind`."""
-    hint: object = kind
-    for name in path:
-        assert isinstance(hint, type)
-        hint = get_type_hints(hint)[name]
-    return hint
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rollout.hf.model_limits import check_attention
+from rollout.torch.model_limits import check_attention
 
 PACKED_ATTENTION = "parity_packed"
 """Value of `attn_implementation` that selects this function."""

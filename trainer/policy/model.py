@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import DType
-from rollout.hf.model_limits import altered_logits
+from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from algorithms.config import BaselineScope
-from algorithms.correction import Correction, correct
+from algorithms.correction import correct
 from trainer.batch.train_batch import RankMiniBatch
 from trainer.policy.advantages import set_sample_advantages
 from trainer.policy.step import NUM_COUNTS, compared_logprobs, correction_counts, is_measured, step_factor, step_loss
@@ -56,7 +56,7 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
                 stats[rank].add_loss(step_loss(config, micro, scores, correction, mini=mini).stats)
                 if is_measured(micro, index=index):
                     stats[rank].add_mismatch(micro, tokens, correction, step.samples)
-                max_weight = max(max_weight, _max_weight(correction))
+                max_weight = max(max_weight, torch.where(correction.keep, correction.weight, 0.0).max().item())
         factor = step_factor(config, counts, ranks[0][index])
         for of_rank in stats:
             of_rank.end_step(factor, grad_norm=None)
@@ -79,12 +79,6 @@ def scored_modes(modes: Sequence[Mode], step: RecordedStep) -> list[ModeScore]:
         same = next(equal, None)
         scores.append(score_mode(mode, step) if same is None else replace(same, name=mode.name))
     return scores
-
-
-def _max_weight(correction: Correction) -> float:
-    """The largest weight of a kept token; 0 without one."""
-    kept = correction.weight[correction.keep]
-    return kept.max().item() if kept.numel() else 0.0
 
 
 def prepared(mode: Mode, step: RecordedStep) -> list[list[RankMiniBatch]]:
