@@ -216,16 +216,8 @@ def _trust_region(tokens: SurrogateTokens, *, below: Tensor, above: Tensor) -> S
 
 
 LOSS_SUMS: Final = (
-    "policy",
-    "active",
-    "ratio",
-    "approx_kl",
-    "clipped_low",
-    "clipped_high",
-    "invalid",
-    "entropy",
-    "entropy_tokens",
-)
+    "policy", "active", "ratio", "approx_kl", "clipped_low", "clipped_high", "invalid", "entropy", "entropy_tokens",
+)  # fmt: skip
 LOSS_MAXES: Final = ("ratio",)
 
 

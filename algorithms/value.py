@@ -17,16 +17,8 @@ from algorithms.returns import ROUNDING
 from algorithms.stats import Stats, max_or_none, mean_or_none
 
 VALUE_SUMS: Final = (
-    "loss",
-    "tokens",
-    "invalid",
-    "clipped",
-    "value",
-    "returns",
-    "returns_squared",
-    "residual",
-    "residual_squared",
-)
+    "loss", "tokens", "invalid", "clipped", "value", "returns", "returns_squared", "residual", "residual_squared",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -66,12 +66,8 @@ class OnBadRow(Enum):
 HUB_SOURCE = re.compile(r"(?P<repo>[^:@]+)(?::(?P<config>[^:@]+))?@(?P<split>[^@]+)")
 """Source on the Hugging Face hub, `repo[:config]@split`, for example openai/gsm8k:main@train."""
 OWN_TEMPLATE_ARGUMENTS = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "tokenize",
-)
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "tokenize",
+)  # fmt: skip
 """Arguments of apply_chat_template() that Parity sets itself, so that a prompt ends where the response begins."""
 
 

@@ -21,7 +21,7 @@ import torch
 
 from rollout.config import Quantization
 from rollout.engine import WeightReport, WeightSyncError
-from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.client import ADMIN_ROUTES, ClientError, SGLangClient
 from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError, Share, expected_digests, plan_fusion
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import plan_quantized, quantized_digests, unquantized
@@ -37,22 +37,8 @@ CACHE_TAGS = ("kv_cache", "cuda_graph")
 """SGLang's names of memory that can be released."""
 PART_BYTES = 256 << 20
 """Largest number of bytes that are sent, or staged in shared memory, at a time; a larger tensor comes alone."""
-REQUIRED_ROUTES = frozenset(
-    {
-        "/abort_request",
-        "/begin_weight_update",
-        "/continue_generation",
-        "/end_weight_update",
-        "/flush_cache",
-        "/generate",
-        "/model_info",
-        "/pause_generation",
-        "/server_info",
-        "/update_weight_version",
-        "/update_weights_from_tensor",
-        "/weights_checker",
-    }
-)
+_OPTIONAL_ROUTES = {"/freeze_gc", "/release_memory_occupation", "/resume_memory_occupation"}
+REQUIRED_ROUTES = ADMIN_ROUTES - _OPTIONAL_ROUTES | {"/generate", "/model_info", "/server_info"}
 """Routes without which an engine cannot be driven."""
 
 

@@ -38,19 +38,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 DTYPES = {
     dtype_name(dtype): dtype
     for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e4m3fn,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.bool,
     )
-}
+}  # fmt: skip
 """Name of a dtype -> dtype, for all dtypes in which weights can travel."""
 
 
