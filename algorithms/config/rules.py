@@ -30,21 +30,11 @@ class Rule:
     """Predicate, False for a value that breaks the rule. NaN compares as False and breaks every rule about order."""
     because: str = ""
     """Reason for the condition; empty if the text states the reason."""
+    remedy: str = ""
+    """The way out, for example "Vetted: 1e-6."; empty if the rule says enough."""
 
     def __str__(self) -> str:
         return f"{self.text}: {self.because}" if self.because else self.text
-
-
-@dataclass(frozen=True, slots=True)
-class DeclaredRule:
-    """The rule of one field of a config class."""
-
-    name: str
-    """Name of the field."""
-    rule: Rule
-    """The rule; if the field accepts null, the rule accepts null and its text says so."""
-    remedy: str
-    """The way out, for example "Vetted: 1e-6."; empty if the rule says enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ def ruled(default: T, rule: Rule, *, remedy: str = "", **metadata: str) -> T:
 
     `metadata` holds further texts about the field, read by name from the field's metadata.
     """
-    return field(default=default, metadata={_DECLARED: (rule, remedy), **metadata})
+    return field(default=default, metadata={_DECLARED: replace(rule, remedy=remedy), **metadata})
 
 
 def above(bound: float, unit: str = "", *, because: str = "") -> Rule:
@@ -74,9 +64,9 @@ def above(bound: float, unit: str = "", *, because: str = "") -> Rule:
     return Rule(f"must be > {bound:g} {unit}".rstrip(), lambda value: value > bound, because)
 
 
-def at_least(bound: float, unit: str = "", *, because: str = "") -> Rule:
+def at_least(bound: float, unit: str = "") -> Rule:
     """Require a value >= `bound`."""
-    return Rule(f"must be >= {bound:g} {unit}".rstrip(), lambda value: value >= bound, because)
+    return Rule(f"must be >= {bound:g} {unit}".rstrip(), lambda value: value >= bound)
 
 
 def within(low: float, high: float, ends: str = "[]", *, because: str = "") -> Rule:
@@ -99,17 +89,11 @@ def given() -> Rule:
     return Rule("must be set", bool)
 
 
-def declared_rules(kind: type) -> tuple[DeclaredRule, ...]:
-    """Rules declared beside the fields of `kind` and of its bases, in the order of the fields."""
-    found = []
-    for spec in _fields(kind):
-        if _DECLARED in spec.metadata:
-            rule, remedy = spec.metadata[_DECLARED]
-            # Annotations are strings (PEP 563); a type that accepts null contains "None".
-            if "None" in str(spec.type):
-                rule = _or_null(rule)
-            found.append(DeclaredRule(spec.name, rule, remedy))
-    return tuple(found)
+def declared_rules(kind: type) -> dict[str, Rule]:
+    """Field of `kind` and of its bases -> the rule declared beside the field, in the order of the fields."""
+    declared = {spec: spec.metadata[_DECLARED] for spec in _fields(kind) if _DECLARED in spec.metadata}
+    # Annotations are strings (PEP 563); a type that accepts null contains "None".
+    return {spec.name: _or_null(rule) if "None" in str(spec.type) else rule for spec, rule in declared.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +153,9 @@ class Checked:
         return Problem(key=key, rule=rule, value=attrgetter(key)(self), remedy=remedy)
 
     def _field_problems(self) -> Iterator[Problem]:
-        for declared in declared_rules(type(self)):
-            if not declared.rule.holds(getattr(self, declared.name)):
-                yield self.broken(declared.name, str(declared.rule), declared.remedy)
+        for name, rule in declared_rules(type(self)).items():
+            if not rule.holds(getattr(self, name)):
+                yield self.broken(name, str(rule), rule.remedy)
         assert is_dataclass(self)
         for spec in fields(self):
             part = getattr(self, spec.name)
@@ -187,7 +171,7 @@ class Checked:
 def describe(config: object, *, prefix: str = "") -> Iterator[Description]:
     """Yield every key of a config class, or of an instance whose values count as the defaults, with nested configs."""
     kind = config if isinstance(config, type) else type(config)
-    rules = {declared.name: str(declared.rule) for declared in declared_rules(kind)}
+    rules = {name: str(rule) for name, rule in declared_rules(kind).items()}
     meanings = _docstrings(kind)
     for spec in _fields(kind):
         key = f"{prefix}{spec.name}"

@@ -26,9 +26,9 @@ MAX_REPLY_BYTES = 64 << 20
 """Size at which a reply is given up: a sample takes about 60 bytes per token, so this is a million tokens."""
 
 ADMIN_ROUTES = frozenset({
-    "/abort_request", "/begin_weight_update", "/continue_generation", "/end_weight_update", "/flush_cache", "/freeze_gc",
-    "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/update_weight_version",
-    "/update_weights_from_tensor", "/weights_checker",
+    "/abort_request", "/begin_weight_update", "/continue_generation", "/end_weight_update", "/flush_cache",
+    "/freeze_gc", "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation",
+    "/update_weight_version", "/update_weights_from_tensor", "/weights_checker",
 })  # fmt: skip
 """Routes that SGLang guards with the admin key if one is set; other routes take the ordinary key."""
 
