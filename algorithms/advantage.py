@@ -62,8 +62,7 @@ def sample_advantages(
         num_tokens: [N] response tokens of each sample; read by the estimators that whiten over tokens.
         kept: [N] bool, the samples that form the baseline; None for all.
 
-    Raises:
-        ValueError: a wrong shape; num_tokens is None and the estimator whitens over tokens.
+    Raises ValueError for a wrong shape, and if num_tokens is None and the estimator whitens over tokens.
     """
     for name, tensor in (("group_ids", group_ids), ("num_tokens", num_tokens), ("kept", kept)):
         if tensor is not None and (rewards.dim() != 1 or rewards.shape != tensor.shape):

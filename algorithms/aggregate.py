@@ -34,10 +34,8 @@ def token_coefficients(
         num_sequences: Sequences of the optimizer step with a mask-True token, over all ranks.
         fixed_length_tokens: Divisor of aggregation=fixed_length, tokens.
 
-    A count of 0 divides by 1: an empty sum gives the loss 0, not NaN.
-
-    Raises:
-        ValueError: aggregation=fixed_length without fixed_length_tokens.
+    A count of 0 divides by 1: an empty sum gives the loss 0, not NaN. Raises ValueError for aggregation=fixed_length
+    without fixed_length_tokens.
     """
     ones = mask.float()
     match aggregation:

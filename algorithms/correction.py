@@ -47,10 +47,8 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     A token is invalid, and rejected in every mode, if either log-prob is not finite or log mu is not a log-probability.
     At the sequence and geometric levels, where the response then has no weight, and under a criterion over responses,
     an invalid token rejects its whole response; at the segment level the token rejects its segment, at the prefix level
-    itself and all later tokens of the response.
-
-    Raises:
-        ValueError: trainer_logprobs or advantages are None, and the anchor, the weight or a criterion needs them.
+    itself and all later tokens of the response. Raises ValueError if trainer_logprobs or advantages are None, and the
+    anchor, the weight or a criterion needs them.
     """
     if tokens.trainer_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(

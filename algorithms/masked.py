@@ -18,8 +18,7 @@ from torch import Tensor
 def require_packed(response_mask: Tensor, **per_token: Tensor) -> None:
     """Check that every tensor fits `response_mask` [T] bool, and is float32 (float64 is accepted).
 
-    Raises:
-        ValueError: a wrong shape or dtype, naming the tensor. Reads no values.
+    Raises ValueError for a wrong shape or dtype, naming the tensor; reads no values.
     """
     if response_mask.dtype != torch.bool or response_mask.dim() != 1:
         raise ValueError(

@@ -170,8 +170,7 @@ def mismatch_stats(
         correction: The correction that was applied; None leaves the metrics of weights and of rejection None.
         context: Rewards and weight lags, each for the metrics that need it.
 
-    Raises:
-        ValueError: trainer_logprobs are None; a wrong shape or dtype.
+    Raises ValueError if trainer_logprobs are None, and for a wrong shape or dtype.
     """
     if tokens.trainer_logprobs is None:
         raise ValueError("the mismatch needs trainer_logprobs, got None. Pass the log-probs that the trainer scored.")

@@ -45,8 +45,7 @@ def objective(config: CorrectionConfig, loss: LossConfig) -> str:
     """The minimised objective in one line, for example
     `L = -sum m * sg(min(pi_old/mu, 2)) * PPOclip(pi_theta/pi_old, 0.2, 0.2) * A / N_tokens`.
 
-    Raises:
-        TypeError: a config of no known mode or surrogate.
+    Raises TypeError for a config of no known mode or surrogate.
     """
     spec = config.spec()
     loss = resolved_loss(config, loss)

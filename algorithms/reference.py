@@ -51,10 +51,8 @@ def reference_kl(
         anchor_logprobs: [T] float32, log-probs of the policy that sampled; needed by `unbiased` only.
         estimator: The formula of the estimate.
 
-    Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped log-ratio has no gradient.
-
-    Raises:
-        ValueError: anchor_logprobs is None with `unbiased`.
+    Log-ratios are clamped to +-MAX_LOG_RATIO before exp; a clamped log-ratio has no gradient. Raises ValueError if
+    anchor_logprobs is None with `unbiased`.
     """
     log_ratio = ref_logprobs.detach() - logprobs
     match estimator:
@@ -90,10 +88,8 @@ def reference_kl_loss(
         config: Coefficient and estimator.
 
     The term is a sum over micro-batches and ranks like the policy loss, and always has a graph. Response tokens with a
-    non-finite log-prob are left out; `reference_kl_stats` counts them.
-
-    Raises:
-        ValueError: placement=reward; anchor_logprobs is None with `unbiased`; a wrong shape or dtype.
+    non-finite log-prob are left out; `reference_kl_stats` counts them. Raises ValueError for placement=reward, for
+    `unbiased` without anchor_logprobs, and for a wrong shape or dtype.
     """
     if config.placement is not KLPlacement.loss:
         raise ValueError(
@@ -131,10 +127,8 @@ def reference_kl_penalty(
 
     The penalty is subtracted from the reward: per token by `algorithms.returns.token_rewards`; for one advantage per
     sample as rewards - `algorithms.masked.segment_sum(penalty, cu_seqlens)`, before the baseline. A response token with
-    a non-finite log-prob costs 0; `reference_kl_stats` counts such tokens.
-
-    Raises:
-        ValueError: placement=loss; a wrong shape or dtype.
+    a non-finite log-prob costs 0; `reference_kl_stats` counts such tokens. Raises ValueError for placement=loss, and
+    for a wrong shape or dtype.
     """
     if config.placement is not KLPlacement.reward:
         raise ValueError(
@@ -180,8 +174,7 @@ def reference_kl_stats(logprobs: Tensor, *, ref_logprobs: Tensor, response_mask:
         ref_logprobs: [T] float32, log pi_ref.
         response_mask: [T] bool.
 
-    Raises:
-        ValueError: a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype.
     """
     require_packed(response_mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     with torch.no_grad():

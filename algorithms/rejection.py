@@ -25,8 +25,7 @@ from algorithms.tokens import Tokens
 def rejected_tokens(config: RejectConfig, tokens: Tokens) -> dict[str, Tensor]:
     """Each criterion in use -> the response tokens that it rejects, [T] bool.
 
-    Raises:
-        ValueError: a criterion needs advantages, and tokens.advantages is None.
+    Raises ValueError if a criterion needs advantages, and tokens.advantages is None.
     """
     return {name: tokens.response_mask & ~CRITERIA[name](tokens, getattr(config, name)) for name in config.active()}
 

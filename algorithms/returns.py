@@ -30,8 +30,7 @@ def token_rewards(rewards: Tensor, *, penalty: Tensor | None, response_mask: Ten
         response_mask: [T] bool.
         cu_seqlens: [N+1] int32, first token of each sequence.
 
-    Raises:
-        ValueError: a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype.
     """
     if rewards.shape != (cu_seqlens.numel() - 1,):
         raise ValueError(
@@ -67,8 +66,7 @@ def gae(
         gamma: Discount per response token, in [0, 1].
         gae_lambda: lambda, in [0, 1].
 
-    Raises:
-        ValueError: a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype.
 
     Source: https://arxiv.org/abs/1506.02438, eq. 16.
     """
@@ -136,10 +134,7 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float, over: Moments | None
 
     The standard deviation is the biased one: whitened values then have a mean square of 1 for any count, one token
     needs no case of its own, and n - 1 would not make the estimate unbiased, as tokens of one response are not
-    independent.
-
-    Raises:
-        ValueError: a wrong shape or dtype.
+    independent. Raises ValueError for a wrong shape or dtype.
     """
     require_packed(mask, values=values)
     with torch.no_grad():

@@ -22,8 +22,7 @@ MAX_ROLLOUT_LOGPROB: Final = 1e-4
 class Tokens:
     """The tokens of N whole sequences, laid end to end. Each derived tensor is computed once.
 
-    Raises:
-        ValueError: a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype.
     """
 
     trainer_logprobs: Tensor | None

@@ -77,9 +77,7 @@ def value_loss(
         clip: c, in units of reward; None for the plain squared error.
 
     A response token with a non-finite value, old value or return is left out and counted (`critic/invalid_tokens`).
-
-    Raises:
-        ValueError: a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype.
 
     Source: the code that came with PPO (https://arxiv.org/abs/1707.06347), which the paper does not describe; see
     https://arxiv.org/abs/2005.12729, section 3.

@@ -38,10 +38,8 @@ def set_sample_advantages(
 ) -> Tensor:
     """Set `advantages` of every micro-batch from the rewards of the step; returns those of the samples -> [S] float32.
 
-    A collective where pi_old is needed: all ranks see the same samples and compute the same advantages.
-
-    Raises:
-        RuntimeError: pi_old or the log-probs of the reference are missing and the configuration needs them.
+    A collective where pi_old is needed: all ranks see the same samples and compute the same advantages. Raises
+    RuntimeError if pi_old or the log-probs of the reference are missing and the configuration needs them.
     """
     advantages = _set(config, minis, samples, rewards=samples.rewards)
     if not config.needs_prepass:
@@ -64,8 +62,7 @@ def set_token_advantages(
         The moments of the advantages before whitening, over the tokens of all ranks that whitening counts: all
         response tokens, or with baseline_scope=kept those of the samples that the correction keeps. A collective.
 
-    Raises:
-        RuntimeError: `old_values`, or pi_old where the configuration needs it, are missing.
+    Raises RuntimeError if `old_values`, or pi_old where the configuration needs it, are missing.
     """
     parts: list[Moments] = []
     for micro in _micros(minis):

@@ -34,10 +34,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention interface of transformers: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
 
-    Needs `cu_seqlens` [N+1] int32 and `max_seqlen` as keyword arguments of the model's forward.
-
-    Raises:
-        ValueError: a mask, dropout, or an option of the layer that this attention does not compute.
+    Needs `cu_seqlens` [N+1] int32 and `max_seqlen` as keyword arguments of the model's forward. Raises ValueError for a
+    mask, dropout, or an option of the layer that this attention does not compute.
     """
     cu_seqlens, max_seqlen = kwargs["cu_seqlens"], kwargs["max_seqlen"]
     if not isinstance(cu_seqlens, Tensor) or not isinstance(max_seqlen, int):

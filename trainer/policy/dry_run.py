@@ -49,8 +49,7 @@ def dry_run(
 ) -> DryRunReport:
     """Score and differentiate sequences of these lengths, >= 2 tokens each; a collective.
 
-    Raises:
-        RuntimeError: the memory does not suffice; names the keys that change it.
+    Raises RuntimeError if the memory does not suffice, with the keys that change it.
     """
     started = time.perf_counter()
     before = start_peak(device)

@@ -199,9 +199,7 @@ class Trainable(Generic[ModelT]):
         """Take the optimizer step unless the gradient `norm` is not finite; True if it was taken.
 
         In float16 an overflow halves the loss scale. It counts as a bad step only once the scale is at its floor.
-
-        Raises:
-            RuntimeError: MAX_CONSECUTIVE_BAD_STEPS steps in a row had a norm that is not finite.
+        Raises RuntimeError if MAX_CONSECUTIVE_BAD_STEPS steps in a row had a norm that is not finite.
         """
         if self._scale is not None and self.overflowed(norm):
             self._scale.after_overflow()

@@ -82,8 +82,7 @@ def evaluate_model(
 ) -> Evaluated:
     """Start the engines of `config` on what `source` names, evaluate, write eval.json and eval.jsonl to `run_dir`.
 
-    Raises:
-        CheckpointError: there is no good checkpoint, or the config describes another model than the one it is of.
+    Raises CheckpointError if there is no good checkpoint, or the config describes another model than the one it is of.
     """
     started = time.perf_counter()
     make_private(run_dir)

@@ -22,10 +22,8 @@ from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_checkpoi
 def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False) -> Checkpoint:
     """Write the policy of the newest good, or of the `best` checkpoint of `run_dir` to `directory`, with its tokenizer.
 
-    The weights get the type of the model that the run started from. The directory appears whole or not at all.
-
-    Raises:
-        CheckpointError: the run has no such checkpoint that is good, or `directory` exists.
+    The weights get the type of the model that the run started from. The directory appears whole or not at all. Raises
+    CheckpointError if the run has no such checkpoint that is good, or `directory` exists.
     """
     if directory.exists():
         raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")

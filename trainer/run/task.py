@@ -52,8 +52,7 @@ def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
 def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The model that a critic starts from as a local directory: that of the policy if the config names no other.
 
-    Raises:
-        ValueError: it has another vocabulary than the policy, whose tokens it must read.
+    Raises ValueError if it has another vocabulary than the policy, whose tokens it must read.
     """
     critic = config.critic
     if critic.path is None:

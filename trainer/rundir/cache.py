@@ -36,8 +36,7 @@ def default_cache_dir() -> Path:
 def cached_directory(entry: Path, files: Sequence[str], make: Callable[[Path], None]) -> Path:
     """Return `entry`; if it is missing or damaged, let `make(directory)` write `files`, and publish the directory.
 
-    Raises:
-        FileNotFoundError: `make` has not written one of `files`.
+    Raises FileNotFoundError if `make` has not written one of `files`.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
     if entry.exists():

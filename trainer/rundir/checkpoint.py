@@ -135,8 +135,7 @@ def set_later_aside(run_dir: Path, step: int) -> list[Path]:
 def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     """The newest usable checkpoint, whose files match its manifest; None if the run has no checkpoint.
 
-    Raises:
-        CheckpointError: there are checkpoints and none is usable.
+    Raises CheckpointError if there are checkpoints and none is usable.
     """
     problems = []
     try:

@@ -28,8 +28,7 @@ _ABSENT = "(absent)"
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
     """The checkpoint from which the run resumes; None if the run starts anew.
 
-    Raises:
-        CheckpointError: all checkpoints are damaged, or the config belongs to another run; names the keys.
+    Raises CheckpointError if all checkpoints are damaged, or the config belongs to another run, with its keys.
     """
     if config.run.resume is not Resume.auto:
         return None

@@ -60,8 +60,7 @@ def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[T
     Returns:
         The lock, held until this file is closed, and the new place of the earlier run; None without an earlier run.
 
-    Raises:
-        RunDirectoryError: the directory cannot be used; the message gives the reason and the way out.
+    Raises RunDirectoryError if the directory cannot be used, with the reason and the way out.
     """
     lock = lock_directory(run_dir, key="run.dir")
     found = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK_FILE)
