@@ -17,7 +17,7 @@ from trainer.rundir.redact import redact_text
 from trainer.rundir.run_dir import RunDirectoryError, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout
-from trainer.rundir.time_limit import has_job_deadline
+from trainer.rundir.time_limit import job_variable
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
@@ -52,7 +52,7 @@ def _run_jobs(resolution: Resolution, outcomes: list[int]) -> None:
             to_stdout(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
         outcomes.append(run_job(run.config, run_dir))
         # A signal asks to end the command, not only one of its runs; and no run begins at the end of the job.
-        if outcomes[-1] > 128 or (outcomes[-1] == GO_ON and has_job_deadline()):
+        if outcomes[-1] > 128 or (outcomes[-1] == GO_ON and job_variable()):
             return
 
 

@@ -81,21 +81,16 @@ def time_limit(config: TrainConfig) -> TimeLimit:
     limits = []
     if config.run.max_hours is not None:
         limits.append((3600 * config.run.max_hours, "run.max_hours"))
-    if (variable := _job_variable()) is not None:
+    if (variable := job_variable()) is not None:
         limits.append((float(os.environ[variable]) - time.time(), variable))
     if not limits or not config.checkpoint.every:
         return TimeLimit(None, "")
     return TimeLimit(*min(limits))
 
 
-def has_job_deadline() -> bool:
-    """True if the environment says when the job of this process ends."""
-    return _job_variable() is not None
-
-
 def job_problems() -> list[Problem]:
     """The Problem of a deadline in the environment that is no time, or has passed."""
-    variable = _job_variable()
+    variable = job_variable()
     if variable is None:
         return []
     value = os.environ[variable]
@@ -111,5 +106,6 @@ def job_problems() -> list[Problem]:
     ]
 
 
-def _job_variable() -> str | None:
+def job_variable() -> str | None:
+    """The variable of the environment that says when the job of this process ends; None without one."""
     return next((name for name in VARIABLES if os.environ.get(name)), None)

@@ -23,7 +23,7 @@ from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
 from trainer.rundir.termination import GO_ON, termination_requests
 from trainer.rundir.text import duration
-from trainer.rundir.time_limit import has_job_deadline
+from trainer.rundir.time_limit import job_variable
 from trainer.study.grid import Cell, Study
 from trainer.study.study_dir import LOGS, CellRecord, Stage, last_step, make_way, stage_of
 
@@ -184,7 +184,7 @@ class _Cells:
         elif is_out_of_time:
             outcome = f"left after {duration(seconds)}: out of time"
             self.out_of_time = True
-            if has_job_deadline():  # another run would end with the job too
+            if job_variable():  # another run would end with the job too
                 self.waiting.clear()
         else:
             outcome = f"FAILED after {duration(seconds)}: {error}"
