@@ -297,9 +297,8 @@ def policy_loss(
     treated as rejected and counted (`loss/invalid_tokens`). The entropy bonus covers the tokens that have a
     coefficient, whether kept or not.
 
-    Raises:
-        ValueError: entropy is None with an entropy bonus; a wrong shape or dtype.
-        TypeError: a loss_config without a surrogate.
+    Raises ValueError if entropy is None with an entropy bonus, and for a wrong shape or dtype; TypeError for a
+    loss_config without a surrogate.
     """
     require_packed(response_mask, logprobs=logprobs, advantages=advantages, coefficients=coefficients)
     kept = response_mask & correction.keep

@@ -18,12 +18,10 @@ def quantile(values: Tensor, fraction: float) -> float | None:
 def pareto_k(log_weights: Tensor) -> float | None:
     """Shape k of the generalized Pareto law fitted to the largest of n weights; None where the weights have no tail.
 
-    Args:
-        log_weights: [n] float64, clamped by the caller.
-
-    Importance sampling averages are reliable for k < 0.5 and unreliable for k > 0.7. k measures the shape of the tail,
-    whatever its size: where the weights hardly differ, k has no meaning. The tail holds the M = ceil(min(n / 5, 3
-    sqrt(n))) largest weights, less the weights that equal the next smaller weight; with fewer than 5 there is no fit.
+    `log_weights` are [n] float64, clamped by the caller. Importance sampling averages are reliable for k < 0.5 and
+    unreliable for k > 0.7. k measures the shape of the tail, whatever its size: where the weights hardly differ, k has
+    no meaning. The tail holds the M = ceil(min(n / 5, 3 sqrt(n))) largest weights, less the weights that equal the next
+    smaller weight; with fewer than 5 there is no fit.
 
     Sources: Vehtari, Simpson, Gelman, Yao, Gabry, "Pareto smoothed importance sampling", arXiv:1507.02646, section 3;
     Zhang and Stephens, "A new and efficient estimation method for the generalized Pareto distribution", Technometrics

@@ -95,10 +95,8 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
     A seed depends on the plan's seed and name, the prompt and the index of the sample only: with a larger k the first
     samples stay the same.
 
-    Raises:
-        ValueError: there are no prompts.
-        RuntimeError: a response is invalid or versions are mixed; an accuracy over part of the prompts could not be
-            compared with another.
+    Raises ValueError if there are no prompts, and RuntimeError if a response is invalid or versions are mixed: an
+    accuracy over part of the prompts could not be compared with another.
     """
     if not prompts:
         raise ValueError("there are no held-out prompts to evaluate on")

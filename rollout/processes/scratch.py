@@ -28,11 +28,9 @@ class Scratch:
     """The directory and the segments of one server; this process holds the lock in the directory while it lives."""
 
     def __init__(self, prefix: str = PREFIX, *, parent: Path | None = None) -> None:
-        """Sweep, then make a directory that only this user can read. Raises OSError.
+        """Sweep, then make a directory in `parent`, None for that of temporary files, which only this user can read.
 
-        Args:
-            prefix: beginning of the directory's name, one for each kind of server.
-            parent: where to make it; None for the directory of temporary files.
+        Its name begins with `prefix`, one for each kind of server. Raises OSError.
         """
         place = parent or Path(tempfile.gettempdir())
         sweep(prefix, parent=place)

@@ -57,11 +57,7 @@ class FusionError(ValueError):
 
 
 def plan_fusion(held: Iterable[str], *, sent: Iterable[str]) -> Fusion:
-    """Match the engine's parameters with the HF tensors.
-
-    Args:
-        held: names of the engine's parameters.
-        sent: names of the HF tensors.
+    """Match the names of the engine's parameters, `held`, with those of the HF tensors, `sent`.
 
     Raises FusionError naming every tensor that is missing or unknown, and engine parameters that no rule explains (a
     model with unknown fusing).

@@ -56,13 +56,11 @@ def set_sample_advantages(
 def set_token_advantages(
     config: TrainConfig, minis: Sequence[RankMiniBatch], samples: StepSamples, *, reduce: AllReduce = dist.all_reduce
 ) -> Moments:
-    """Set `returns` and whitened `advantages` of every micro-batch from the rewards and its `old_values`.
+    """Set `returns` and whitened `advantages` of every micro-batch from the rewards and its `old_values`; a collective.
 
-    Returns:
-        The moments of the advantages before whitening, over the tokens of all ranks that whitening counts: all
-        response tokens, or with baseline_scope=kept those of the samples that the correction keeps. A collective.
-
-    Raises RuntimeError if `old_values`, or pi_old where the configuration needs it, are missing.
+    Returns the moments of the advantages before whitening, over the tokens of all ranks that whitening counts: all
+    response tokens, or with baseline_scope=kept those of the samples that the correction keeps. Raises RuntimeError if
+    `old_values`, or pi_old where the configuration needs it, are missing.
     """
     parts: list[Moments] = []
     for micro in _micros(minis):

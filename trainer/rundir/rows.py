@@ -76,10 +76,7 @@ def follow_rows(path: Path, *, goes_on: Callable[[], bool]) -> Iterator[dict[str
 def forget_after(path: Path, step: int) -> int:
     """Remove the rows of later steps from a file of rows, and a last line that was never finished.
 
-    Damaged lines, and rows without a step, move to a file beside it (`DAMAGED_SUFFIX`).
-
-    Returns:
-        The number of lines that were moved.
+    Damaged lines, and rows without a step, move to a file beside it (`DAMAGED_SUFFIX`); returns their number.
     """
     if not path.is_file():
         return 0

@@ -52,15 +52,10 @@ class RunDirectoryError(RuntimeError):
 
 
 def take_directory(run_dir: Path, *, resume: Resume, continues: bool) -> tuple[TextIO, Path | None]:
-    """Make `run_dir` and lock it for this process.
+    """Make `run_dir` and lock it for this process -> (the lock, held until it is closed; new place of an earlier run).
 
     The directory must be empty, unless the run `continues` from a checkpoint in it, or `resume` allows setting an
-    earlier run aside.
-
-    Returns:
-        The lock, held until this file is closed, and the new place of the earlier run; None without an earlier run.
-
-    Raises RunDirectoryError if the directory cannot be used, with the reason and the way out.
+    earlier run aside. Raises RunDirectoryError if the directory cannot be used, with the reason and the way out.
     """
     lock = lock_directory(run_dir, key="run.dir")
     found = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK_FILE)
@@ -127,8 +122,7 @@ def steps_taken(directory: Path) -> int:
 def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
     """Rename the config.yaml of a run that continues with another `text` -> its new path, None if nothing was renamed.
 
-    Args:
-        until_step: the last step with the earlier configuration.
+    `until_step` is the last step with the earlier configuration.
     """
     path = directory / CONFIG_FILE
     if not path.is_file() or path.read_text(encoding="utf-8") == text:

@@ -15,15 +15,10 @@ _MIX_2 = -7723592293110705685
 
 
 def uniforms(seeds: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
-    """One number in [0, 1) per row from (seed, position).
+    """A number in [0, 1) with 53 random bits from each seed [B] int64 and position [B] -> [B] float64.
 
-    Args:
-        seeds: [B] int64, unique per sample.
-        positions: [B] integer, index of the token in its sequence.
-
-    Returns:
-        [B] float64 with 53 random bits. Two rounds of SplitMix64: the first scatters the seed, so that neighbouring
-        seeds at neighbouring positions do not share random numbers.
+    Two rounds of SplitMix64: the first scatters the seed, so that neighbouring seeds at neighbouring positions do not
+    share random numbers.
     """
     state = _splitmix64(seeds.to(torch.int64))
     state = _splitmix64(state + positions.to(torch.int64) * _GOLDEN_GAMMA)
@@ -31,14 +26,9 @@ def uniforms(seeds: torch.Tensor, *, positions: torch.Tensor) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, *, uniform: torch.Tensor) -> torch.Tensor:
-    """Inverse-CDF draw: the first token whose cumulated probability exceeds `uniform` times the total.
+    """Inverse-CDF draw: the first token whose cumulated weight exceeds `uniform` [B] times the total -> [B] int64.
 
-    Args:
-        probs: [B, V] non-negative weights; rows need not sum to 1.
-        uniform: [B] in [0, 1).
-
-    Returns:
-        [B] int64 token ids. A token of probability 0 is never drawn.
+    `probs` [B, V] are non-negative weights; rows need not sum to 1. A token of weight 0 is never drawn.
     """
     cumulated = probs.to(torch.float64).cumsum(dim=-1)
     total = cumulated[:, -1:]
@@ -48,13 +38,9 @@ def draw(probs: torch.Tensor, *, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def truncate(probs: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Probabilities with all tokens outside top-k, top-p and min-p set to 0; not renormalised.
+    """Probabilities [B, V] with all tokens outside top-k (1 is greedy), top-p and min-p, each [B], set to 0.
 
-    Args:
-        probs: [B, V]. top_k: [B] integer (1 is greedy). top_p: [B] in (0, 1]. min_p: [B] in [0, 1].
-
-    Returns:
-        [B, V] float; among equal probabilities the lower token id is kept.
+    The rest is not renormalised; among equal probabilities the lower token id is kept.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered
