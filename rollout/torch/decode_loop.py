@@ -212,9 +212,7 @@ class DecodeLoop:
                 except Exception as error:
                     # The caller of `poll` must receive any error; the thread itself has no caller to raise to.
                     logger.debug("%s: sampling failed", self._name, exc_info=True)
-                    with self._changed:
-                        if self._is_current:
-                            self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
+                    self._end_with(error)
                     return
                 self._hand_over(completions, batch.oldest)
 
@@ -228,6 +226,11 @@ class DecodeLoop:
         batch.add(list(news.submitted), list(news.submitted.values()))
         aborted = batch.abort(news.aborts) if news.aborts else []
         return batch, aborted + batch.advance()
+
+    def _end_with(self, error: Exception) -> None:
+        with self._changed:
+            if self._is_current:
+                self._fail(EngineError(f"{self._where}: {type(error).__name__}: {error}"))
 
     def _next_news(self) -> _News | None:
         """Changes since the last token, once no pause is active; None if the thread must end."""
