@@ -1,12 +1,17 @@
-"""The README and docs/: every relative link leads somewhere, lines are short, the README stays short."""
+"""The README and docs/: every link leads somewhere, every key, metric and message exists, lines are short."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from test_style import ROOT
+
+from algorithms.config.presets import PRESETS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_COLUMNS = 120
@@ -15,6 +20,18 @@ MAX_README_WORDS = 1300
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+SPAN = re.compile(r"`([^`\n]+)`")
+KEY_ROW = re.compile(r"^\| `([\w.]+)`", re.MULTILINE)
+OPTION = re.compile(r"`([a-z_]+=[a-z0-9_]+)`")
+OPEN_KEYS = ("rollout.engine_args.", "data.chat_template_kwargs.", "eval.sets.")
+"""Keys that are mappings: their entries have any name."""
+OTHERS_NAMES = ("from_other_trainers.md", "corrections.md", "rollouts.md")
+"""Pages with names of other trainers, of an example, or with a letter in place of a number."""
+COMMANDS = ("parity", "pip", "make", "ray")
+FILLED = "\0"
+"""Stands for the part of a string that is filled in at run time."""
 
 
 def without_code(text: str) -> str:
@@ -67,6 +84,79 @@ def test_lines_are_short(page: Path) -> None:
     lines = enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
     long = [number for number, line in lines if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")]
     assert not long, f"lines of more than {MAX_COLUMNS} columns"
+
+
+@cache
+def source_strings() -> frozenset[str]:
+    """Every string and name in the code of the packages, with FILLED in the place of each part that is not constant."""
+    found = set()
+    for path in (path for room in ("algorithms", "rollout", "trainer") for path in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.add(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else FILLED for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.Name):
+                found.add(node.id)
+    return frozenset(found)
+
+
+@cache
+def is_metric(name: str) -> bool:
+    """True if the code has `name`, or a string that becomes `name` when names that the code has are filled in."""
+    if name in source_strings() or name.isdigit() or not name:
+        return True
+    patterns = [text for text in source_strings() if FILLED in text and re.match(r"[a-z_]+/[\w/@+\0]*$", text)]
+    matches = (re.fullmatch(re.escape(text).replace(re.escape(FILLED), r"([\w/@+]*)"), name) for text in patterns)
+    return any(all(map(is_metric, found.groups())) for found in matches if found)
+
+
+def missing_messages(span: str) -> list[str]:
+    """Parts of a quoted message that no string of the code has; "..." stands for what is filled in."""
+    parts = [part.strip() for part in span.split("...") if part.strip()]
+    return [part for part in parts if not any(part in text for text in source_strings())]
+
+
+def missing_names(text: str, *, messages: bool = False) -> Iterator[str]:
+    """Keys, options and metrics in the code spans of a page that neither docs/keys.md nor the code has.
+
+    With `messages` a span of several words that is no command is a message, which the code must have.
+    """
+    page = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    keys, options = set(KEY_ROW.findall(page)), {*OPTION.findall(page), *(f"correction={name}" for name in PRESETS)}
+    sections, groups = {key.partition(".")[0] for key in keys}, {option.partition("=")[0] for option in options}
+    for span in SPAN.findall(without_code(text)):
+        words = span.split()
+        if messages and len(words) > 1 and words[0] not in COMMANDS and not all("=" in word for word in words):
+            yield from missing_messages(span)
+            continue
+        for word in words:
+            name, _, value = word.lstrip("+").partition("=")
+            if re.fullmatch(r"[a-z]+(/[\w+]+)+", name) and not (ROOT / name).exists():
+                if not is_metric(name):
+                    yield name
+            elif re.fullmatch(r"[a-z_]+(\.\w+)+", name) and name.partition(".")[0] in sections:
+                if name not in keys and not name.startswith(OPEN_KEYS) and not name.endswith((".md", ".py", ".json")):
+                    yield name
+            elif name in groups and re.fullmatch(r"\w+", value) and word not in options:
+                yield word
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OTHERS_NAMES], ids=lambda page: page.name)
+def test_every_key_and_metric_of_a_page_exists(page: Path) -> None:
+    is_quoting = page.name == "troubleshooting.md"
+    assert list(missing_names(page.read_text(encoding="utf-8"), messages=is_quoting)) == []
+
+
+def test_names_that_do_not_exist_are_found() -> None:
+    real = "`mismatch/k3` `mismatch/rs/veto_frac` `time/train_s` `mismatch/by_lag/1/k3` `optim.lr` `correction=mis`"
+    real += " `+rollout.engine_args.x=1` `parity train <recipe> optim.lr=1` `phase ...: no answer from ...`"
+    assert list(missing_names(real, messages=True)) == []
+    wrong = ["mismatch/k4", "rollout/groups_dropped/too_new", "optim.rate", "correction=mise", "no reply came"]
+    assert list(missing_names(" ".join(f"`{each}`" for each in wrong), messages=True)) == wrong
+    assert list(missing_names("`parity train <recipe> optim.rate=1`")) == ["optim.rate"]
 
 
 def test_the_readme_is_short() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from trainer.limits.machine import Machine
 
 ROOT = Path(__file__).parents[2]
 RECIPES = recipe_files(recipe_dir())
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_LINES = 40
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
@@ -190,3 +192,23 @@ def test_a_wheel_holds_configs_and_recipes_where_they_are_found(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:2] == [str(site / "trainer/configs"), str(site / "trainer/recipes")]
     assert "objective" in done.stdout
+
+
+def commands(guide: Path) -> Iterator[tuple[str, list[str]]]:
+    """(recipe, overrides) of every `parity train` with a recipe of the project in the code blocks of a guide."""
+    for block in re.findall(r"^```\n(.*?)^```", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").replace("$ parity", "parity").splitlines():
+            if line.split()[:2] == ["parity", "train"]:
+                _, _, recipe, *words = shlex.split(line, comments=True)
+                if recipe in RECIPES:
+                    yield recipe, [word for word in words if not word.startswith(("-", "resume="))]
+
+
+@pytest.mark.parametrize("guide", [guide for guide in GUIDES if any(commands(guide))], ids=lambda guide: guide.stem)
+def test_the_commands_of_a_guide_are_accepted(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "my_reward.py").write_text("def reward(response, answer):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    for recipe, words in commands(guide):
+        assert resolve(RECIPES[recipe], words, own_dir=None, multirun=False).problems == (), (recipe, words)
