@@ -75,9 +75,9 @@ def record(batch: TrainBatch, run_dir: Path, config: TrainConfig) -> tuple[float
         logprobs = torch.where(micro.response_mask, micro.rollout_logprobs + noise, 0.0).clamp(max=0)
         all_scores.append(TokenScores(logprobs=logprobs, entropy=-logprobs, floor_delta=None))
     started = time.process_time()
-    recorder = StepRecorder(minis, batch.samples, rank=0)
-    for position, (micro, scores) in enumerate(zip(minis[0].micro_batches, all_scores, strict=True)):
-        recorder.add(micro, scores, index=0, position=position)
+    recorder = StepRecorder(batch.samples, rank=0)
+    for position, scores in enumerate(all_scores):
+        recorder.add(minis[0], position, scores)
     kept = time.process_time()
     path = begin_dump(run_dir, 1)
     report = recorder.write(path)

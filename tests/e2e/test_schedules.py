@@ -34,10 +34,11 @@ def test_a_run_with_old_tokens_trains_and_accounts_for_them(
 
 def check_accounts(config: TrainConfig, rows: list[dict[str, Any]]) -> None:
     """Five steps, all of whose tokens are accounted for."""
+    updates = config.batch.optimizer_steps_per_rollout
     assert column(rows, "step") == [1, 2, 3, 4, 5]
     assert column(rows, "rollout/groups_kept") == [8] * 5
-    assert column(rows, "rollout/policy_version") == [0, 1, 2, 3, 4]
-    assert all(0 <= lag <= config.max_lag_steps for lag in column(rows, "rollout/lag_max"))
+    assert column(rows, "rollout/policy_version") == [0, updates, 2 * updates, 3 * updates, 4 * updates]
+    assert all(0 <= lag <= config.max_lag_steps * updates for lag in column(rows, "rollout/lag_max"))
     assert sum(column(rows, "rollout/wasted_tokens")) == 0
     assert all(0 <= share <= 1 for share in column(rows, "perf/overlap_frac"))
     if config.schedule.steps_ahead:
@@ -49,10 +50,12 @@ def check_accounts(config: TrainConfig, rows: list[dict[str, Any]]) -> None:
 def test_one_step_off_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(tmp_path: Path, local_ray: None) -> None:
     """The checkpoint holds the step that was sampled and not trained: it is not sampled again, and nothing is lost."""
     words = (*QUICK, *SMALL, "schedule=one_step_off", "checkpoint.every=2", "run.num_steps=5", "policy.num_workers=1")
+    # The third step is trained on three times, in orders that a resumed run must draw again.
+    words += ("batch.mini_batch_prompts=4", "batch.passes=3")
     config = compose("arithmetic_grpo", *words, f"run.dir={tmp_path / 'whole'}")
     whole = train(config).run_dir
     check_accounts(config, metrics_of(whole))
-    assert column(metrics_of(whole), "rollout/lag_mean") == [0, 1, 1, 1, 1]
+    assert column(metrics_of(whole), "rollout/lag_mean") == [0, 6, 6, 6, 6]
     parted = tmp_path / "parted"
     shutil.copytree(whole, parted)
     shutil.rmtree(parted / "checkpoints" / "step_000005")

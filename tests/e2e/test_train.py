@@ -129,7 +129,13 @@ def assert_reproduced(run_dir: Path, rows: list[dict[str, Any]], *, num_ranks: i
 
 ENDS_OF_THE_SPEC = (
     ("correction=miles_default", "advantage.estimator=gae", "batch.group_size=1", "critic.lr=1e-3"),
-    ("correction=decoupled_k3_rs_seq_tis", "loss=gspo", "advantage.estimator=reinforce_pp", TWO_RANKS),
+    (
+        "correction=decoupled_k3_rs_seq_tis",
+        "loss=gspo",
+        "advantage.estimator=reinforce_pp",
+        "batch.passes=2",
+        TWO_RANKS,
+    ),
     ("correction=bypass_ppo_clip_geo_rs",),
     ("correction=bypass_pg_token_icepop", "advantage.estimator=reinforce", "batch.group_size=1"),
     ("correction=mis", "loss=sapo", "advantage.baseline_scope=kept"),
@@ -145,10 +151,12 @@ def test_presets_surrogates_and_estimators_run(words: tuple[str, ...], tmp_path:
     config = compose("arithmetic_grpo", *QUICK, *SMALL, *quick, *words, f"run.dir={tmp_path / 'run'}")
     result = train(config)
     rows = metrics_of(result.run_dir)
-    assert_reproduced(result.run_dir, rows, num_ranks=config.policy.num_workers, optimizer_steps=2)
+    updates = config.batch.optimizer_steps_per_rollout
+    assert updates == 2 * config.batch.passes
+    assert_reproduced(result.run_dir, rows, num_ranks=config.policy.num_workers, optimizer_steps=updates)
     assert all(value > 0 for value in column(rows, "mismatch/k3"))
     assert all(value > 0 for value in column(rows, "mismatch/kept_frac"))
-    assert column(rows, "rollout/policy_version") == [0, 2]
+    assert column(rows, "rollout/policy_version") == [0, updates]
     # The quick base model rarely earns a reward, so an advantage, and with it the gradient, may be 0.
     assert all(math.isfinite(value) for value in column(rows, "optim/grad_norm"))
 

@@ -42,7 +42,9 @@ def request(prompt_id: int, index: int, prompt: Sequence[int]) -> GenerateReques
     return GenerateRequest(prompt_id=prompt_id, sample_index=index, prompt_token_ids=list(prompt), sampling=sampling)
 
 
-def step(config: TrainConfig, hardware: Hardware, times: dict[str, float | None]) -> dict[str, float | None]:
+def step(
+    config: TrainConfig, hardware: Hardware, times: dict[str, float | None], *, optimizer_steps: int = 1
+) -> dict[str, float | None]:
     """Metrics of a step: two prompts of 3 tokens, two responses of 4 tokens each, one more response dropped."""
     groups = [
         SampleGroup(
@@ -57,7 +59,9 @@ def step(config: TrainConfig, hardware: Hardware, times: dict[str, float | None]
     samples = [sample for group in groups for sample in group.samples]
     batch = pack([samples], num_ranks=2, max_tokens=100, policy_version=0)
     histograms = HistogramArrays.__new__(HistogramArrays)
-    report = TrainReport([RankReport(metrics={}, num_optimizer_steps=1, sample_k3={}, histograms=histograms)])
+    report = TrainReport(
+        [RankReport(metrics={}, num_optimizer_steps=optimizer_steps, sample_k3={}, histograms=histograms)]
+    )
     accounting = StepAccounting(config, hardware)
     return accounting.metrics(times, collected=Collected(groups, stats), batch=batch, report=report)
 
@@ -82,6 +86,20 @@ def test_every_share_by_hand() -> None:
     assert found["perf/train_tokens_per_s"] == 4 * 7 / 8.0
     assert found["perf/exposed_sync_frac"] == 1 / 20
     assert found["rollout/slots_busy_frac"] == pytest.approx((3 * 3 + 8) / (4 * 8))
+
+
+def test_every_pass_counts_and_what_is_scored_once_counts_once() -> None:
+    config = make_config(Path("nowhere"), num_workers=2, mini_batch_prompts=2)
+    config = replace(config, batch=replace(config.batch, passes=3))
+    trained, times = [Lengths(3, 4)] * 4, {**TIMES, "time/train_s": 80.0}
+    one_s = training_flops(TINY, trained) / 2e6
+    for taken, passes in ((6, 3.0), (4, 2.0), (1, 1.0)):  # mini-batches without a usable gradient were left out
+        found = step(config, KNOWN, times, optimizer_steps=taken)
+        assert found["perf/mfu"] == pytest.approx(passes * one_s / 80)
+        assert found["perf/train_tokens_per_s"] == pytest.approx(passes * 4 * 7 / 80)
+        old_s, update_s = one_s / 3, taken * 1000 * 28 / 2e6
+        assert found["perf/train_floor_frac"] == pytest.approx((passes * one_s + old_s + update_s) / 80)
+    assert StepAccounting(config, KNOWN).assumptions()[0].startswith("MFU: 18 x (600 body parameters")
 
 
 def test_two_engines_work_side_by_side_on_their_own_part() -> None:

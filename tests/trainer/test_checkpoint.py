@@ -371,8 +371,12 @@ def test_a_damaged_row_costs_only_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_takes_back_weights_and_optimizer_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
-    config = make_config(save_policy(tmp_path / "model"), num_workers=1)
-    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    # Four mini-batches, whose order the later passes draw: a rank that goes on must draw the same.
+    config = make_config(save_policy(tmp_path / "model"), num_workers=1, mini_batch_prompts=1)
+    config.batch.passes = 3
+    samples = make_samples()
+    minis = [samples[first : first + 4] for first in range(0, 16, 4)]
+    batch = pack(minis, num_ranks=1, max_tokens=1000, policy_version=0)
     micros = batch.ranks[0][0].micro_batches
     with lone_worker(config, tmp_path / "model") as worker:
         worker.train(batch.ranks[0], batch.samples, 1)

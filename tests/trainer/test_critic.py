@@ -292,23 +292,25 @@ def test_gradients_do_not_depend_on_the_number_of_ranks(model_path: Path, tmp_pa
                 assert (one - other).norm() <= 1e-6 * one.norm()
 
 
-@pytest.mark.parametrize(("name", "mini_batch_prompts"), [*((name, 2) for name in MODES), ("tis", None)])
+@pytest.mark.parametrize(
+    ("name", "mini_batch_prompts", "passes"), [*((name, 2, 1) for name in MODES), ("tis", None, 1), ("tis", 2, 3)]
+)
 def test_every_mode_trains_both_and_pays_the_planned_forwards(
-    model_path: Path, name: str, mini_batch_prompts: int | None
+    model_path: Path, name: str, mini_batch_prompts: int | None, passes: int
 ) -> None:
     config = ppo_config(model_path, correction=MODES[name])
-    config.batch.mini_batch_prompts = mini_batch_prompts
+    config.batch.mini_batch_prompts, config.batch.passes = mini_batch_prompts, passes
     samples = rewarded()
     minis = [samples] if mini_batch_prompts is None else [samples[:8], samples[8:]]
     with lone_worker(config, model_path) as worker:
         tokens = count_forwards(worker)
         critic_of(worker).trainable.model.register_forward_pre_hook(lambda _, args: tokens.append(args[0].num_tokens))
         report = step_of(worker, minis, 1)
-    # Two backward passes of weight 2 each come on top of the forwards.
+    # In every pass two backwards of weight 2 each come on top of the forwards.
     num_tokens = sum(len(sample.token_ids) for sample in samples)
-    assert sum(tokens) + 4 * num_tokens == config.forwards_per_token * num_tokens
+    assert sum(tokens) + 4 * passes * num_tokens == config.forwards_per_token * num_tokens
     metrics = report.metrics
-    assert report.num_optimizer_steps == len(minis) and metrics["critic/skipped_steps"] == 0
+    assert report.num_optimizer_steps == passes * len(minis) and metrics["critic/skipped_steps"] == 0
     assert all(value is None or math.isfinite(value) for value in metrics.values()), metrics
     norms = metrics["critic/grad_norm"], metrics["optim/grad_norm"], metrics["mismatch/k3"]
     assert all(value is not None and value > 1e-3 for value in norms)
@@ -367,15 +369,18 @@ def test_the_critic_learns_what_the_prompt_tells_about_the_reward(model_path: Pa
 def test_while_the_critic_learns_alone_the_policy_stays_bit_for_bit(model_path: Path) -> None:
     critic = CriticConfig(warmup_rollout_steps=1, lr=1e-2)
     config = ppo_config(model_path, critic=critic)
+    config.batch.passes = 2
     samples = rewarded()
     with lone_worker(config, model_path) as worker:
-        before = weights_of(worker)
+        before, tokens = weights_of(worker), count_forwards(worker)
         first = step_of(worker, [samples[:8], samples[8:]], 1)
+        # Before the policy learns, later passes have nothing to do: it is scored for pi_old, and in the first pass.
+        assert sum(tokens) == 2 * sum(len(sample.token_ids) for sample in samples)
         assert all(torch.equal(a, b) for a, b in zip(before, weights_of(worker), strict=True))
         assert not worker._policy._optimizer.state
         second = step_of(worker, [samples[:8], samples[8:]], 2)
         assert not any(torch.equal(a, b) for a, b in zip(before, weights_of(worker), strict=True))
-    assert (first.num_optimizer_steps, second.num_optimizer_steps) == (0, 2)
+    assert (first.num_optimizer_steps, second.num_optimizer_steps) == (0, 4)
     assert first.metrics["optim/lr"] is None and first.metrics["optim/grad_norm"] is None
     assert first.metrics["optim/skipped_steps"] == 0 and second.metrics["optim/lr"] == config.optim.lr
     for key in ("mismatch/k3", "mismatch/k3_floor", "loss/policy", "critic/loss", "critic/grad_norm"):

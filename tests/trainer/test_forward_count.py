@@ -1,10 +1,11 @@
-"""What a mode costs, counted: forwards and backwards per token, for every mode and 1, 2 and 4 optimizer steps.
+"""What a mode costs, counted: forwards and backwards per token, for every mode, 1, 2 and 4 mini-batches, 1 to 3 passes.
 
 In forward equivalents (a backward pass counts 2) the usual table is: 3 for what compares mu with the current policy,
 otherwise 3 with one optimizer step per rollout and 4 with more; 4 where a denominator depends on the mask or on the
 weights; 1 more with a reference. Two rows differ here. Denominators that depend on the batch need no forward of their
 own, because the gradient is scaled once all micro-batches are in: 3 with one optimizer step. `ppo_is` pays 4 with more
-than one step, for the metrics of all tokens; `bypass` with loss=ppo_clip is the same objective at 3.
+than one step, for the metrics of all tokens; `bypass` with loss=ppo_clip is the same objective at 3. Each further pass
+over the rollout costs 3: pi_old is scored once per rollout, and with one mini-batch the first pass scores it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
     "batch-normalised weights": (TISConfig(self_normalize=SelfNormalize.mean_one), 3, 4),
     "denominator of what is kept": (MISConfig(rejected_denominator=RejectedDenominator.drop), 3, 4),
 }
-"""Correction, forward equivalents per token with one optimizer step per rollout, and with more."""
+"""Correction, forward equivalents per token of one pass with one mini-batch per rollout, and with more."""
 HARDLY = OptimConfig(lr=1e-12)
 """The policy hardly moves: all tests share it."""
 
@@ -102,28 +103,28 @@ def counted(config: TrainConfig, counter: Counter) -> tuple[float, float]:
     for sample in samples:
         # Near what a random policy over 64 tokens says, so that no correction rejects them.
         sample.rollout_logprobs = np.where(sample.response_mask, -math.log(64), 0.0)
-    num_steps = config.batch.optimizer_steps_per_rollout
-    size = len(samples) // num_steps
+    size = len(samples) // config.batch.mini_batches
     minis = [samples[first : first + size] for first in range(0, len(samples), size)]
     batch = pack(minis, num_ranks=1, max_tokens=60, policy_version=0)
     report = counter.train(config, batch)
-    assert report.num_optimizer_steps == num_steps
-    assert len(counter.backwards) == sum(len(mini.micro_batches) for mini in batch.ranks[0])
+    assert report.num_optimizer_steps == config.batch.optimizer_steps_per_rollout
+    assert len(counter.backwards) == config.batch.passes * sum(len(mini.micro_batches) for mini in batch.ranks[0])
     return sum(counter.forwards) / batch.stats.num_tokens, sum(counter.backwards) / batch.stats.num_tokens
 
 
-def config_of(correction: CorrectionConfig, num_steps: int) -> TrainConfig:
-    return make_config(Path("loaded already"), num_workers=1, correction=correction, mini_batch_prompts=4 // num_steps)
+def config_of(correction: CorrectionConfig, mini_batches: int, *, passes: int = 1) -> TrainConfig:
+    config = make_config(Path("loaded already"), num_workers=1, correction=correction)
+    return replace(config, batch=replace(config.batch, mini_batch_prompts=4 // mini_batches, passes=passes))
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
+@pytest.mark.parametrize(("mini_batches", "passes"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3)])
 @pytest.mark.parametrize("name", COSTS)
-def test_forwards_and_backwards_of_every_mode(counter: Counter, name: str, num_steps: int) -> None:
+def test_forwards_and_backwards_of_every_mode(counter: Counter, name: str, mini_batches: int, passes: int) -> None:
     correction, once, more = COSTS[name]
-    config = config_of(correction, num_steps)
-    expected = once if num_steps == 1 else more
+    config = config_of(correction, mini_batches, passes=passes)
+    expected = (once if mini_batches == 1 else more) + 3 * (passes - 1)
     forwards, backwards = counted(config, counter)
-    assert backwards == 1
+    assert backwards == passes
     assert forwards + 2 * backwards == expected
     assert config.forwards_per_token == expected
 

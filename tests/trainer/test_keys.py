@@ -7,7 +7,7 @@ from typing import get_type_hints
 from algorithms.config.rules import Description, describe
 from trainer.config.train import GROUPS, TrainConfig
 
-MAX_KEYS = 141
+MAX_KEYS = 142
 """Distinct keys over all options of all groups. A new key needs a recipe that sets it or a document that argues for it;
 then this number follows."""
 

@@ -188,6 +188,16 @@ def test_forwards_and_their_reason() -> None:
     twice = replace(config, batch=BatchConfig(mini_batch_prompts=8), correction=RecomputeConfig())
     assert forwards(twice).startswith("4 forward equivalents")
     assert "because one rollout serves 2 optimizer steps" in forwards(twice)
+    again = replace(twice, batch=BatchConfig(mini_batch_prompts=8, passes=3))
+    assert forwards(again) == (
+        "10 forward equivalents per token: 1 forward, 2 for its backward in each of 3 passes, and 1 for pi_old, "
+        "because one rollout serves 6 optimizer steps"
+    )
+    text = plan(again)
+    assert "6 optimizer steps per rollout (3 passes), 8 prompts = 64 samples each; 40 steps = 240 optimizer" in text
+    whole = replace(again, batch=BatchConfig(passes=3))
+    assert forwards(whole).startswith("9 forward equivalents")
+    assert "the training forward of the first pass is pi_old" in forwards(whole)
     bypass = replace(twice, correction=BypassConfig())
     assert forwards(bypass).startswith("3 forward equivalents")
     assert "correction=bypass does without it" in forwards(bypass)
@@ -210,6 +220,9 @@ def test_a_critic_is_counted_and_described(tmp_path: Path) -> None:
     assert "critic" not in plan(config)
     assert forwards(with_critic).startswith("7 forward equivalents")
     assert forwards(with_critic).endswith("and 4 for the critic: 1 for the values, 3 to train it")
+    twice = replace(with_critic, batch=replace(with_critic.batch, passes=2))
+    assert forwards(twice).startswith("13 forward equivalents")
+    assert forwards(twice).endswith("and 7 for the critic: 1 for the values, 6 to train it")
     text = plan(with_critic)
     assert "starts from the model of the policy, lr 1e-05, value clip 0.5; GAE with gamma 1, lambda 0.95" in text
     assert "whitened; the first 2 steps without the policy" in text

@@ -60,6 +60,7 @@ def config_of(
     *,
     correction: CorrectionConfig | None = None,
     mini_batch_prompts: int | None = None,
+    passes: int = 1,
     advantage: AdvantageConfig | None = None,
     keep: int = 9,
 ) -> TrainConfig:
@@ -70,7 +71,7 @@ def config_of(
         mini_batch_prompts=mini_batch_prompts,
         advantage=advantage,
     )
-    return replace(made, dump=DumpConfig(every=1, keep=keep))
+    return replace(made, batch=replace(made.batch, passes=passes), dump=DumpConfig(every=1, keep=keep))
 
 
 def close_samples() -> list[Sample]:
@@ -89,7 +90,7 @@ def trained(
     """Train one rollout step of a rank, write it down, and log it as a run does."""
     group_size = config.batch.group_size
     samples = close_samples()
-    parts = config.batch.optimizer_steps_per_rollout
+    parts = config.batch.mini_batches
     size = len(samples) // parts
     assert size % group_size == 0
     batch = pack(
@@ -118,27 +119,30 @@ def one_step(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return run_dir
 
 
-CASES: dict[str, tuple[CorrectionConfig, int | None, AdvantageConfig]] = {
-    "two steps": (MASKING, 2, AdvantageConfig()),
-    "two steps, self-normalised": (NORMALISED, 2, AdvantageConfig()),
-    "bypass, two steps": (BypassConfig(), 2, AdvantageConfig()),
-    "baseline of what is kept": (
-        MASKING,
-        2,
-        AdvantageConfig(estimator=Estimator.dr_grpo, baseline_scope=BaselineScope.kept),
-    ),
+KEPT = AdvantageConfig(estimator=Estimator.dr_grpo, baseline_scope=BaselineScope.kept)
+CASES: dict[str, tuple[CorrectionConfig, int | None, int, AdvantageConfig]] = {
+    "two steps": (MASKING, 2, 1, AdvantageConfig()),
+    "two steps, self-normalised": (NORMALISED, 2, 1, AdvantageConfig()),
+    "bypass, two steps": (BypassConfig(), 2, 1, AdvantageConfig()),
+    "baseline of what is kept": (MASKING, 2, 1, KEPT),
+    "three passes over one mini-batch": (MASKING, None, 3, AdvantageConfig()),
+    "bypass, two passes over two mini-batches": (BypassConfig(), 2, 2, AdvantageConfig()),
+    "baseline of what is kept, two passes": (MASKING, 2, 2, KEPT),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_row_of_the_run_is_what_was_logged_to_the_last_bit(case: str, model_path: Path, tmp_path: Path) -> None:
-    correction, mini_batch_prompts, advantage = CASES[case]
-    config = config_of(model_path, correction=correction, mini_batch_prompts=mini_batch_prompts, advantage=advantage)
+    correction, mini_batch_prompts, passes, advantage = CASES[case]
+    config = config_of(
+        model_path, correction=correction, mini_batch_prompts=mini_batch_prompts, passes=passes, advantage=advantage
+    )
     report = trained(config, model_path, tmp_path)
     names = [RUN, "tis", "mis", "bypass", "bypass_reinforce", "miles_default"]
     replay = replayed(config, tmp_path, names)
     assert replay.reproduction.different == {}
     assert replay.reproduction.compared >= 59
+    assert replay.step.num_optimizer_steps == config.batch.optimizer_steps_per_rollout
     own = replay.scores[0].metrics
     for key in (
         "k3",
@@ -155,9 +159,9 @@ def test_the_row_of_the_run_is_what_was_logged_to_the_last_bit(case: str, model_
         assert 0 < (own["mismatch/kept_frac"] or 0) < 1
     refused = {mode.name: mode.refusal for mode in replay.refused}
     assert set(refused) | {score.name for score in replay.scores} == set(names)
-    if case == "bypass, two steps":
+    if case.startswith("bypass"):
         assert "pi_old of every token" in refused["tis"] and "bypass_reinforce" not in refused
-    elif case == "baseline of what is kept":
+    elif advantage == KEPT:
         assert "rejects nothing" in refused["tis"] and "mis" not in refused
         assert "never computes" in refused["bypass"]
     else:
@@ -323,9 +327,9 @@ def test_a_rank_without_samples_is_written_down_too(tmp_path: Path) -> None:
     empty = micro_batch([])
     mini = RankMiniBatch(micro_batches=[empty], num_response_tokens=4, num_sequences=1)
     samples = step_samples(close_samples()[:1], policy_version=0)
-    recorder = StepRecorder([mini], samples, rank=0)
+    recorder = StepRecorder(samples, rank=0)
     zero = torch.zeros(1)
-    recorder.add(empty, TokenScores(logprobs=zero, entropy=zero, floor_delta=None), index=0, position=0)
+    recorder.add(mini, 0, TokenScores(logprobs=zero, entropy=zero, floor_delta=None))
     path = begin_dump(tmp_path, 1)
     report = recorder.write(path)
     assert report.rank_file is not None and report.record is not None

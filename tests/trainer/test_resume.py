@@ -98,10 +98,16 @@ def test_what_may_change_is_listed(tmp_path: Path) -> None:
     config = make(tmp_path, resume=Resume.auto)
     save(config, 4)
     moved = HFModelConfig(path=str(tmp_path / "elsewhere"))
-    other = replace(config, model=moved, optim=replace(config.optim, lr=0.5), run=replace(config.run, num_steps=99))
+    batch, run = replace(config.batch, passes=2), replace(config.run, num_steps=99)
+    other = replace(config, model=moved, batch=batch, optim=replace(config.optim, lr=0.5), run=run)
     found = checkpoint_to_resume(other, tmp_path / "run")
     assert found is not None
-    assert sorted(changed_keys(found.state.config, other)) == ["model.path", "optim.lr", "run.num_steps"]
+    assert sorted(changed_keys(found.state.config, other)) == [
+        "batch.passes",
+        "model.path",
+        "optim.lr",
+        "run.num_steps",
+    ]
     assert changed_keys(found.state.config, other)["optim.lr"] == "optim.lr 0.01 -> 0.5"
     assert not changed_keys(found.state.config, config)
 

@@ -110,8 +110,8 @@ class TokenScores(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class RankMiniBatch:
-    """A rank's part of a mini-batch, which is one optimizer step. The counts are those of the whole mini-batch: the
-    denominators of the loss."""
+    """A rank's part of a mini-batch, on which every pass takes one optimizer step. The counts are those of the whole
+    mini-batch: the denominators of the loss."""
 
     micro_batches: list[MicroBatch]
     """Every rank has the same number, so that collectives match."""
@@ -119,6 +119,18 @@ class RankMiniBatch:
     """Response tokens over all ranks, before any rejection."""
     num_sequences: int
     """Responses over all ranks."""
+
+
+def pass_order(minis: Sequence[RankMiniBatch], *, number: int, seed: int, step: int) -> list[RankMiniBatch]:
+    """The mini-batches in the order of pass `number` (from 0) over the rollout of `step`.
+
+    The first pass keeps the order of `minis`, a later one shuffles them. The shuffle depends on `seed` (run.seed),
+    `step` and `number` alone, so that it is the same on every rank and in a run that was resumed.
+    """
+    if number == 0:
+        return list(minis)
+    bits = np.random.PCG64(np.random.SeedSequence([seed, step, number]))
+    return [minis[index] for index in np.random.Generator(bits).permutation(len(minis))]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -167,7 +179,7 @@ class TrainBatch:
     """A rollout step, packed for all ranks."""
 
     ranks: list[list[RankMiniBatch]]
-    """[num_ranks][optimizer steps]."""
+    """[num_ranks][mini-batches]."""
     samples: StepSamples
     """Facts of all samples; every rank gets all of them."""
     stats: PackingStats

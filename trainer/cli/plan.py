@@ -14,7 +14,7 @@ from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
 from trainer.config.guard import MismatchGuardConfig
-from trainer.config.recording import DUMP_BYTES_PER_TOKEN
+from trainer.config.recording import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
@@ -82,19 +82,24 @@ def _resume(config: TrainConfig, run_dir: Path) -> str:
 
 def forwards(config: TrainConfig) -> str:
     """Cost of training per token, with the reason for or against a separate forward for pi_old."""
-    steps, mode = config.batch.optimizer_steps_per_rollout, config.correction.mode
+    batch, mode = config.batch, config.correction.mode
+    passes, steps = batch.passes, batch.optimizer_steps_per_rollout
     if config.needs_prepass:
         reason = "and 1 for pi_old, on which the advantages depend before the first optimizer step"
     elif config.needs_old_logprobs_pass:
         reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
     elif not config.correction.needs_old_logprobs:
         reason = f"none for pi_old: correction={mode} does without it"
+    elif passes > 1:
+        reason = "none for pi_old: with one mini-batch per rollout the training forward of the first pass is pi_old"
     else:
         reason = "none for pi_old: with one optimizer step per rollout the training forward is pi_old"
     reference = ", and 1 for the reference" if config.has_reference else ""
-    critic = ", and 4 for the critic: 1 for the values, 3 to train it" if config.has_critic else ""
+    values = f"1 for the values, {3 * passes} to train it"
+    critic = f", and {1 + 3 * passes} for the critic: {values}" if config.has_critic else ""
+    each = "" if passes == 1 else f" in each of {passes} passes"
     total = config.forwards_per_token
-    return f"{total} forward equivalents per token: 1 forward, 2 for its backward, {reason}{reference}{critic}"
+    return f"{total} forward equivalents per token: 1 forward, 2 for its backward{each}, {reason}{reference}{critic}"
 
 
 def _critic(config: TrainConfig) -> str:
@@ -120,7 +125,8 @@ def _checkpoints(config: TrainConfig) -> str:
 
 def _dumps(config: TrainConfig) -> str:
     """Frequency of dumps, and the largest size of a dump on disk."""
-    at_most = size(batch_shape(config).tokens_per_step * DUMP_BYTES_PER_TOKEN)
+    per_token = DUMP_BYTES_PER_TOKEN + (config.batch.passes - 1) * SCORE_BYTES_PER_TOKEN
+    at_most = size(batch_shape(config).tokens_per_step * per_token)
     return (
         f"every {counted(config.dump.every, 'step')} for parity replay, the newest {config.dump.keep} stay; "
         f"at most about {at_most} each"
@@ -142,8 +148,10 @@ def _batch(config: TrainConfig) -> Iterator[str]:
         f"{batch.prompts_per_step} prompts x {batch.group_size} samples = {batch.samples_per_step} samples per step "
         f"(collect={config.collect.kind})"
     )
+    passes = f" ({batch.passes} passes)" if batch.passes > 1 else ""
+    prompts = counted(batch.prompts_per_step // batch.mini_batches, "prompt")
     yield (
-        f"{counted(steps, 'optimizer step')} per rollout, {counted(batch.prompts_per_step // steps, 'prompt')} = "
+        f"{counted(steps, 'optimizer step')} per rollout{passes}, {prompts} = "
         f"{counted(shape.samples_per_optimizer_step, 'sample')} each; "
         f"{counted(config.run.num_steps, 'step')} = {counted(steps * config.run.num_steps, 'optimizer step')}"
     )

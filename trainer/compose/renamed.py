@@ -14,7 +14,8 @@ _NAMES: Final[dict[str, str]] = {
         "verl ppo_max_token_len_per_gpu log_prob_max_token_len_per_gpu forward_max_token_len_per_gpu"
     ),
     "batch.mini_batch_prompts": "verl ppo_mini_batch_size",
-    "batch.mini_batch_prompts: optimizer steps per rollout = prompts_per_step / it": "TRL steps_per_generation",
+    "batch.mini_batch_prompts: mini-batches per rollout = prompts_per_step / it": "TRL steps_per_generation",
+    "batch.passes": "verl ppo_epochs; TRL num_iterations; others update_epochs_per_batch",
     "batch.prompts_per_step": "verl train_batch_size; slime rollout_batch_size",
     "batch.prompts_per_step times batch.group_size": "TRL generation_batch_size",
     "batch.prompts_per_step, over all ranks": "TRL per_device_train_batch_size",
@@ -132,9 +133,6 @@ slime stands for miles too, others for OpenRLHF, SkyRL, NeMo-RL and AReaL. A nam
 two parts."""
 
 _ABSENT: Final[dict[str, str]] = {
-    "every sample is trained on once per rollout; batch.mini_batch_prompts makes several optimizer steps of it": (
-        "ppo_epochs num_iterations"
-    ),
     "micro-batches are packed by tokens: batch.max_tokens_per_microbatch bounds them": (
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
         "gradient_accumulation_steps"

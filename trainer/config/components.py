@@ -115,13 +115,21 @@ class BatchConfig(Checked):
     group_size: int = ruled(8, at_least(1))
     """Number of samples per prompt."""
     mini_batch_prompts: int | None = None
-    """Number of groups per optimizer step; null means all groups (one optimizer step per rollout)."""
+    """Number of groups per optimizer step; null means all groups (one mini-batch per rollout)."""
+    passes: int = ruled(1, at_least(1), remedy="Vetted: 1.")
+    """Number of times that every mini-batch of a rollout is trained on. pi_old and the mismatch are those of the first
+    pass. A critic takes as many passes. Vetted: 1 (verl, TRL)."""
     max_tokens_per_microbatch: int = ruled(8192, at_least(1))
     """Upper bound on the packed tokens of one forward on one rank; a longer sample is an error."""
 
     @property
-    def optimizer_steps_per_rollout(self) -> int:
+    def mini_batches(self) -> int:
+        """Number of mini-batches of a rollout."""
         return self.prompts_per_step // (self.mini_batch_prompts or self.prompts_per_step)
+
+    @property
+    def optimizer_steps_per_rollout(self) -> int:
+        return self.mini_batches * self.passes
 
     @property
     def samples_per_step(self) -> int:
@@ -134,7 +142,7 @@ class BatchConfig(Checked):
             yield self.broken(
                 "mini_batch_prompts",
                 f"must divide batch.prompts_per_step ({self.prompts_per_step})",
-                "null means one optimizer step per rollout.",
+                "null means one mini-batch per rollout.",
             )
 
 

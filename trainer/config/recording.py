@@ -20,6 +20,8 @@ DUMPS = "dumps"
 """Directory in run.dir that `trainer/rundir/dump.py` writes."""
 DUMP_BYTES_PER_TOKEN = 41
 """Largest number of bytes per response token: with pi_old, a reference, a critic and weights of several versions."""
+SCORE_BYTES_PER_TOKEN = 8
+"""Number of those bytes that a later pass over the rollout adds: log-prob and entropy."""
 
 HELDOUT = "heldout"
 """Name of the evaluation set from data.eval_path; the sets of eval.sets have other names."""

@@ -154,10 +154,15 @@ class TrainConfig(Checked):
         return self.has_reference and self.reference.placement is KLPlacement.reward
 
     @property
-    def needs_old_logprobs_pass(self) -> bool:
-        """True if pi_old needs a separate forward; otherwise the detached training forward is pi_old."""
+    def needs_old_logprobs(self) -> bool:
+        """True if pi_old is kept beside a token: it is needed before the first update, or after it."""
         steps = self.batch.optimizer_steps_per_rollout
         return self.needs_prepass or (self.correction.needs_old_logprobs and steps > 1)
+
+    @property
+    def needs_old_logprobs_pass(self) -> bool:
+        """True if pi_old needs a separate forward; otherwise the detached training forward of the first pass is it."""
+        return self.needs_prepass or (self.correction.needs_old_logprobs and self.batch.mini_batches > 1)
 
     @property
     def shares_gpus(self) -> bool:
@@ -166,11 +171,12 @@ class TrainConfig(Checked):
 
     @property
     def forwards_per_token(self) -> int:
-        """Cost of training in forward equivalents: forward 1, backward 2, separate pi_old 1, reference 1, critic 4.
+        """Cost of training in forward equivalents: a pass 3 (forward 1, backward 2), separate pi_old 1, reference 1.
 
-        The cost of the critic is 1 for the values before the first update, 1 for its forward and 2 for its backward.
+        The cost of the critic is 1 for the values before the first update, and 3 for each pass.
         """
-        return 3 + self.needs_old_logprobs_pass + self.has_reference + 4 * self.has_critic
+        trained = 3 * self.batch.passes
+        return trained + self.needs_old_logprobs_pass + self.has_reference + (1 + trained) * self.has_critic
 
     def conflicts(self) -> Iterator[Problem]:
         # The default of a group is its base class, which is no option.

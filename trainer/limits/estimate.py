@@ -103,7 +103,7 @@ def batch_shape(config: TrainConfig) -> BatchShape:
     batch, response = config.batch, config.sampling.max_new_tokens
     prompt = _prompt_cap(config)
     tokens = prompt + response
-    per_optimizer_step = batch.samples_per_step // batch.optimizer_steps_per_rollout
+    per_optimizer_step = batch.samples_per_step // batch.mini_batches
     per_rank = math.ceil(per_optimizer_step / config.policy.num_workers)
     per_microbatch = max(1, batch.max_tokens_per_microbatch // tokens)
     return BatchShape(

@@ -2,7 +2,7 @@
 
     values  V before the first update, in a forward of its own    ValueModel
     GAE     returns and advantages of each token                  `trainer/policy/advantages.py`
-    update  one optimizer step per mini-batch, towards the returns of all response tokens
+    update  one optimizer step per pass and mini-batch, towards the returns of all response tokens
 
 The end of a response is terminal, also where it was cut at sampling.max_new_tokens: the limit belongs to the task, and
 the reward of a response that was cut has been given. What the correction weighs or rejects concerns the policy only:
@@ -27,7 +27,7 @@ from algorithms.config import Aggregation
 from algorithms.returns import Moments
 from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch, present
+from trainer.batch.train_batch import MicroBatch, RankMiniBatch, pass_order, present
 from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
 from trainer.policy.forward import states_before
@@ -88,19 +88,26 @@ class Critic:
         )
 
     def train(self, minis: Sequence[RankMiniBatch], *, unwhitened: Moments, step: int) -> dict[str, float | None]:
-        """One optimizer step per mini-batch, towards `returns` -> the metrics of the step, global: `critic/*`.
+        """One optimizer step per pass and mini-batch, towards `returns` -> the metrics of the step, global: `critic/*`.
 
         `unwhitened`: moments of the advantages before they were whitened.
         """
-        rate = self.trainable.set_learning_rate(step=step, num_steps=self._config.run.num_steps)
-        parts = [self._optimizer_step(mini) for mini in minis]
+        run, passes = self._config.run, self._config.batch.passes
+        rate = self.trainable.set_learning_rate(step=step, num_steps=run.num_steps)
+        parts: list[tuple[ValueStats, float | None, bool]] = []
+        usable = minis
+        for number in range(passes):
+            order = pass_order(usable, number=number, seed=run.seed, step=step)
+            done = [self._optimizer_step(mini) for mini in order]
+            usable = [mini for mini, (_, _, taken) in zip(order, done, strict=True) if taken]
+            parts += done
         stats = merged([stats for stats, _, _ in parts])
         dist.all_reduce(stats.sums, op=dist.ReduceOp.SUM)
         dist.all_reduce(stats.maxes, op=dist.ReduceOp.MAX)
         metrics = stats.metrics(optimizer_steps=len(parts))
         norms = [norm for _, norm, _ in parts if norm is not None]
         metrics["critic/grad_norm"] = mean_or_none(sum(norms), len(norms))
-        metrics["critic/skipped_steps"] = float(sum(not taken for _, _, taken in parts))
+        metrics["critic/skipped_steps"] = float(len(minis) * passes - sum(taken for _, _, taken in parts))
         metrics["critic/lr"] = rate
         metrics["critic/advantage_mean"] = unwhitened.mean.item()
         metrics["critic/advantage_std"] = unwhitened.variance.sqrt().item()

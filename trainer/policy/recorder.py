@@ -1,9 +1,9 @@
 """Collects one rank's part of a recorded step and writes the part to a safetensors file, one file per rank.
 
-    <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `OF_BATCH`, `OF_SCORES`, and
-                                              token_ids [T] int32, cu_seqlens [N+1] int32, response_mask [T] bool,
-                                              sample_keys [N, 2] int64 of (prompt_id, sample_index),
-                                              sample_numbers [N] int64
+    <optimizer step>/<micro-batch>/<name>     the tensors of a micro-batch: `OF_SCORES` and, in the first pass over the
+                                              rollout, `OF_BATCH`, token_ids [T] int32, cu_seqlens [N+1] int32,
+                                              response_mask [T] bool, sample_keys [N, 2] int64 of (prompt_id,
+                                              sample_index), sample_numbers [N] int64
     samples/<name>                            StepSamples, in the file of rank 0
 
 Micro-batches keep their boundaries and their order, so sums over the micro-batches, made again, are the same to the
@@ -15,7 +15,6 @@ sequences, S: samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
+from trainer.batch.train_batch import RankMiniBatch, StepSamples, TokenScores
 from trainer.rundir.dump import OptimizerStep, RankFile
 from trainer.rundir.sealed import FileRecord, describe_file
 
@@ -50,40 +49,49 @@ class DumpReport:
 class StepRecorder:
     """Collects the micro-batches of a step while they are trained on, on the host."""
 
-    def __init__(self, minis: Sequence[RankMiniBatch], samples: StepSamples, *, rank: int) -> None:
+    def __init__(self, samples: StepSamples, *, rank: int) -> None:
         self._rank = rank
-        self._steps = tuple(
-            OptimizerStep(
-                num_response_tokens=mini.num_response_tokens,
-                num_sequences=mini.num_sequences,
-                num_micro_batches=len(mini.micro_batches),
-            )
-            for mini in minis
-        )
+        self._steps: list[OptimizerStep] = []
+        self._first: dict[int, int] = {}
+        """Identity of a mini-batch -> optimizer step of the first pass over it."""
         self._device = samples.rewards.device.type
         self._tensors: dict[str, Tensor] = {}
         if rank == 0:
             self._tensors = {f"samples/{name}": getattr(samples, name).cpu().contiguous() for name in SAMPLES}
 
-    def add(self, micro: MicroBatch, scores: TokenScores, *, index: int, position: int) -> None:
-        """Keep micro-batch `position` of optimizer step `index` as it enters the loss."""
-        found = {name: getattr(micro, name) for name in OF_BATCH}
-        found |= {name: getattr(scores, name).detach() for name in OF_SCORES}
+    def add(self, mini: RankMiniBatch, position: int, scores: TokenScores) -> None:
+        """Keep micro-batch `position` of `mini` as it enters the loss; the first one begins an optimizer step."""
+        if position == 0:
+            self._begin(mini)
+        micro, again = mini.micro_batches[position], self._steps[-1].again is not None
+        found = {name: getattr(scores, name).detach() for name in OF_SCORES}
+        found |= {} if again else {name: getattr(micro, name) for name in OF_BATCH}
         tensors = {name: value[micro.response_index] for name, value in found.items() if value is not None}
-        if micro.token_lags is not None:
+        if "token_lags" in tensors:
             tensors["token_lags"] = tensors["token_lags"].to(torch.int32)
-        tensors |= {
-            "token_ids": micro.token_ids.to(torch.int32),
-            "cu_seqlens": micro.cu_seqlens,
-            "response_mask": micro.response_mask,
-            "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(len(micro.sample_keys), 2),
-            "sample_numbers": micro.sample_numbers,
-        }
+        if not again:
+            tensors |= {
+                "token_ids": micro.token_ids.to(torch.int32),
+                "cu_seqlens": micro.cu_seqlens,
+                "response_mask": micro.response_mask,
+                "sample_keys": torch.tensor(micro.sample_keys, dtype=torch.int64).reshape(len(micro.sample_keys), 2),
+                "sample_numbers": micro.sample_numbers,
+            }
         # A tensor that shares its memory with another one is refused by safetensors, so each is a copy.
         self._tensors |= {
-            f"{index}/{position}/{name}": value.cpu().clone(memory_format=torch.contiguous_format)
+            f"{len(self._steps) - 1}/{position}/{name}": value.cpu().clone(memory_format=torch.contiguous_format)
             for name, value in tensors.items()
         }
+
+    def _begin(self, mini: RankMiniBatch) -> None:
+        step = OptimizerStep(
+            num_response_tokens=mini.num_response_tokens,
+            num_sequences=mini.num_sequences,
+            num_micro_batches=len(mini.micro_batches),
+            again=self._first.get(id(mini)),
+        )
+        self._first.setdefault(id(mini), len(self._steps))
+        self._steps.append(step)
 
     def write(self, directory: Path) -> DumpReport:
         """Write this rank's file to `directory`. What the disk does not take is in the report: no error gets past."""
@@ -96,6 +104,9 @@ class StepRecorder:
             problem = f"rank {self._rank}: {error}"
             return DumpReport(rank_file=None, record=None, error=problem, write_s=time.perf_counter() - started)
         written = RankFile(
-            file=path.name, optimizer_steps=self._steps, num_threads=torch.get_num_threads(), device=self._device
+            file=path.name,
+            optimizer_steps=tuple(self._steps),
+            num_threads=torch.get_num_threads(),
+            device=self._device,
         )
         return DumpReport(rank_file=written, record=record, error=None, write_s=time.perf_counter() - started)

@@ -3,7 +3,7 @@
     old_logprobs    log pi_old, in a forward of its own where the correction or the advantages need it beforehand
     ref_logprobs    log pi_ref, where there is a reference policy
     advantages      from rewards (`trainer/policy/advantages.py`), or from the values of the critic
-    for each optimizer step, for each of its micro-batches:
+    for each pass over the mini-batches, for each mini-batch (an optimizer step), for each of its micro-batches:
         score       log pi_theta and entropy                        `trainer/policy/forward.py`
         compare     the log-probs that stand for pi_old             `compared_logprobs`
         correct     anchor, weight, keep                            `algorithms/correction.py`
@@ -39,7 +39,14 @@ from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.packing import DTYPES
 from trainer.batch.token_deltas import SampleKey
-from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores, present
+from trainer.batch.train_batch import (
+    MicroBatch,
+    RankMiniBatch,
+    StepSamples,
+    TokenScores,
+    pass_order,
+    present,
+)
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
@@ -87,7 +94,7 @@ class TrainingStep:
     def run(
         self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
     ) -> RankReport:
-        """Train rollout step `step` (1-based): every mini-batch is one optimizer step. A collective.
+        """Train rollout step `step` (1-based): each pass takes one optimizer step per mini-batch. A collective.
 
         Args:
             mini_batches: those of this rank.
@@ -111,17 +118,24 @@ class TrainingStep:
             self.fill_ref_logprobs(minis, self._reference)
         advantages, critic_metrics = self._set_advantages(minis, samples, step=step)
 
-        recorder = None if dump_dir is None else StepRecorder(minis, samples, rank=dist.get_rank())
+        recorder = None if dump_dir is None else StepRecorder(samples, rank=dist.get_rank())
         stats = StepStats(self._device)
-        learns = config.policy_learns(step)
-        taken = sum(
-            self._optimizer_step(mini, index=index, samples=samples, stats=stats, learns=learns, recorder=recorder)
-            for index, mini in enumerate(minis)
-        )
+        learns, usable, taken = config.policy_learns(step), minis, 0
+        for number in range(config.batch.passes):
+            order = pass_order(usable, number=number, seed=config.run.seed, step=step)
+            # A mini-batch from which nothing could be learnt is left out of the passes that follow.
+            usable = [
+                mini
+                for index, mini in enumerate(order)
+                if self._optimizer_step(
+                    mini, number=number, index=index, samples=samples, stats=stats, learns=learns, recorder=recorder
+                )
+            ]
+            taken += len(usable)
 
         metrics = stats.metrics() | critic_metrics
         metrics["optim/lr"] = rate if learns else None
-        metrics["optim/skipped_steps"] = float(len(minis) - taken) if learns else 0.0
+        metrics["optim/skipped_steps"] = float(len(minis) * config.batch.passes - taken) if learns else 0.0
         if self._policy.loss_scale is not None:
             metrics["optim/loss_scale"] = self._policy.loss_scale
             metrics["optim/overflow_steps"] = float(stats.overflow_steps)
@@ -190,13 +204,14 @@ class TrainingStep:
         self,
         mini: RankMiniBatch,
         *,
+        number: int,
         index: int,
         samples: StepSamples,
         stats: StepStats,
         learns: bool,
         recorder: StepRecorder | None,
     ) -> bool:
-        """Forward, backward and update of one mini-batch; False if nothing could be learnt from it.
+        """Forward, backward and update of mini-batch `index` of pass `number`; False if nothing could be learnt of it.
 
         If the policy does not learn in this step (critic warm-up), only the forward runs, for the statistics.
         """
@@ -206,7 +221,9 @@ class TrainingStep:
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
             with torch.set_grad_enabled(learns):
-                scores = self.score(micro, measure_floor=index == 0 and position == 0)
+                scores = self.score(micro, measure_floor=number == index == position == 0)
+            if config.needs_old_logprobs and micro.old_logprobs is None:
+                micro.old_logprobs = scores.logprobs.detach()  # the only mini-batch, in the first pass
             tokens = micro.tokens(compared_logprobs(micro, scores))
             correction = correct(spec, tokens)
             loss = step_loss(config, micro, scores, correction, mini=mini)
@@ -216,10 +233,10 @@ class TrainingStep:
             losses.append(loss.loss.detach())
             stats.add_loss(loss.stats)
             stats.add_floor(scores.floor_delta)
-            if is_measured(micro, index=index):
+            if is_measured(micro, number=number, index=index):
                 stats.add_mismatch(micro, tokens, correction, samples)
             if recorder is not None:
-                recorder.add(micro, scores, index=index, position=position)
+                recorder.add(mini, position, scores)
         dist.all_reduce(counts)
         factor = step_factor(config, counts, mini)
         if not learns:
@@ -252,20 +269,20 @@ class TrainingStep:
 def compared_logprobs(micro: MicroBatch, scores: TokenScores) -> Tensor:
     """The trainer's log-probs that are compared with mu -> [T] float32, nats, no gradient.
 
-    log pi_old, where it was scored in a forward of its own. Otherwise the detached log-probs of the training forward.
-    In the first optimizer step of a rollout step they are log pi_old, because the weights have not moved. In later
-    steps only corrections that compare the current policy (`compared=current`, as bypass does) have no log pi_old: they
-    compare log pi_theta with mu.
+    log pi_old, where it is kept beside the tokens: in every pass the same. Otherwise the detached log-probs of the
+    training forward. In the first optimizer step of a rollout step they are log pi_old, because the weights have not
+    moved. In later steps only corrections that compare the current policy (`compared=current`, as bypass does) have no
+    log pi_old: they compare log pi_theta with mu.
     """
     return scores.logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
 
 
-def is_measured(micro: MicroBatch, *, index: int) -> bool:
-    """True if the mismatch of a micro-batch of optimizer step `index` is measured.
+def is_measured(micro: MicroBatch, *, number: int, index: int) -> bool:
+    """True if the mismatch of a micro-batch of mini-batch `index` of pass `number` is measured: once per token.
 
     Without a stored pi_old, later optimizer steps would show the mismatch and the drift of the policy together.
     """
-    return micro.old_logprobs is not None or index == 0
+    return number == 0 and (micro.old_logprobs is not None or index == 0)
 
 
 def step_loss(

@@ -16,7 +16,7 @@ class RankReport:
     metrics: dict[str, float | None]
     """Global, the same on every rank; only perf/* are the rank's own."""
     num_optimizer_steps: int
-    """Optimizer steps taken; mini-batches without a usable token or gradient are not counted."""
+    """Optimizer steps taken in all passes; those without a usable token or gradient are not counted."""
     sample_k3: dict[SampleKey, float]
     """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
     histograms: HistogramArrays

@@ -153,7 +153,7 @@ class PolicyWorker:
     def train(
         self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, dump_dir: Path | None = None
     ) -> RankReport:
-        """One rollout step: every mini-batch is one optimizer step.
+        """One rollout step: each of `batch.passes` takes one optimizer step per mini-batch.
 
         `samples` are those of the whole step, all ranks. What this rank trained on is written to `dump_dir`.
         """

@@ -26,6 +26,8 @@ class RecordedMini:
     mini: RankMiniBatch
     scores: list[TokenScores] = field(default_factory=list)
     """Scores of each micro-batch in training; the rounding of the head is not recorded."""
+    again: int | None = None
+    """Optimizer step of the first pass over the same mini-batch; None if this is the first pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,30 +63,42 @@ def _read_rank(path: Path, rank: RankFile) -> list[RecordedMini]:
         for key in file.keys():  # noqa: SIM118 - it is no mapping
             place, _, name = key.rpartition("/")
             parts[place][name] = file.get_tensor(key)
-    recorded = []
+    recorded: list[RecordedMini] = []
     for index, step in enumerate(rank.optimizer_steps):
-        read = [_read_micro(parts[f"{index}/{position}"]) for position in range(step.num_micro_batches)]
-        mini = RankMiniBatch(
-            micro_batches=[micro for micro, _ in read],
-            num_response_tokens=step.num_response_tokens,
-            num_sequences=step.num_sequences,
+        read = [parts[f"{index}/{position}"] for position in range(step.num_micro_batches)]
+        mini = (
+            RankMiniBatch(
+                micro_batches=[_read_micro(tensors) for tensors in read],
+                num_response_tokens=step.num_response_tokens,
+                num_sequences=step.num_sequences,
+            )
+            if step.again is None
+            else recorded[step.again].mini
         )
-        recorded.append(RecordedMini(mini=mini, scores=[scores for _, scores in read]))
+        scores = [_read_scores(tensors, micro) for tensors, micro in zip(read, mini.micro_batches, strict=True)]
+        recorded.append(RecordedMini(mini=mini, scores=scores, again=step.again))
     return recorded
 
 
-def _read_micro(tensors: Mapping[str, Tensor]) -> tuple[MicroBatch, TokenScores]:
+def _wide(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
+    """The `values` [R] at the places `index` [R] of `mask` [T], 0 elsewhere -> [T]."""
+    return torch.zeros(mask.shape, dtype=values.dtype).index_put((index,), values)
+
+
+def _read_scores(tensors: Mapping[str, Tensor], micro: MicroBatch) -> TokenScores:
+    logprobs, entropy = (_wide(tensors[name], micro.response_mask, micro.response_index) for name in OF_SCORES)
+    return TokenScores(logprobs=logprobs, entropy=entropy, floor_delta=None)
+
+
+def _read_micro(tensors: Mapping[str, Tensor]) -> MicroBatch:
     mask, cu_seqlens = tensors["response_mask"], tensors["cu_seqlens"]
     index = mask.nonzero().flatten()
-    wide: dict[str, Tensor] = {}
-    for name in (*OF_BATCH, *OF_SCORES):
-        if name in tensors:
-            values = tensors[name].to(torch.int64) if name == "token_lags" else tensors[name]
-            wide[name] = torch.zeros(mask.shape, dtype=values.dtype).index_put((index,), values)
-    scores = TokenScores(logprobs=wide.pop("logprobs"), entropy=wide.pop("entropy"), floor_delta=None)
+    wide = {name: _wide(tensors[name], mask, index) for name in OF_BATCH if name in tensors}
+    if "token_lags" in wide:
+        wide["token_lags"] = wide["token_lags"].to(torch.int64)
     lengths = cu_seqlens.diff().tolist()
     keys = tensors["sample_keys"].tolist()
-    micro = MicroBatch(
+    return MicroBatch(
         token_ids=tensors["token_ids"].to(torch.int64),
         position_ids=torch.cat([torch.arange(length) for length in lengths]),
         cu_seqlens=cu_seqlens,
@@ -95,4 +109,3 @@ def _read_micro(tensors: Mapping[str, Tensor]) -> tuple[MicroBatch, TokenScores]
         sample_numbers=tensors["sample_numbers"],
         **wide,
     )
-    return micro, scores

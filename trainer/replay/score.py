@@ -45,7 +45,7 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
     config, ranks = mode.config, prepared(mode, step)
     stats = [StepStats(torch.device("cpu")) for _ in ranks]
     max_weight = 0.0
-    for index in range(step.num_optimizer_steps):
+    for index, recorded in enumerate(step.ranks[0]):
         counts = torch.zeros(NUM_COUNTS, dtype=torch.float64)
         for rank, minis in enumerate(ranks):
             mini = minis[index]
@@ -54,7 +54,7 @@ def score_mode(mode: Mode, step: RecordedStep) -> ModeScore:
                 correction = correct(config.correction.spec(), tokens)
                 counts += correction_counts(config, micro, correction)
                 stats[rank].add_loss(step_loss(config, micro, scores, correction, mini=mini).stats)
-                if is_measured(micro, index=index):
+                if is_measured(micro, number=int(recorded.again is not None), index=index):
                     stats[rank].add_mismatch(micro, tokens, correction, step.samples)
                 max_weight = max(max_weight, torch.where(correction.keep, correction.weight, 0.0).max().item())
         factor = step_factor(config, counts, ranks[0][index])
@@ -82,17 +82,20 @@ def scored_modes(modes: Sequence[Mode], step: RecordedStep) -> list[ModeScore]:
 
 
 def prepared(mode: Mode, step: RecordedStep) -> list[list[RankMiniBatch]]:
-    """The mini-batches of every rank as `mode` would have them: pi_old only if the mode computes it in a forward, and
+    """The mini-batch of every optimizer step, by rank, as `mode` would have them: pi_old only if the mode keeps it, and
     the run's advantages, unless they depend on the tokens that the correction keeps.
     """
     config = mode.config
-    keeps_old = config.needs_old_logprobs_pass and step.has_old_logprobs
-    ranks = [[_copied(recorded.mini, keeps_old=keeps_old) for recorded in rank] for rank in step.ranks]
+    keeps_old = config.needs_old_logprobs and step.has_old_logprobs
+    first = [[_copied(each.mini, keeps_old=keeps_old) for each in rank if each.again is None] for rank in step.ranks]
     if mode.name != RUN and config.advantage.baseline_scope is BaselineScope.kept:
-        minis = [mini for rank in ranks for mini in rank]
+        minis = [mini for rank in first for mini in rank]
         # All ranks are in this process, so no sum over ranks is missing.
         set_sample_advantages(config, minis, step.samples, reduce=lambda totals: totals)
-    return ranks
+    return [
+        [minis[index if each.again is None else each.again] for index, each in enumerate(rank)]
+        for minis, rank in zip(first, step.ranks, strict=True)
+    ]
 
 
 def _copied(mini: RankMiniBatch, *, keeps_old: bool) -> RankMiniBatch:

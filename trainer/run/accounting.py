@@ -113,10 +113,11 @@ class StepAccounting:
         if shape is None or policy is None:
             return ["limits: unknown, so no fractions of them"]
         dtype, ranks = self._config.policy.dtype, self._config.policy.num_workers
+        factor = 6 * self._config.batch.passes
         lines = [
-            f"MFU: 6 x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head parameters "
-            f"x response tokens) + 6 x {shape.num_layers} layers x {shape.attention_size} x sum of length^2, over "
-            f"train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
+            f"MFU: {factor} x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head "
+            f"parameters x response tokens) + {factor} x {shape.num_layers} layers x {shape.attention_size} x sum of "
+            f"length^2, over train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
             f"{'rank' if ranks == 1 else 'ranks'}",
             f"limits of a rank, measured: {policy}",
         ]
@@ -135,8 +136,10 @@ class StepAccounting:
             return times.get(f"time/{phase}_s") or 0.0
 
         train_s, step_s = seconds("train"), seconds("step")
+        # A mini-batch from which nothing was learnt is left out of the later passes.
+        passes = max(1.0, report.num_optimizer_steps / self._config.batch.mini_batches)
         found: dict[str, float | None] = {
-            "perf/train_tokens_per_s": batch.stats.num_tokens / train_s if train_s else None,
+            "perf/train_tokens_per_s": passes * batch.stats.num_tokens / train_s if train_s else None,
             "perf/exposed_sync_frac": seconds("sync") / step_s if step_s else None,
         }
         trained = [
@@ -144,7 +147,8 @@ class StepAccounting:
             for group in collected.groups
             for sample in group.samples
         ]
-        floors = self._rollout_floors(collected.stats, found) | self._train_floor(trained, report.num_optimizer_steps)
+        floors = self._rollout_floors(collected.stats, found)
+        floors |= self._train_floor(trained, report.num_optimizer_steps, passes=passes)
         for phase, floor_s in floors.items():
             hidden_s = collected.stats.hidden_s if phase == "rollout" else 0.0
             found[f"perf/{phase}_floor_frac"] = self.fraction(phase, floor_s, seconds(phase) + hidden_s)
@@ -156,7 +160,7 @@ class StepAccounting:
                 least_s = max(rollout_s, least_s - rollout_s)
             found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - seconds("eval"))
         if self._hardware.shape is not None and self._policy_rates is not None:
-            mfu_s = training_flops(self._hardware.shape, trained) / self._policy_rates.flops
+            mfu_s = passes * training_flops(self._hardware.shape, trained) / self._policy_rates.flops
             found["perf/mfu"] = self.fraction("MFU", mfu_s, train_s)
         return found
 
@@ -188,20 +192,20 @@ class StepAccounting:
 
     # ---------------------------------------------------------------- floors of the phases
 
-    def _train_floor(self, trained: Sequence[Lengths], num_optimizer_steps: int) -> dict[str, float]:
-        """Forward, backward, what else is scored, and the optimizer."""
-        shape, rates = self._hardware.shape, self._policy_rates
+    def _train_floor(self, trained: Sequence[Lengths], num_optimizer_steps: int, *, passes: float) -> dict[str, float]:
+        """Forward and backward of every pass, what else is scored, and the optimizer."""
+        shape, rates, config = self._hardware.shape, self._policy_rates, self._config
         if shape is None or rates is None:
             return {}
-        has_critic = self._config.has_critic
-        more = self._config.forwards_per_token - 3 - 4 * has_critic
+        more = config.needs_old_logprobs_pass + config.has_reference
         # Without an optimizer step the policy may have run its forward alone (critic.warmup_rollout_steps).
-        own = training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
+        own = passes * training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
         flops = own + more * sequence_flops(shape, trained)
-        if has_critic and self._config.critic.path is None:
+        if config.has_critic and config.critic.path is None:
             # It has no head over the vocabulary: nothing of it is scored.
-            flops += 4 * sequence_flops(shape, [Lengths(each.prompt + each.response, 0) for each in trained])
-        compute_bytes = DTYPE_BYTES[self._config.policy.dtype]
+            without_head = [Lengths(each.prompt + each.response, 0) for each in trained]
+            flops += (1 + 3 * config.batch.passes) * sequence_flops(shape, without_head)
+        compute_bytes = DTYPE_BYTES[config.policy.dtype]
         cast_bytes = compute_bytes if compute_bytes < 4 else 0
         update_s = optimizer_floor(shape.num_parameters, rates, cast_bytes=cast_bytes)
         return {"train": flops / rates.flops + num_optimizer_steps * update_s}

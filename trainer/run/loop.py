@@ -339,9 +339,9 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
 
 
 def build_batch(config: TrainConfig, collected: Collected, policy_version: int, *, cost: SequenceCost) -> TrainBatch:
-    """Mini-batches (one per optimizer step) and packed micro-batches for every rank."""
+    """Mini-batches and packed micro-batches for every rank."""
     return pack(
-        split_mini_batches(collected.groups, config.batch.optimizer_steps_per_rollout),
+        split_mini_batches(collected.groups, config.batch.mini_batches),
         num_ranks=config.policy.num_workers,
         max_tokens=config.batch.max_tokens_per_microbatch,
         policy_version=policy_version,

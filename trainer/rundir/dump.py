@@ -50,6 +50,8 @@ class OptimizerStep:
     num_sequences: int
     num_micro_batches: int
     """Number of micro-batches of the rank."""
+    again: int | None = None
+    """Optimizer step of the first pass over the same mini-batch, from 0; None if this is the first pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
