@@ -255,22 +255,31 @@ def test_a_baseline_of_what_is_kept_costs_a_forward_and_all_does_not(model_path:
 
 
 @pytest.mark.scenario(26)
-def test_a_run_whose_tokens_are_all_rejected_again_and_again_is_ended(model_path: Path) -> None:
-    """A step with a kept token begins the count anew."""
+def test_a_run_whose_tokens_are_all_rejected_again_and_again_is_ended(model_path: Path, tmp_path: Path) -> None:
+    """A step with a kept token begins the count anew; a resumed run goes on with it."""
     near = near_policy(model_path)
     far = make_samples()
     for sample in far:  # rho is beyond every bound
         sample.rollout_logprobs = np.where(sample.response_mask, -30.0, 0.0)
     config = make_config(model_path, num_workers=1, correction=MISConfig())
+    almost = MAX_REJECTED_STEPS - 1
+
+    def skipped(worker: PolicyWorker, samples: Sequence[Sample]) -> float | None:
+        batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
+        return worker.train(batch.ranks[0], batch.samples, 1).metrics["optim/skipped_steps"]
+
     with lone_worker(config, model_path) as worker:
-
-        def skipped(samples: Sequence[Sample]) -> float | None:
-            batch = pack([samples], num_ranks=1, max_tokens=1000, policy_version=0)
-            return worker.train(batch.ranks[0], batch.samples, 1).metrics["optim/skipped_steps"]
-
-        almost = MAX_REJECTED_STEPS - 1
-        assert [skipped(far) for _ in range(almost)] == [1.0] * almost
-        assert skipped(near) == 0.0
-        assert [skipped(far) for _ in range(almost)] == [1.0] * almost
+        assert [skipped(worker, far) for _ in range(almost)] == [1.0] * almost
+        assert skipped(worker, near) == 0.0
+        assert [skipped(worker, far) for _ in range(almost)] == [1.0] * almost
+        worker.save_checkpoint(tmp_path / "saved", asynchronous=False)
         with pytest.raises(RuntimeError, match=f"every token of {MAX_REJECTED_STEPS} optimizer steps in a row"):
-            skipped(far)
+            skipped(worker, far)
+        # Earlier versions did not save the count.
+        worker._shards.save({"policy": worker._policy.state_dict()}, tmp_path / "earlier", asynchronous=False)
+    with lone_worker(config, model_path) as worker:
+        assert worker.load_checkpoint(tmp_path / "saved", 1)
+        with pytest.raises(RuntimeError, match=f"every token of {MAX_REJECTED_STEPS} optimizer steps in a row"):
+            skipped(worker, far)
+        assert worker.load_checkpoint(tmp_path / "earlier", 1)
+        assert skipped(worker, far) == 1.0

@@ -28,6 +28,8 @@ from trainer.policy.shard_reader import INDEX, DataPlanner, DataReader
 from trainer.rundir.checkpoint import CheckpointError
 from trainer.rundir.sealed import FileRecord, describe_file, to_disk
 
+REJECTED_STEPS = "rejected_steps"
+"""Name in a checkpoint of the count of optimizer steps in a row without a kept token; earlier versions have none."""
 _SHOWN_ERRORS = 3
 
 RngState = dict[str, Any]
@@ -120,8 +122,11 @@ def load_shards(state: Mapping[str, Any], path: Path, *, alone: bool = False) ->
     All ranks call this together, unless this process is `alone`. Raises CheckpointError if the tensors do not fit, with
     their names, or if the directory holds more than data.
     """
+    reader = DataReader(path)
+    known = reader.read_metadata().state_dict_metadata
+    wanted = {name: part for name, part in state.items() if name != REJECTED_STEPS or name in known}
     try:
-        dcp.load(dict(state), storage_reader=DataReader(path), planner=DataPlanner(), no_dist=alone)
+        dcp.load(wanted, storage_reader=reader, planner=DataPlanner(), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit the model and the optimizer of this run: {_reasons(error)}. "

@@ -88,8 +88,8 @@ class TrainingStep:
         self._critic = critic
         self._device = device
         self._freed = FreedMemory()
-        self._rejected_steps = 0
-        """Optimizer steps in a row in which the correction rejected every token."""
+        self.rejected_steps = 0
+        """Optimizer steps in a row in which the correction rejected every token; a checkpoint holds the count."""
 
     def run(
         self, mini_batches: list[RankMiniBatch], samples: StepSamples, step: int, *, dump_dir: Path | None = None
@@ -249,18 +249,18 @@ class TrainingStep:
         if factor.kept_tokens == 0 and math.isfinite(norm):
             self._skip_rejected()
             return False
-        self._rejected_steps = 0
+        self.rejected_steps = 0
         if not math.isfinite(norm):
             stats.add_bad_samples(mini.micro_batches, losses)
         return self._policy.update(norm)
 
     def _skip_rejected(self) -> None:
         """Count an optimizer step without a kept token; all ranks have the same counts and end together."""
-        self._rejected_steps += 1
+        self.rejected_steps += 1
         logger.warning("every token was rejected: optimizer step skipped on every rank")
-        if self._rejected_steps >= MAX_REJECTED_STEPS:
+        if self.rejected_steps >= MAX_REJECTED_STEPS:
             raise RuntimeError(
-                f"phase train: the correction rejected every token of {self._rejected_steps} optimizer steps in a row, "
+                f"phase train: the correction rejected every token of {self.rejected_steps} optimizer steps in a row, "
                 "so that nothing is learnt; look at mismatch/k3 for the distance of engine and trainer, and widen the "
                 "bounds or remove criteria of correction.*"
             )

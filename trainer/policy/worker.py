@@ -32,10 +32,10 @@ from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
 from trainer.policy.model import checkpoint_activations, empty_causal_lm, full_tensors, load_rows, shard, tensor_shapes
-from trainer.policy.shards import ShardReport, ShardWriter, load_rng, load_shards
+from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
-from trainer.policy.trainable import Trainable
+from trainer.policy.trainable import StateDict, Trainable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +202,8 @@ class PolicyWorker:
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""
-        state = {name: part.state_dict() for name, part in self._learnt().items()}
+        state: StateDict = {name: part.state_dict() for name, part in self._learnt().items()}
+        state[REJECTED_STEPS] = torch.tensor(self._training.rejected_steps)
         self._shards.save(state, path, asynchronous=asynchronous)
 
     def saved_checkpoint(self, wait: bool) -> ShardReport | None:
@@ -215,10 +216,12 @@ class PolicyWorker:
         False if it was another number, so that the random number generators were seeded anew.
         """
         parts = self._learnt()
-        state = {name: part.state_dict() for name, part in parts.items()}
+        state: StateDict = {name: part.state_dict() for name, part in parts.items()}
+        state[REJECTED_STEPS] = rejected_steps = torch.tensor(0)
         load_shards(state, path)  # into the tensors of the state
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        self._training.rejected_steps = int(rejected_steps)
         return load_rng(
             path,
             rank=self._setup.rank,
