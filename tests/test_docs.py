@@ -1,4 +1,4 @@
-"""The README and docs/: every link leads somewhere, every key, metric and message exists, lines are short."""
+"""The README and docs/: links lead somewhere, keys, metrics and messages exist, lines and sentences are short."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from algorithms.config.presets import PRESETS
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MAX_COLUMNS = 120
 MAX_README_WORDS = 1300
+MAX_SENTENCE_WORDS = 35
 
 CODE = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -157,6 +158,26 @@ def test_names_that_do_not_exist_are_found() -> None:
     wrong = ["mismatch/k4", "rollout/groups_dropped/too_new", "optim.rate", "correction=mise", "no reply came"]
     assert list(missing_names(" ".join(f"`{each}`" for each in wrong), messages=True)) == wrong
     assert list(missing_names("`parity train <recipe> optim.rate=1`")) == ["optim.rate"]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page outside tables; a code span is one word."""
+    prose = "\n".join(line for line in without_code(text).splitlines() if not line.lstrip().startswith(("|", "#")))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose):
+        plain = re.sub(r"\]\([^)]*\)", "]", SPAN.sub("X", " ".join(block.split())))
+        yield from re.split(r"(?<=[.!?])\W*\s+(?![a-z])", plain)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "measured"], ids=lambda page: page.name)
+def test_sentences_are_short(page: Path) -> None:
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert [sentence for sentence in found if len(sentence.split()) > MAX_SENTENCE_WORDS] == []
+
+
+def test_sentences_are_told_apart() -> None:
+    text = "# A title\n\nOne `x = 1` here. Two\n[there](b.md#c): three\n\n- four, e.g. `y`\n- Five.\n\n| a | table |\n"
+    found = [sentence for sentence in sentences(text) if sentence]
+    assert found == ["One X here.", "Two [there]: three", "- four, e.g.", "X", "- Five."]
 
 
 def test_the_readme_is_short() -> None:
