@@ -55,7 +55,7 @@ VERL_WORDS = {
     "reward_model.reward_manager": "reward.function",
     "trainer.n_gpus_per_node": "policy.num_workers",
     "trainer.nnodes": "cluster.address",
-    "trainer.experiment_name": "run.dir",
+    "trainer.experiment_name": "tracking.name",
     "trainer.project_name": "tracking.project",
     "trainer.logger": "tracking.wandb",
     "trainer.val_before_train": "always evaluated",
@@ -93,7 +93,7 @@ TRL_WORDS = {
     "logging_steps": "every rollout step",
     "save_steps": "checkpoint.every",
     "report_to": "tracking.wandb",
-    "run_name": "run.dir",
+    "run_name": "tracking.name",
     "log_completions": "tracking.samples_per_step",
 }
 

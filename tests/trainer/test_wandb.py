@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import wandb_file
+from resume_cases import state_of
 from tracking_cases import (  # noqa: F401 - no_wandb_login is a fixture of every test here
     make_config,
     make_tracker,
@@ -29,7 +31,10 @@ from wandb_server import WandbServer, serving
 import trainer.tracking.wandb_sink as wandb_sink
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.rundir.events import Event, Severity
+from trainer.tracking.console import Console
+from trainer.tracking.tracker import Tracker
 from trainer.tracking.wandb_panels import Panels
+from trainer.tracking.wandb_run import keep_run_id, saved_run_id
 from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
 
 
@@ -46,13 +51,49 @@ def test_wandb_offline_has_every_row(
         {"global_step": 2, "reward/mean": 0.5},
     ]
     assert wandb_file.exit_code(tmp_path / "run") == 0
-    started = next(r.run for r in wandb_file.records(tmp_path / "run") if r.WhichOneof("record_type") == "run")
-    assert started.run_id == (tmp_path / "run" / "wandb_run_id").read_text().strip()
+    started = wandb_file.started(tmp_path / "run")
+    assert started.run_id == tracker.wandb_run_id
+    assert (started.project, started.display_name) == ("parity", "arithmetic_grpo/run")
+    assert (started.entity, started.run_group, list(started.tags), started.notes) == ("", "", [], "")
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
     assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
     assert "wandb" not in "".join(capfd.readouterr()), "the client says nothing of its own"
     offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
     assert f"W&B: offline; upload later with: wandb sync {offline}" in stream.getvalue()
+
+
+def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, files = tmp_path / "run", tmp_path / "files"
+    files.mkdir()
+    variables = {
+        "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "by variable", "WANDB_RUN_GROUP": "night",
+        "WANDB_TAGS": "a, b", "WANDB_NOTES": "by variable", "WANDB_RUN_ID": "x7", "WANDB_DIR": str(files),
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = make_config(WandbMode.offline)
+    config.tracking.name = "by key"
+    config.tracking.notes = "for Ada, with hf_abcdefghijklmnopqrstuvwxyz"
+    with make_tracker(config, run_dir)[0] as tracker:
+        tracker.log(1, {"reward/mean": 0.25})
+    first = wandb_file.started(files)
+    assert (first.project, first.entity, first.display_name, first.run_id) == ("theirs", "team", "by key", "x7")
+    assert (first.run_group, list(first.tags), first.notes) == ("night", ["a", "b"], "for Ada, with <redacted>")
+    assert not (run_dir / "wandb").exists()
+
+    for name in variables:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_RUN_GROUP", "day")
+    monkeypatch.setenv("WANDB_RUN_ID", "y8")
+    config = make_config(WandbMode.offline)
+    config.tracking.tags = ["c"]
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 1), console=Console(4, stream=io.StringIO())):
+        pass
+    again = wandb_file.started(run_dir)
+    assert (again.project, again.entity, again.display_name, again.run_id) == ("theirs", "team", "by key", "x7")
+    assert (again.run_group, list(again.tags), again.notes) == ("night", ["c"], "for Ada, with <redacted>")
 
 
 def test_wandb_has_axes_summaries_tables_histograms_and_alerts(tmp_path: Path) -> None:
@@ -188,7 +229,7 @@ def test_a_run_that_was_deleted_on_the_server_goes_on_as_a_new_one(
     monkeypatch.setattr(wandb_sink, "_START_TIMEOUT_S", 4.0)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     lines: list[str] = []
-    wandb_sink.keep_run_id(tmp_path, "deadbeef")
+    keep_run_id(tmp_path, "deadbeef")
     with serving(WandbServer(deleted=["deadbeef"])) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         sink = wandb_sink_of(tmp_path, lines, WandbMode.online)
@@ -198,7 +239,7 @@ def test_a_run_that_was_deleted_on_the_server_goes_on_as_a_new_one(
         sink.finish(exit_code=0)
     assert sink.mode is WandbMode.online and [row["reward/mean"] for row in server.rows] == [0.5]
     assert "was deleted there" in lines[0] and "W&B: online (online: CommError" in lines[1]
-    assert wandb_sink.saved_run_id(tmp_path) not in (None, "deadbeef"), "the next checkpoint holds the new id"
+    assert saved_run_id(tmp_path) not in (None, "deadbeef"), "the next checkpoint holds the new id"
 
 
 def test_online_without_a_key_means_offline(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def records(run_dir: Path) -> Iterator[Any]:
             record = b""
 
 
+def started(run_dir: Path) -> Any:
+    """The record of the start of the newest run: id, project, name, group, tags, notes, config."""
+    return next(record.run for record in records(run_dir) if record.WhichOneof("record_type") == "run")
+
+
 def history(run_dir: Path) -> list[dict[str, float]]:
     """The logged rows, without W&B's own columns."""
     rows = []

@@ -22,6 +22,7 @@ from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.rundir.run_dir import needs_no_step, newest_saved_step
 from trainer.rundir.text import counted, size
+from trainer.tracking.wandb_run import default_name, wandb_run
 
 
 def render_plans(resolution: Resolution) -> str:
@@ -64,7 +65,14 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     if config.dump.every:
         yield "dumps", _dumps(config)
     yield "files", f"{output_dir}: metrics.jsonl, samples.jsonl, histograms.jsonl, report, logs, config.yaml"
-    yield "tracking", f"W&B {config.tracking.wandb.name}, project {config.tracking.project}"
+    yield "tracking", _tracking(config, output_dir)
+
+
+def _tracking(config: TrainConfig, run_dir: Path) -> str:
+    """Mode of W&B, and the place and name of the run there."""
+    run = wandb_run(config.tracking, run_dir, name=default_name(config.run.recipe, run_dir))
+    group = f", group {run.group}" if run.group else ""
+    return f"W&B {config.tracking.wandb.name}, project {run.project}, name {run.name}{group}"
 
 
 def _resume(config: TrainConfig, run_dir: Path) -> str:

@@ -114,7 +114,6 @@ _NAMES: Final[dict[str, str]] = {
     "+rollout.engine_args.tp_size": "verl tensor_model_parallel_size; TRL vllm_tensor_parallel_size",
     "rollout.servers": "TRL vllm_server_base_url",
     "run.dir": "verl default_local_dir; TRL output_dir",
-    "run.dir, whose last part names the run in W&B": "verl experiment_name; TRL run_name",
     "run.num_steps": "verl total_training_steps; slime num_rollout; TRL max_steps",
     "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step": (
         "verl total_epochs; TRL num_train_epochs"
@@ -123,8 +122,13 @@ _NAMES: Final[dict[str, str]] = {
         "verl max_response_length response_length; slime rollout_max_response_len; TRL max_completion_length"
     ),
     "schedule=bounded schedule.max_staleness": "verl staleness_threshold; slime max_weight_staleness",
-    "tracking.project": "verl project_name",
+    "tracking.entity": "slime wandb_team; others wandb_org",
+    "tracking.group": "slime wandb_group",
+    "tracking.name, in W&B; run.dir names the directory": "verl experiment_name; TRL run_name; others wandb_run_name",
+    "tracking.project": "verl project_name; slime wandb_project",
     "tracking.samples_per_step": "verl log_val_generations; TRL log_completions num_completions_to_print",
+    "tracking.tags": "others wandb_tags",
+    "tracking.wandb": "slime wandb_mode use_wandb",
     "tracking.wandb and tracking.tensorboard": "TRL report_to",
 }
 """Key of Parity, or a sentence with it -> its names in other trainers: "trainer name name; trainer name".

@@ -100,6 +100,10 @@ class DumpConfig(Checked):
         return self.every > 0 and step % self.every == 0
 
 
+WANDB_RUN_ID, WANDB_NAME, WANDB_RUN_GROUP = "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RUN_GROUP"
+"""Variables of W&B: id of a run that has none yet, its name, its group."""
+
+
 class WandbMode(Enum):
     """Mode of Weights & Biases (W&B); metrics.jsonl is written in every mode."""
 
@@ -117,13 +121,27 @@ class TrackingConfig(Checked):
 
     wandb: WandbMode = WandbMode.auto
     """Mode of W&B: auto, online, offline or disabled."""
-    project: str = "parity"
-    """Name of the W&B project."""
+    project: str | None = None
+    """Name of the W&B project; null means $WANDB_PROJECT, or parity."""
     entity: str | None = None
-    """W&B user or team; null means the default of the W&B account."""
+    """W&B user or team; null means $WANDB_ENTITY, or the default of the W&B account."""
+    name: str | None = None
+    """Name of the run in W&B; null means $WANDB_NAME, or recipe and directory, in a sweep recipe, number and the
+    overrides that differ. TensorBoard names a run after its directory."""
+    group: str | None = None
+    """W&B group of the run; null means $WANDB_RUN_GROUP; without it the runs of a sweep or a study share a group."""
+    tags: list[str] = field(default_factory=list)
+    """Tags of the run in W&B, 1 to 64 characters each; an empty list means $WANDB_TAGS."""
+    notes: str | None = None
+    """Free text about the run in W&B; null means $WANDB_NOTES."""
     samples_per_step: int = ruled(8, at_least(0))
     """Number of samples written to samples.jsonl per step."""
     wandb_samples: bool = True
     """Also write the samples of samples.jsonl to W&B, as a growing table."""
     tensorboard: bool = False
     """Also write the metrics to run.dir/tensorboard; needs the extra parity-rl[tensorboard]."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                yield Problem(key="tags", rule="must be texts of 1 to 64 characters, which W&B takes", value=tag)

@@ -10,7 +10,7 @@ an error there is one warning and a count. The directory of a run:
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
     events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
-    wandb_run_id       and wandb/: the W&B side (wandb_sink.py)
+    wandb_run.json     and wandb/: the W&B side (wandb_run.py, wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
     status.json        how the run ended; its status is null until then, and stays null if the run is killed
 """
@@ -57,7 +57,8 @@ from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, select_rows
 from trainer.tracking.tensorboard_sink import TensorBoardSink
 from trainer.tracking.wandb_panels import Panels
-from trainer.tracking.wandb_sink import WandbSink, keep_run_id, saved_run_id
+from trainer.tracking.wandb_run import default_name, keep_run_id, saved_run_id
+from trainer.tracking.wandb_sink import WandbSink
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -122,7 +123,7 @@ class Tracker:
         self._wandb = WandbSink(
             self._config.tracking,
             run_dir=self._run_dir.resolve(),
-            name=f"{self._config.run.recipe}/{self._run_dir.name}",
+            name=default_name(self._config.run.recipe, self._run_dir),
             record=record,
             report=self.console.line,
         )

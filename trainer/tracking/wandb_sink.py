@@ -20,12 +20,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
 from trainer.config.recording import TrackingConfig, WandbMode
 from trainer.tracking.wandb_panels import Panels
+from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_run
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -40,7 +42,6 @@ _FLUSH_S = 1.0
 """A run that is killed loses at most the rows of this many seconds in W&B."""
 _MAX_WAITING = 1000
 """Calls that wait for the thread: some hundred steps."""
-RUN_ID_FILE = "wandb_run_id"
 _DELETED = "was previously created and deleted"
 """Part of the server's answer to an id whose run was deleted: W&B never takes such an id again."""
 
@@ -49,9 +50,9 @@ class WandbSink:
     """The W&B side of one run. `start`, then `put` for every call, then `finish`.
 
     Args:
-        config: mode, project and entity.
-        run_dir: W&B writes to `run_dir/wandb`; the run id is kept in `run_dir/wandb_run_id`.
-        name: name of the run in the W&B project.
+        config: mode, project, name and what else the keys of tracking say.
+        run_dir: W&B writes to `run_dir/wandb`, or to the directory in WANDB_DIR.
+        name: name of the run in the W&B project, unless key, variable or an earlier start give it another.
         record: what W&B shows as the configuration of the run; must hold no secret.
         report: called with each line that the user should see, from a thread of this class.
     """
@@ -67,7 +68,8 @@ class WandbSink:
     ) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._name = name
+        self._root = Path(os.environ.get("WANDB_DIR") or run_dir)
+        self._run = wandb_run(config, run_dir, name=name)
         self._record = record
         self._report = report
         self._calls: queue.Queue[Callable[[Panels], None] | None] = queue.Queue(maxsize=_MAX_WAITING)
@@ -86,7 +88,7 @@ class WandbSink:
     def start(self) -> None:
         """Start W&B in the background; the user is told in one line what came of it. WANDB_MODE decides for `auto`.
 
-        Raises OSError if the id of the run cannot be kept.
+        Raises OSError if the id and the name of the run cannot be kept.
         """
         wanted = self._config.wandb
         if wanted is WandbMode.auto and os.environ.get("WANDB_MODE") in ("online", "offline", "disabled"):
@@ -98,7 +100,7 @@ class WandbSink:
             modes.insert(0, WandbMode.online)
         elif wanted is WandbMode.online:
             reasons.append("online: no key was found")
-        run_id(self._run_dir)  # made now: the first checkpoint holds it
+        keep_run(self._run_dir, self._run)  # now: the first checkpoint holds the id
         self._thread = threading.Thread(target=self._work, args=(modes, reasons), name="wandb-calls", daemon=True)
         self._thread.start()
 
@@ -144,7 +146,7 @@ class WandbSink:
         # These settings are read from the environment only; a variable that the user has set stays.
         wanted = {
             # Tables become files of artifacts, which W&B would keep in the home directory until they are uploaded.
-            "WANDB_DATA_DIR": str(self._run_dir / "wandb"),
+            "WANDB_DATA_DIR": str(self._root / "wandb"),
             # Telemetry of the client waits for the network when the process exits.
             "WANDB_ERROR_REPORTING": "false",
             "WANDB_SILENT": "true",
@@ -190,7 +192,8 @@ class WandbSink:
                 if self._closing:
                     return None
                 if _DELETED in str(error) and not is_renewed:
-                    keep_run_id(self._run_dir, _new_id())
+                    self._run = replace(self._run, id=new_run_id())
+                    keep_run(self._run_dir, self._run)
                     is_renewed = True
                     modes.insert(0, mode)
                     self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
@@ -235,12 +238,9 @@ class WandbSink:
         if self._closing:
             raise TimeoutError("the run has ended before wandb-core was there")
         return wandb.init(
-            project=self._config.project,
-            entity=self._config.entity,
-            name=self._name,
-            id=run_id(self._run_dir),
+            **asdict(self._run),
             resume="allow",
-            dir=str(self._run_dir),
+            dir=str(self._root),
             mode=mode.name,  # type: ignore[arg-type]
             config=dict(self._record),
             settings=settings,
@@ -279,28 +279,6 @@ def _end(core: subprocess.Popen[bytes]) -> None:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-def run_id(run_dir: Path) -> str:
-    """The W&B id of the run in `run_dir`: read from `wandb_run_id`, or made and written there."""
-    if saved_run_id(run_dir) is None:
-        keep_run_id(run_dir, _new_id())
-    return saved_run_id(run_dir) or ""
-
-
-def _new_id() -> str:
-    return os.urandom(4).hex()
-
-
-def saved_run_id(run_dir: Path) -> str | None:
-    """The W&B id in `run_dir`; None if W&B was never started there."""
-    path = run_dir / RUN_ID_FILE
-    return (path.read_text(encoding="utf-8").strip() or None) if path.is_file() else None
-
-
-def keep_run_id(run_dir: Path, wandb_run_id: str) -> None:
-    """Write the id that the W&B run of `run_dir` shall have."""
-    (run_dir / RUN_ID_FILE).write_text(wandb_run_id + "\n", encoding="utf-8")
 
 
 def has_wandb_key() -> bool:
