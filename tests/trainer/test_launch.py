@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -62,28 +64,50 @@ def test_the_last_line_is_the_report(
     assert Path.cwd() == tmp_path
 
 
-def test_every_run_of_a_sweep_has_a_directory_and_one_failure_does_not_stop_the_others(
-    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_sweep_ends_with_a_table_and_a_page_and_one_failure_does_not_stop_the_others(
+    use: Callable[[Train], None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: list[tuple[str, int, Path]] = []
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    seen: list[TrainConfig] = []
 
     def train(config: TrainConfig) -> SimpleNamespace:
-        seen.append((config.correction.mode, config.run.seed, Path(config.run.dir)))
+        seen.append(config)
         if len(seen) == 2:
             raise EngineError("engine 0: generate at version 3: no answer")
+        write_run(Path(config.run.dir), num_steps=3, seed=len(seen))
         return finished(config)
 
     use(train)
     code = run(["train", "arithmetic_grpo", "-m", "correction=tis,mis", "run.seed=0,1", "hydra.sweep.dir=all"])
     assert code == 1
-    assert [row[:2] for row in seen] == [("tis", 0), ("tis", 1), ("mis", 0), ("mis", 1)]
-    assert [row[2] for row in seen] == [tmp_path / "all" / str(index) for index in range(4)]
+    assert [(run.correction.mode, run.run.seed) for run in seen] == [("tis", 0), ("tis", 1), ("mis", 0), ("mis", 1)]
+    assert [run.run.dir for run in seen] == [str(tmp_path / "all" / str(index)) for index in range(4)]
+    assert {run.tracking.group for run in seen} == {"arithmetic_grpo/all"}
+    assert seen[2].tracking.name == "arithmetic_grpo/2 correction=mis run.seed=0"
     captured = capsys.readouterr()
     assert "run 1: correction=tis run.seed=1 -> " in captured.out
-    assert captured.out.splitlines()[-1] == str(tmp_path / "all/3/report.html")
     assert "1 of 4 runs failed" in captured.err
     assert (tmp_path / "all/1/error.log").is_file()
     assert not (tmp_path / "all/0/error.log").exists()
+
+    assert (tmp_path / "all").stat().st_mode & 0o077 == 0, "the page holds prompts and responses"
+    *_, place, titles, first, second, _, fourth, page = captured.out.splitlines()
+    assert (place, page) == (f"{tmp_path}/all: 4 runs", f"{tmp_path}/all/comparison.html")
+    columns = ["run", "correction", "run.seed", "status", "exit code", "reward", "held-out", "K3", "seconds"]
+    assert titles.split() == " ".join(columns).split()
+    assert first.split()[:8] == ["0", "tis", "0", "completed,", "3", "of", "3", "steps"]
+    assert second.split() == ["1", "tis", "1", "failed,", "no", "step", "1", "0"]
+    rows = list(csv.DictReader((tmp_path / "all/sweep.csv").open(encoding="utf-8")))
+    assert list(rows[0]) == columns and [row["exit code"] for row in rows] == ["0", "1", "0", "0"]
+    logged = [json.loads(line) for line in (tmp_path / "all/3/metrics.jsonl").read_text().splitlines()]
+    assert float(rows[3]["reward"]) == logged[-1]["reward/mean"] != logged[0]["reward/mean"]
+    assert float(rows[3]["K3"]) == sorted(row["mismatch/k3"] for row in logged)[1]
+    assert rows[3]["held-out"] and f"{100 * float(rows[3]['held-out']):.1f} %" in fourth
+    assert "3 runs compared" in (tmp_path / "all/comparison.html").read_text()
 
 
 def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,9 +120,22 @@ def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pyt
     use(train)
     assert run(["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]) == 143
     assert seen == [0]
-    error = capsys.readouterr().err
-    assert "asked to end (SIGTERM), after step 2" in error
-    assert "1 of 2 runs were not begun" in error
+    captured = capsys.readouterr()
+    assert "asked to end (SIGTERM), after step 2" in captured.err
+    assert "1 of 2 runs were not begun" in captured.err
+    assert captured.out.splitlines()[-1].split() == ["1", "1", "not", "begun"]
+
+
+def test_an_id_of_wandb_is_refused_for_several_runs(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(finished)
+    monkeypatch.setenv("WANDB_RUN_ID", "x7")
+    assert run(["train", "arithmetic_grpo", "run.dir=out"]) == 0
+    words = ["rollout=torch", "study.modes=[tis]", "study.precisions=[float32]", "study.seeds=[0,1]"]
+    for command in (["train", "arithmetic_grpo", "-m", "run.seed=0,1"], ["study", "arithmetic_grpo", *words]):
+        assert run(command) == 2
+        assert "$WANDB_RUN_ID must not be set for 2 runs" in capsys.readouterr().err
 
 
 def test_a_run_out_of_time_ends_a_sweep_only_at_the_deadline_of_the_job(

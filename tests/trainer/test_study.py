@@ -167,10 +167,11 @@ def test_a_cell_is_the_command_of_an_ordinary_run(small: Study, tmp_path: Path) 
 
 
 FAKE = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 directory, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
 directory.mkdir(parents=True, exist_ok=True)
-(directory / "environment.json").write_text(json.dumps({"versions": {"parity-rl": "0"}}))
+record = {"versions": {"parity-rl": "0"}, "group": os.environ["WANDB_RUN_GROUP"]}
+(directory / "environment.json").write_text(json.dumps(record))
 def end(status, last):
     (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": s + 1}) + "\\n" for s in range(last)))
     (directory / "status.json").write_text(json.dumps({"status": status, "last_step": last}))
@@ -229,16 +230,23 @@ def stages(grid: Study, directory: Path) -> list[str]:
 
 
 def test_a_failure_or_a_hang_costs_its_cell_and_the_next_call_repeats_only_these(
-    small: Study, tmp_path: Path, behave: Callable[[dict[str, str]], None], capsys: pytest.CaptureFixture[str]
+    small: Study,
+    tmp_path: Path,
+    behave: Callable[[dict[str, str]], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names = [cell.name for cell in small.cells]
     directory, records = tmp_path / "study", {}
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     behave({names[1]: "fails", names[2]: "hangs"})
     assert run_all(small, directory, records, cell_timeout_s=3.0) == 0
     assert stages(small, directory) == ["finished", "broken", "broken", "finished"]
     assert records[names[1]].error == "engine 0: no answer (exit code 1)"
     assert records[names[2]].error == "it took longer than study.cell_timeout_s=3"
     assert records[names[0]].error == "" and 0 < records[names[0]].seconds < 3 < records[names[2]].seconds
+    groups = {json.loads((directory / name / "environment.json").read_text())["group"] for name in names}
+    assert groups == {"arithmetic_grpo/study"}, "the runs of a study are one group in W&B"
     said = capsys.readouterr().err
     assert f"{names[1]} FAILED after" in said and f"{names[0]} done in" in said
     assert "left, about" in said

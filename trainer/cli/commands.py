@@ -79,7 +79,7 @@ parity train <recipe> [flags] [group=option ...] [key=value ...]
   --help               with a recipe: its groups and its config
 
 Files go to run.dir (outputs/<recipe>/<time>), the runs of a sweep to hydra.sweep.dir. The last line printed by a
-run is the path of its report.
+run is the path of its report; a sweep ends with a table and the path of one page of all its runs.
 """
 
 USAGES = {
@@ -153,7 +153,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if any(flag in words[:2] for flag in COMPLETION_FLAGS):
+    if words and words[0] in COMPLETION_FLAGS:
         from trainer.cli.completion import complete
 
         return complete(words)
@@ -305,6 +305,7 @@ def _checked_train(
     from trainer.cli.job import launch
     from trainer.cli.resume import resolve_start
     from trainer.cli.show import show
+    from trainer.cli.sweep import place_in_wandb
     from trainer.compose.compose import hydra_problems
 
     if arguments.inspection is not None:
@@ -316,6 +317,8 @@ def _checked_train(
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if problems or found:
         return report([*problems, *found], command=command)
+    if resolution.multirun:
+        place_in_wandb(resolution)
     if arguments.dry_run:
         from trainer.cli.plan import render_plans
 

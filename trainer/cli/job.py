@@ -6,14 +6,18 @@ Every run uses the config that was checked before the first run started. Called 
 from __future__ import annotations
 
 import shlex
+import time
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rollout.data.data_files import DataError
+from trainer.cli.sweep import Ended, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED
 from trainer.config.train import TrainConfig
-from trainer.rundir.redact import redact_text
+from trainer.rundir.redact import redact_argv, redact_text
 from trainer.rundir.run_dir import RunDirectoryError, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout
@@ -25,34 +29,48 @@ ERROR_LOG = "error.log"
 
 def launch(resolution: Resolution) -> int:
     """Run all jobs of a resolution without problems, up to a request to end; return the highest exit code."""
-    outcomes: list[int] = []
+    ended: list[Ended] = []
     try:
         # A run hears signals itself. Before it, the imports take seconds, and the first process of a container would
         # never end of a SIGTERM that has no handler.
         with termination_requests():
-            _run_jobs(resolution, outcomes)
-    except RunTerminated as ended:
-        to_stderr(f"parity train: {ended}\n")
-        outcomes.append(ended.exit_code)
-    if not_begun := len(resolution.runs) - len(outcomes):
+            _run_jobs(resolution, ended)
+    except RunTerminated as request:
+        to_stderr(f"parity train: {request}\n")
+        ended.append(Ended(exit_code=request.exit_code, seconds=0.0))
+    if len(resolution.runs) > 1:
+        _conclude(resolution, ended)
+    return max(run.exit_code for run in ended)
+
+
+def _conclude(resolution: Resolution, ended: Sequence[Ended]) -> None:
+    """Say how the runs of a sweep ended; a table or page that cannot be written does not change the exit code."""
+    try:
+        compare(resolution, ended)
+    except Exception as error:  # of a full disk for example
+        to_stderr(f"parity train: the sweep cannot be compared: {type(error).__name__}: {redact_text(str(error))}\n")
+    if not_begun := len(resolution.runs) - len(ended):
         to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
-    num_failed = sum(outcome in (FAILED, REFUSED) for outcome in outcomes)
-    if len(outcomes) > 1 and num_failed:
-        to_stderr(f"parity train: {num_failed} of {len(outcomes)} runs failed\n")
-    return max(outcomes)
+    if num_failed := sum(run.exit_code in (FAILED, REFUSED) for run in ended):
+        to_stderr(f"parity train: {num_failed} of {len(ended)} runs failed\n")
 
 
-def _run_jobs(resolution: Resolution, outcomes: list[int]) -> None:
-    """Run the jobs one after the other; `outcomes` gets their exit codes."""
+def _run_jobs(resolution: Resolution, ended: list[Ended]) -> None:
+    """Run the jobs one after the other; `ended` gets how each of them ended."""
+    if len(resolution.runs) > 1:
+        with suppress(OSError):  # the first run says what is wrong
+            make_private(resolution.run_dir(0).parent)
     for index, run in enumerate(resolution.runs):
         assert run.config is not None
         run_dir = resolution.run_dir(index)
         run.config.run.dir = str(run_dir)
         if len(resolution.runs) > 1:
-            to_stdout(f"run {index}: {' '.join(run.overrides)} -> {run_dir}\n")
-        outcomes.append(run_job(run.config, run_dir))
+            to_stdout(f"run {index}: {' '.join(redact_argv(run.overrides))} -> {run_dir}\n")
+        began = time.monotonic()
+        code = run_job(run.config, run_dir)
+        ended.append(Ended(exit_code=code, seconds=time.monotonic() - began))
         # A signal asks to end the command, not only one of its runs; and no run begins at the end of the job.
-        if outcomes[-1] > 128 or (outcomes[-1] == GO_ON and job_variable()):
+        if code > 128 or (code == GO_ON and job_variable()):
             return
 
 

@@ -21,6 +21,7 @@ from trainer.compose.catalog import find_recipe
 from trainer.compose.outcome import DONE, FAILED, REFUSED, refuse, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
+from trainer.run.start import shared_id_problems
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory, unusable_problem
 from trainer.rundir.termination import GO_ON, RunTerminated
@@ -65,7 +66,7 @@ def run_study(words: Sequence[str]) -> int:
     study_dir = _directory(config, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
     unusable = unusable_problem("study.dir", study_dir)
     problems += [*of_runs, *([unusable] if unusable else study_problems(study_dir, study.cells))]
-    problems += parallel_problems(study, this_machine())
+    problems += [*parallel_problems(study, this_machine()), *shared_id_problems(len(study.cells))]
     if problems:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     if arguments.dry_run:

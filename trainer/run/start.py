@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.config import SGLANG_REMEDY, SGLangConfig
 from trainer.compose.compose import Resolution
 from trainer.config.components import Resume
+from trainer.config.recording import WANDB_RUN_ID
 from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
@@ -18,7 +20,7 @@ TENSORBOARD_PACKAGE = "tensorboardX"
 
 def start_problems(resolution: Resolution) -> list[Problem]:
     """Problems that prevent the start of the runs: a directory in use, a deadline, a package that is not installed."""
-    problems = [*_directory_problems(resolution), *job_problems()]
+    problems = [*_directory_problems(resolution), *job_problems(), *shared_id_problems(len(resolution.runs))]
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = f"{SGLANG_REMEDY}."
         problems.append(
@@ -27,6 +29,15 @@ def start_problems(resolution: Resolution) -> list[Problem]:
     if any(run.config is not None and run.config.tracking.tensorboard for run in resolution.runs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
     return problems
+
+
+def shared_id_problems(num_runs: int) -> list[Problem]:
+    """The Problem of several runs that would all be one W&B run; none if the environment names no id."""
+    value = os.environ.get(WANDB_RUN_ID)
+    if num_runs < 2 or not value:
+        return []
+    rule = f"must not be set for {num_runs} runs: each would overwrite the one before in W&B"
+    return [Problem(key=f"${WANDB_RUN_ID}", rule=rule, value=value, remedy="Unset it.")]
 
 
 def missing_tensorboard() -> Problem | None:

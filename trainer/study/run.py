@@ -19,6 +19,7 @@ from algorithms.config import Problem
 from rollout.processes.child_process import python_module
 from trainer.compose.outcome import DONE, NOTHING_STARTED
 from trainer.compose.overrides import directory_override
+from trainer.config.recording import WANDB_RUN_GROUP
 from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
 from trainer.rundir.termination import GO_ON, termination_requests
@@ -103,6 +104,7 @@ class _Cells:
         self._dir = study_dir
         self._records = records
         self._say = say
+        self._group = os.environ.get(WANDB_RUN_GROUP) or f"{study.recipe.stem}/{study_dir.absolute().name}"
         self._total = len(self.waiting)
         self._done = 0
         self._seconds: list[float] = []
@@ -124,7 +126,7 @@ class _Cells:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=os.environ | _devices(cell, slot),
+                env=os.environ | _devices(cell, slot) | {WANDB_RUN_GROUP: self._group},
                 start_new_session=True,  # Ctrl-C reaches the study, which decides what becomes of its runs
             )
         self.running.append(_Running(cell=cell, process=process, started=time.monotonic(), slot=slot))
