@@ -220,6 +220,22 @@ def completions(line: str, cwd: Path) -> list[str]:
     return outcome.out.split()
 
 
+@pytest.mark.parametrize(
+    ("line", "unneeded"),
+    [
+        ("parity ", ("hydra", "numpy")),
+        ("parity train ar", ("hydra", "numpy")),
+        ("parity train arithmetic_grpo co", ("numpy",)),
+    ],
+)
+def test_completion_loads_no_package_that_it_does_not_need(
+    line: str, unneeded: tuple[str, ...], tmp_path: Path
+) -> None:
+    outcome = parity("-sc", "query=bash", cwd=tmp_path, watched=(*HEAVY, *unneeded), env={"COMP_LINE": line})
+    assert (outcome.code, outcome.loaded, outcome.err) == (0, (), "")
+    assert outcome.out
+
+
 def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity ", tmp_path) == [
         "train",
@@ -258,7 +274,7 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")
 def test_completion_in_a_real_bash(tmp_path: Path) -> None:
     script = """
-    eval "$(parity train -sc install=bash)"
+    eval "$(parity -sc install=bash)"
     COMP_LINE="parity train arithmetic_grpo corr" COMP_POINT=33 COMP_CWORD=3
     hydra_bash_completion
     printf '%s\\n' "${COMPREPLY[@]}"

@@ -1,7 +1,8 @@
 """Shell completion: beginning of a command line -> possible next words.
 
 `eval "$(parity -sc install=bash)"` makes the shell call `parity -sc query=bash` with the line in $COMP_LINE. This
-module completes commands and recipes; Hydra completes the words after a recipe, from the composed config.
+module completes commands and recipes; Hydra completes the words after a recipe, from the composed config. The imports
+that take long are in the branches that need them: the shell waits for the answer at every TAB.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.cli.replay import replay_completions
-from trainer.cli.show import hydra_main
 from trainer.compose.catalog import find_recipe, recipe_files
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
@@ -29,10 +28,12 @@ SHARED_FLAGS = ("--config-dir", "--help")
 
 
 def complete(words: Sequence[str]) -> int:
-    """Answer `parity [train] -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
-    arguments = [word for word in words if word not in (*COMPLETION_FLAGS, "train")]
-    start = config_dir() / f"{MAIN_CONFIG}.yaml"
+    """Answer `parity -sc install=SHELL | uninstall=SHELL | query=SHELL`."""
+    arguments = [word for word in words if word not in COMPLETION_FLAGS]
     if len(arguments) == 1 and arguments[0].startswith(("install=", "uninstall=")):
+        from trainer.cli.show import hydra_main
+
+        start = config_dir() / f"{MAIN_CONFIG}.yaml"
         hydra_main(start, ["-sc", *arguments], own_dir=None)
         return DONE
     if len(arguments) != 1 or not arguments[0].startswith("query=") or LINE not in os.environ:
@@ -49,6 +50,8 @@ def _query(query: str, line: str) -> None:
     if len(typed) <= 1:
         _offer(COMMANDS, last)
     elif typed[0] == "replay" and len(typed) > 2:
+        from trainer.cli.replay import replay_completions
+
         _offer(replay_completions(typed), last)
     elif typed[0] not in COMPOSING:
         return
@@ -60,6 +63,8 @@ def _query(query: str, line: str) -> None:
     else:
         recipe = find_recipe(typed[1], own_dir=None)
         if isinstance(recipe, Path):
+            from trainer.cli.show import hydra_main
+
             # Hydra cannot parse Parity's own flags and words that are not keys of the config.
             rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
