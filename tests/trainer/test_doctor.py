@@ -20,14 +20,16 @@ def by_name(findings: Findings) -> dict[str, Finding]:
 
 
 def test_the_command_on_this_machine(tmp_path: Path) -> None:
-    outcome = parity("doctor", cwd=tmp_path, env={"WANDB_API_KEY": KEY})
+    cache = doctor.default_cache_dir()
+    outcome = parity("doctor", cwd=tmp_path, env={"WANDB_API_KEY": KEY, "PARITY_CACHE": str(cache)})
     assert outcome.code == 0, outcome.out
     names = [line.split()[1] for line in outcome.out.splitlines()]
     assert names == [
         *("python", "torch", "ray", "transformers", "hydra-core", "safetensors", "xxhash", "loopback", "/dev/shm"),
-        *("sglang", "GPUs", "cores", "memory", "disk", "limits", "wandb", "engines"),
+        *("sglang", "GPUs", "cores", "memory", "disk", "cache", "limits", "wandb", "engines"),
     ]
     assert "key in $WANDB_API_KEY" in outcome.out
+    assert f"{cache}: built models and measured limits" in outcome.out
     assert "copy " in outcome.out and "GFLOP/s: float32" in outcome.out
     assert KEY not in outcome.out + outcome.err
     assert "rollout=torch" in outcome.out.splitlines()[-1]
@@ -48,6 +50,13 @@ def versions(monkeypatch: pytest.MonkeyPatch, sglang: str | None) -> None:
 
 
 TORCH = Finding(OK, "torch", "2.13.0")
+
+
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_CACHE", "/proc/parity")
+    status, _, found, remedy = doctor._cache()
+    assert status == NOTE and "$PARITY_CACHE must be a directory that can be written to" in found
+    assert remedy == "Set PARITY_CACHE to a directory of yours."
 
 
 @pytest.mark.scenario(33)

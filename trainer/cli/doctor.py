@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 import psutil
 
+from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import num_cores
+from trainer.rundir.run_dir import unusable_problem
 from trainer.rundir.text import size
 
 PYTHON_FLOOR = (3, 11)
@@ -67,7 +69,7 @@ def examine() -> Findings:
     if engines:
         verdict = Finding(OK, "engines", f"available: {', '.join(f'rollout={name}' for name in engines)}")
     gpu = Finding(OK, "GPUs", ", ".join(gpus)) if gpus else Finding(NOTE, "GPUs", "none: runs use the CPU")
-    resources = (_cores(), _memory(), _disk(), _ceilings(torch_found, gpus))
+    resources = (_cores(), _memory(), _disk(), _cache(), _ceilings(torch_found, gpus))
     return Findings(all=(*required, sglang, gpu, *resources, _wandb(), verdict), engines=tuple(engines))
 
 
@@ -141,6 +143,15 @@ def _disk() -> Finding:
     usage = shutil.disk_usage(Path.cwd())
     remedy = f"The smallest recipes want {size(DISK_FLOOR)} of disk space in this directory."
     return _amount("disk", usage.free, usage.total, floor=DISK_FLOOR, remedy=remedy)
+
+
+def _cache() -> Finding:
+    """The directory that all runs share."""
+    directory = default_cache_dir()
+    unusable = unusable_problem("$PARITY_CACHE", directory)
+    if unusable is not None:
+        return Finding(NOTE, "cache", str(unusable), "Set PARITY_CACHE to a directory of yours.")
+    return Finding(OK, "cache", f"{directory}: built models and measured limits; PARITY_CACHE names another directory")
 
 
 def _shared_memory() -> Finding:
