@@ -213,6 +213,14 @@ def test_nested_keys_are_checked_like_any_other() -> None:
     assert "correction.reject.token_ratio must be a list, each entry a number or null, got 'abc'" in found_type
 
 
+def test_one_value_for_a_list_is_answered_with_the_list() -> None:
+    assert messages("tracking.tags=night") == [
+        "tracking.tags must be a list, each entry text, got 'night'. Write tracking.tags=[night]."
+    ]
+    [too_long] = messages(f"tracking.tags=[night,{'x' * 65}]")
+    assert too_long.startswith("tracking.tags must be texts of 1 to 64 characters, which W&B takes, got 'xxx")
+
+
 def test_a_sweep_without_a_value_is_refused() -> None:
     [found] = messages("correction=glob(zzz*)", multirun=True)
     assert found.startswith("correction must have a value, got 'glob(zzz*)'. Options: recompute, ppo_is")

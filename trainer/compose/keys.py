@@ -59,6 +59,8 @@ def wrong_value(key: str, value: object, hint: Any) -> Problem:
     remedy = f"Did you mean {key}={close}?" if close else ""
     if isinstance(hint, type) and issubclass(hint, Checked):
         remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
+    elif get_origin(hint) is list and isinstance(value, str) and "[" not in value:
+        remedy = f"Write {key}=[{value}]."
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
 
