@@ -66,7 +66,6 @@ def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, files = tmp_path / "run", tmp_path / "files"
-    files.mkdir()
     variables = {
         "WANDB_PROJECT": "theirs", "WANDB_ENTITY": "team", "WANDB_NAME": "by variable", "WANDB_RUN_GROUP": "night",
         "WANDB_TAGS": "a, b", "WANDB_NOTES": "by variable", "WANDB_RUN_ID": "x7", "WANDB_DIR": str(files),

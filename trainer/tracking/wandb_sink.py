@@ -26,6 +26,7 @@ from typing import Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
 from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.rundir.run_dir import make_private
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_run
 
@@ -237,6 +238,7 @@ class WandbSink:
         self._core = service._proc._process
         if self._closing:
             raise TimeoutError("the run has ended before wandb-core was there")
+        make_private(self._root)  # for a directory that is not there the client takes the temporary directory
         return wandb.init(
             **asdict(self._run),
             resume="allow",
