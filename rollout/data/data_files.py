@@ -231,6 +231,9 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
     """Rows of a split of a data set on the hub, or of a local directory in the form of one."""
     import datasets
 
+    from rollout.data.hub import limit_silence
+
+    limit_silence()  # the `datasets` library gives up after seven minutes without an answer
     is_local = Path(repo).expanduser().is_dir()
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +18,13 @@ from policy_cases import make_config, save_policy
 from trainer.cluster import deadline
 from trainer.cluster.placement import Cluster, PlacementError, ray_session
 from trainer.config.components import ClusterConfig
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """A port that accepts every connection and never answers, at every address under which Ray may look for it."""
+    with socket.create_server(("", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
 def address_without_ray() -> str:
@@ -32,6 +43,23 @@ def test_a_cluster_that_has_ended_is_named_at_once(tmp_path: Path, monkeypatch: 
     begin = time.monotonic()
     with (
         pytest.raises(PlacementError, match=r"no Ray cluster can be reached at cluster\.address=.*refused.*remove"),
+        Cluster(config, log_dir=tmp_path),
+    ):
+        pass
+    assert time.monotonic() - begin < 10
+    assert not ray.is_initialized()
+
+
+@pytest.mark.scenario(33)
+def test_a_cluster_that_accepts_and_never_answers_is_named_within_a_deadline(
+    silent_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "RAY_ANSWER_S", 2.0)
+    config = make_config(tmp_path)
+    config.cluster = ClusterConfig(address=silent_address)
+    begin = time.monotonic()
+    with (
+        pytest.raises(PlacementError, match=r"no Ray cluster can be reached at cluster\.address=.*within 2 s"),
         Cluster(config, log_dir=tmp_path),
     ):
         pass
@@ -73,3 +101,39 @@ def test_a_ray_that_hangs_is_named_within_a_deadline(tmp_path: Path, monkeypatch
             assert time.monotonic() - begin < 10
         finally:
             control.resume()
+
+
+HANGS_AT_THE_END = """
+import logging, sys
+from pathlib import Path
+import psutil
+from policy_cases import make_config
+from trainer.cluster import deadline
+from trainer.cluster.placement import Cluster
+logging.basicConfig()
+deadline.RAY_ANSWER_S = 3.0
+with Cluster(make_config(Path(sys.argv[1])), log_dir=Path(sys.argv[1])):
+    started = psutil.Process().children(recursive=True)
+    [control] = [each for each in started if each.name() == "gcs_server"]
+    control.suspend()
+    print("suspended", flush=True)
+_, alive = psutil.wait_procs(started, timeout=10)
+assert not alive, alive
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(33)
+def test_a_ray_that_hangs_when_the_run_ends_is_killed_within_a_deadline(tmp_path: Path) -> None:
+    environment = {"RAY_gcs_server_request_timeout_seconds": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS_AT_THE_END, str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment,
+    ) as run:  # fmt: skip
+        assert run.stdout is not None and run.stdout.readline() == "suspended\n"
+        begin = time.monotonic()
+        _, said = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert time.monotonic() - begin < 30
+    assert "the resources of the run are not given back" in said
+    assert "Ray did not answer shutdown within 3 s" in said and "are killed" in said

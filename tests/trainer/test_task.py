@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from rollout.rewards.pool import RewardPoolError
@@ -25,7 +28,7 @@ def config() -> TrainConfig:
     return found
 
 
-def silent(done: int, total: int, detail: str) -> None:
+def silent_progress(done: int, total: int, detail: str) -> None:
     """No progress is shown."""
 
 
@@ -38,12 +41,27 @@ def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monk
     with pytest.raises(
         ValueError, match=r"model\.path must be a directory or .*, got 'modle': .* no connection"
     ) as caught:
-        task.resolve_model(config, progress=silent)
+        task.resolve_model(config, progress=silent_progress)
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_accepts_and_never_answers_is_named_within_a_deadline(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+        config = replace(config, model=HFModelConfig(path="owner/model"))
+        begin = time.monotonic()
+        with pytest.raises(ValueError, match=r"got 'owner/model': .* the hub says .*timed out"):
+            task.resolve_model(config, progress=silent_progress)
+    assert time.monotonic() - begin < 10
 
 
 def test_a_reward_function_is_loaded_before_anything_starts(config: TrainConfig, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def reward(completion): return 1.0\n", encoding="utf-8")
     reward = replace(config.reward, function=f"{tmp_path}/own.py:reward")
     with pytest.raises(RewardPoolError, match=r"its parameters must be some of response.*; got completion"):
-        task.load_task(replace(config, reward=reward), progress=silent)
+        task.load_task(replace(config, reward=reward), progress=silent_progress)

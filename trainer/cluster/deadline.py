@@ -1,11 +1,17 @@
-"""A deadline for questions to Ray, which waits without end for a control process that hangs."""
+"""Deadlines for questions to Ray, and for its end: Ray waits without end for a control process that hangs."""
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+import ray
+
+logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
 
@@ -41,3 +47,14 @@ def ray_answer(question: Callable[..., ResultT], *arguments: object) -> ResultT:
             f"phase placement: Ray did not answer {question.__name__} within {RAY_ANSWER_S:.0f} s: its control process "
             "(gcs_server) hangs. Start the run again, on a cluster (cluster.address) after restarting Ray"
         ) from error
+
+
+def end_ray() -> None:
+    """Leave Ray, and end the processes of Ray that this process started; a warning if Ray does not answer."""
+    try:
+        ray_answer(ray.shutdown)
+    except RayAnswerError as error:
+        logger.warning("%s. The processes of Ray that this process started are killed", error)
+        atexit.unregister(ray.shutdown)  # it would wait for the same answer again
+        if (node := ray._private.worker._global_node) is not None:  # type: ignore[attr-defined]
+            node.kill_all_processes(check_alive=False, allow_graceful=False)

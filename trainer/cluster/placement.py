@@ -20,8 +20,9 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]  # compiled
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RpcError
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,7 +32,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.scratch import Scratch
-from trainer.cluster.deadline import ray_answer
+from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
@@ -147,7 +148,7 @@ def ray_session(address: str | None) -> Iterator[None]:
     with ExitStack() as ends:
         if address is not None:
             _check_reachable(address)
-            ends.callback(ray.shutdown)
+            ends.callback(end_ray)
             _start_ray(address=address)
         else:
             # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
@@ -157,7 +158,7 @@ def ray_session(address: str | None) -> Iterator[None]:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             scratch = Scratch(RAY_PREFIX, parent=_ray_parent())
             ends.callback(scratch.remove)
-            ends.callback(ray.shutdown)
+            ends.callback(end_ray)
             # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
             files = str(scratch.path / "r")
             with _sessions_of_their_own(), _token_of_its_own():
@@ -167,14 +168,16 @@ def ray_session(address: str | None) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise PlacementError if nothing listens where Ray looks for `address`: Ray itself tries for many minutes."""
+    """Raise PlacementError if nothing listens, or answers, where Ray looks for `address`: Ray tries for 14 minutes."""
     try:
         # "auto" is RAY_ADDRESS, or the address that the last Ray of this machine left in a file.
         found = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
         if found is not None:
             host, _, port = found.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
-    except (OSError, ValueError) as error:
+            if not address.startswith("ray://"):  # Ray's own client, which has a deadline of its own
+                ray_answer(GcsClient, found)
+    except (OSError, ValueError, RayAnswerError, RpcError) as error:
         raise PlacementError(
             f"phase placement: no Ray cluster can be reached at cluster.address={address}: {error}. Start one there, "
             "name another address, or remove cluster.address to use this machine alone"
@@ -182,7 +185,11 @@ def _check_reachable(address: str) -> None:
 
 
 def _start_ray(**options: Any) -> None:
-    """Start or join Ray; keeps the handler of SIGTERM, which Ray replaces, and leaves no process if it fails."""
+    """Start or join Ray; keeps the handler of SIGTERM, which Ray replaces, and leaves no process if it fails.
+
+    Ray counts its own attempts. A deadline would need another thread, and Ray's processes end with the thread that
+    starts them.
+    """
     handler, others = signal.getsignal(signal.SIGTERM), psutil.Process().children(recursive=True)
     try:
         ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -191,6 +198,14 @@ def _start_ray(**options: Any) -> None:
         raise
     if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets no handler either
         signal.signal(signal.SIGTERM, handler)
+
+
+def _give_back(group: PlacementGroup) -> None:
+    """Give the resources of `group` back. Ray has a deadline of 60 s, and ends the group with this process at last."""
+    try:
+        remove_placement_group(group)
+    except GetTimeoutError as error:
+        logger.warning("the resources of the run are not given back before it ends: %s", error)
 
 
 def _ray_parent() -> Path:
@@ -254,7 +269,7 @@ class Cluster:
             if not ray.is_initialized():
                 ends.enter_context(ray_session(self._config.cluster.address))
             self._placement = self._reserve()
-            ends.callback(remove_placement_group, self._placement)
+            ends.callback(_give_back, self._placement)
             self._ends = ends.pop_all()
         return self
 
@@ -415,7 +430,7 @@ class Cluster:
         ready, _ = ray.wait([group.ready()], timeout=PLACEMENT_TIMEOUT_S)
         if not ready:
             free = describe(ray_answer(ray.available_resources), names)
-            remove_placement_group(group)
+            _give_back(group)
             raise PlacementError(
                 f"phase placement: no placement within {PLACEMENT_TIMEOUT_S:.0f} s: {needs}; free are {free} of {has}. "
                 f"{remedy}"

@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
+from rollout.data.hub import limit_silence
 from rollout.rewards import Scorer
 from trainer.config.components import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
@@ -71,6 +72,7 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
+    limit_silence()
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
     except (OSError, ValueError) as error:

@@ -1,0 +1,23 @@
+"""Requests to the Hugging Face hub: none of them waits without end for an answer."""
+
+from __future__ import annotations
+
+import httpx
+from huggingface_hub import constants, get_session
+
+
+def limit_silence() -> None:
+    """Give every request of this process to the hub a deadline for the next bytes: HF_HUB_DOWNLOAD_TIMEOUT, or 10 s.
+
+    The library has no deadline for questions about a repository. A download as a whole has none either: a model may
+    have hundreds of GB.
+    """
+    hooks = get_session().event_hooks["request"]
+    if _limit not in hooks:
+        hooks.append(_limit)
+
+
+def _limit(request: httpx.Request) -> None:
+    """Set each limit of `request` (connect, read, write, pool; seconds) that is missing."""
+    limits = request.extensions["timeout"]
+    limits.update({name: constants.HF_HUB_DOWNLOAD_TIMEOUT for name, limit in limits.items() if limit is None})
