@@ -21,13 +21,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import SamplingConfig, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig
-from trainer.config.components import (
+from trainer.config.train import TrainConfig
+from trainer.config.training import (
     BatchConfig,
     HFModelConfig,
     Offload,
     PolicyConfig,
 )
-from trainer.config.train import TrainConfig
 from trainer.limits.estimate import dry_run_lengths, model_shape, rank_memory
 from trainer.policy.worker import PolicySetup, PolicyWorker
 

@@ -32,9 +32,9 @@ from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import TokenScores, TrainBatch
-from trainer.config.components import BatchConfig, HFModelConfig, PolicyConfig
-from trainer.config.recording import DumpConfig
+from trainer.config.outputs import DumpConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import BatchConfig, HFModelConfig, PolicyConfig
 from trainer.policy.recorder import StepRecorder
 from trainer.replay.modes import all_names
 from trainer.replay.results import replay_step

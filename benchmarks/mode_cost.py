@@ -41,13 +41,13 @@ from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import TrainBatch
-from trainer.config.components import (
+from trainer.config.train import TrainConfig
+from trainer.config.training import (
     BatchConfig,
     HFModelConfig,
     OptimConfig,
     PolicyConfig,
 )
-from trainer.config.train import TrainConfig
 from trainer.policy.step import TrainingStep
 from trainer.policy.worker import PolicySetup, PolicyWorker
 

@@ -43,7 +43,7 @@ from rollout.weights.quantization import GRIDS, dequantize, quantize, relative_e
 from rollout.weights.shared_weights import WeightReader
 from trainer.batch.planner import DEFAULT_COST
 from trainer.compose.compose import resolve
-from trainer.config.recording import HELDOUT
+from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.worker import PolicySetup, PolicyWorker

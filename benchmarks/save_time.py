@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
-from trainer.config.components import OptimConfig
+from trainer.config.training import OptimConfig
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import shard
 from trainer.policy.shards import ShardWriter

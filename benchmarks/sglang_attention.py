@@ -43,7 +43,7 @@ from rollout.config import DType, SGLangConfig
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND
 from rollout.sglang.engine import SGLangEngine
 from rollout.types import GenerateRequest, SamplingParams
-from trainer.config.components import ArithmeticModelConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.limits.ceilings import find_ceilings
 from trainer.limits.estimate import DTYPE_BYTES
 from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode

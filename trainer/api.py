@@ -26,7 +26,7 @@ from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, INTERRUPTED
 from trainer.compose.overrides import directory_override, override_words
-from trainer.config.recording import CHECKPOINTS
+from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.rundir.rows import POLL_S, follow_rows, read_rows
 from trainer.rundir.run_dir import (

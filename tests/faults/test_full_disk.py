@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from trainer.cli.job import run_job
 from rollout.task_config import ArithmeticDataConfig
-from trainer.config.components import ArithmeticModelConfig
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.training import ArithmeticModelConfig
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 import trainer.run.loop as loop
 from trainer.tracking.tracker import Tracker

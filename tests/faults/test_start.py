@@ -17,7 +17,7 @@ from policy_cases import make_config, save_policy
 
 from trainer.cluster import deadline
 from trainer.cluster.placement import Cluster, PlacementError, ray_session
-from trainer.config.components import ClusterConfig
+from trainer.config.training import ClusterConfig
 
 
 @pytest.fixture

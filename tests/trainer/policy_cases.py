@@ -31,13 +31,13 @@ from rollout.group.group_member import Published
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams, SharedWeights, TensorSpec
 from rollout.weights.shared_weights import DATA_START
-from trainer.config.components import (
+from trainer.config.train import TrainConfig
+from trainer.config.training import (
     BatchConfig,
     HFModelConfig,
     OptimConfig,
     PolicyConfig,
 )
-from trainer.config.train import TrainConfig
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 

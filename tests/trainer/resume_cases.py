@@ -9,7 +9,7 @@ from pathlib import Path
 from policy_cases import make_config
 
 from rollout.data.dataset import StreamState
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.rundir.checkpoint import RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.resume import flat_config

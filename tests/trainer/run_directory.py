@@ -15,9 +15,9 @@ from algorithms.tokens import Tokens
 from rollout.config import DynamicCollectConfig, SamplingConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
-from trainer.config.components import ArithmeticModelConfig, RunConfig
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig, RunConfig
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, SampleTokens
 from trainer.tracking.tracker import Tracker

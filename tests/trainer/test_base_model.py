@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, ArithmeticProblem, Demonstration, save_tokenizer
-from trainer.config.components import ArithmeticModelConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.run.base_model import (
     IGNORED,
     WEIGHTS,

@@ -21,8 +21,8 @@ from algorithms.config import (
 )
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
 from trainer.compose.compose import resolve
-from trainer.config.components import SmolLM2ModelConfig
 from trainer.config.train import GROUPS
+from trainer.config.training import SmolLM2ModelConfig
 from trainer.run.start import start_problems
 
 

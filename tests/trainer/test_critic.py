@@ -37,8 +37,8 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import RankMiniBatch, StepSamples
-from trainer.config.components import CriticConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import CriticConfig
 from trainer.policy.advantages import set_token_advantages
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.critic import Critic, ValueModel

@@ -8,7 +8,7 @@ import pytest
 from resume_cases import make, rows, save
 
 from trainer.cli.commands import run as parity
-from trainer.config.components import Resume
+from trainer.config.training import Resume
 from trainer.rundir.run_dir import (
     has_checkpoint,
     is_run,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
 from trainer.batch.packing import pack
-from trainer.config.recording import CheckpointConfig, EvalConfig
+from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.policy.model import full_tensors
 from trainer.run.evaluation import evaluate_model
 from trainer.run.export import export_model

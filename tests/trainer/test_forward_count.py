@@ -37,8 +37,8 @@ from algorithms.config import (
 )
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import MicroBatch, TrainBatch
-from trainer.config.components import OptimConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import OptimConfig
 from trainer.policy.forward import ScoringModel, TokenScores
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport

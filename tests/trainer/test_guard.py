@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from algorithms.config import ConfigError
 from rollout.task_config import ArithmeticDataConfig
-from trainer.config.components import ArithmeticModelConfig
 from trainer.config.guard import Action, MismatchGuardConfig
-from trainer.config.recording import CheckpointConfig
+from trainer.config.outputs import CheckpointConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.run.guard import MismatchGuard, Row, build_guard
 from trainer.rundir.events import Severity
 

@@ -18,7 +18,9 @@ from rollout.sglang.installation import server_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.batch.packing import micro_batch
 from trainer.cluster.placement import bundle_numbers, required_bundles
-from trainer.config.components import (
+from trainer.config.rules import sharing_problems
+from trainer.config.train import TrainConfig
+from trainer.config.training import (
     ArithmeticModelConfig,
     ClusterConfig,
     HFModelConfig,
@@ -26,8 +28,6 @@ from trainer.config.components import (
     PolicyConfig,
     Residency,
 )
-from trainer.config.rules import sharing_problems
-from trainer.config.train import TrainConfig
 from trainer.limits import machine
 from trainer.limits.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
 from trainer.limits.machine import CPUS_PER_WORKER, usable_memory

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from rollout.config import DType
 from trainer.batch.packing import pack
-from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
+from trainer.config.training import Offload
 from trainer.limits.estimate import dry_run_lengths
 from trainer.policy.host_copy import HostCopy, local_part
 from trainer.policy.worker import PolicyWorker

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.components import LRSchedule, OptimConfig
+from trainer.config.training import LRSchedule, OptimConfig
 from trainer.policy.trainable import build_optimizer, clip_gradients, learning_rate
 
 

@@ -27,8 +27,8 @@ from algorithms.config import (
 from rollout.types import Sample
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import RankMiniBatch, pass_order
-from trainer.config.components import OptimConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import OptimConfig
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import MAX_CONSECUTIVE_BAD_STEPS

@@ -22,7 +22,9 @@ from algorithms.config import (
 from rollout.config import DType, SamplingConfig, SGLangConfig, TorchEngineConfig
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.cli.plan import forwards, render_plan
-from trainer.config.components import (
+from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig
+from trainer.config.train import TrainConfig
+from trainer.config.training import (
     ArithmeticModelConfig,
     BatchConfig,
     ClusterConfig,
@@ -30,8 +32,6 @@ from trainer.config.components import (
     HFModelConfig,
     PolicyConfig,
 )
-from trainer.config.recording import CheckpointConfig, DumpConfig, EvalConfig
-from trainer.config.train import TrainConfig
 from trainer.limits.estimate import batch_shape, critic_shape, engine_memory, model_shape, rank_memory
 from trainer.limits.machine import Machine
 from trainer.limits.model_shape import UnknownShapeError

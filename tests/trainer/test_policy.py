@@ -42,8 +42,8 @@ from trainer.cluster import placement
 from trainer.cluster.placement import Cluster, PlacementError, ray_session
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
-from trainer.config.components import ClusterConfig, OptimConfig, Residency
 from trainer.config.train import TrainConfig
+from trainer.config.training import ClusterConfig, OptimConfig, Residency
 from trainer.limits.machine import CPUS_PER_WORKER
 
 

@@ -22,9 +22,9 @@ from trainer.cli.plan import render_plan
 from trainer.compose.catalog import RecipeCard, find_recipe, read_card, recipe_files
 from trainer.compose.compose import resolve
 from trainer.compose.session import hydra_session
-from trainer.config.components import HFModelConfig
 from trainer.config.paths import config_dir, recipe_dir
 from trainer.config.train import GROUPS, TrainConfig
+from trainer.config.training import HFModelConfig
 from trainer.limits.estimate import batch_shape
 from trainer.limits.machine import Machine
 

@@ -12,8 +12,8 @@ import pytest
 from rollout.config import SGLangConfig
 from rollout.processes.secret_names import is_secret_name
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
-from trainer.config.components import ArithmeticModelConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.rundir.redact import REDACTED, redact, redact_argv, redact_text
 
 PLANTED = "pl4nted-s3cret-value"

@@ -33,7 +33,7 @@ from trainer.batch.packing import micro_batch, pack, step_samples
 from trainer.batch.train_batch import RankMiniBatch, TokenScores
 from trainer.cli.commands import run
 from trainer.cli.replay import replay_completions
-from trainer.config.recording import DumpConfig
+from trainer.config.outputs import DumpConfig
 from trainer.config.train import TrainConfig
 from trainer.policy.recorder import StepRecorder
 from trainer.policy.train_report import RankReport, TrainReport

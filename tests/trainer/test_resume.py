@@ -13,7 +13,7 @@ from algorithms.config import AdvantageConfig, Estimator
 from rollout.types import FinishReason
 from trainer.cli.commands import run as parity
 from trainer.compose.compose import resolve
-from trainer.config.components import HFModelConfig, Resume
+from trainer.config.training import HFModelConfig, Resume
 from trainer.run.loop import train
 from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity

@@ -18,7 +18,7 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy
 from rollout.data.dataset import StreamState
 from trainer.batch.packing import pack
 from trainer.cluster.policy_group import PolicyGroup
-from trainer.config.recording import CheckpointConfig
+from trainer.config.outputs import CheckpointConfig
 from trainer.policy.shards import ShardReport
 from trainer.policy.worker import PolicyWorker
 from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Saver

@@ -11,7 +11,6 @@ from policy_cases import make_config
 from algorithms.config import ConfigError
 from rollout.collect.collector import Collector
 from rollout.config import CollectConfig, CollectOrder, FixedCollectConfig, PauseMode, SGLangConfig
-from trainer.config.components import Residency
 from trainer.config.schedule import (
     BoundedScheduleConfig,
     OneStepOffScheduleConfig,
@@ -20,6 +19,7 @@ from trainer.config.schedule import (
     SyncScheduleConfig,
 )
 from trainer.config.train import TrainConfig
+from trainer.config.training import Residency
 
 PARTIAL = FixedCollectConfig(partial=True, over_sampling=1.5)
 

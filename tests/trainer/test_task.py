@@ -14,8 +14,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from rollout.rewards.pool import RewardPoolError
 from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import resolve
-from trainer.config.components import HFModelConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import HFModelConfig
 from trainer.run import task
 
 

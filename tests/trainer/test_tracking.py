@@ -26,7 +26,7 @@ from rollout.config import SGLangConfig
 from rollout.data.dataset import StreamState
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
-from trainer.config.recording import WandbMode
+from trainer.config.outputs import WandbMode
 from trainer.run.start import start_problems
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.rows import forget_after, read_rows
@@ -142,7 +142,7 @@ def test_a_directory_in_use_is_refused(tmp_path: Path, found: str) -> None:
 
 def test_two_runs_cannot_share_a_directory(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from trainer.config.components import Resume\n"
+        "import sys, time; from pathlib import Path; from trainer.config.training import Resume\n"
         "from trainer.rundir.run_dir import take_directory\n"
         f"lock, _ = take_directory(Path({str(tmp_path / 'run')!r}), resume=Resume.never, continues=False)\n"
         "sys.stdout.write('locked'); sys.stdout.flush()\n"

@@ -29,7 +29,7 @@ from tracking_cases import (  # noqa: F401 - no_wandb_login is a fixture of ever
 from wandb_server import WandbServer, serving
 
 import trainer.tracking.wandb_sink as wandb_sink
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
@@ -318,7 +318,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 import psutil
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_sink import WandbSink
 hooks = sys.exit, sys.excepthook, signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)

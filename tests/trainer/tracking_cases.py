@@ -18,9 +18,9 @@ from algorithms.tokens import Tokens
 from rollout.config import SamplingConfig
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import FinishReason
-from trainer.config.components import ArithmeticModelConfig, RunConfig
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig, RunConfig
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker

@@ -12,10 +12,10 @@ from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
-from trainer.config.components import Resume
 from trainer.config.guard import MismatchGuardConfig
-from trainer.config.recording import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
+from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
+from trainer.config.training import Resume
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan

@@ -17,8 +17,8 @@ from algorithms.config import Problem
 from trainer.cli.arguments import TrainArguments
 from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
-from trainer.config.components import Resume
 from trainer.config.train import GROUPS
+from trainer.config.training import Resume
 from trainer.rundir.redact import REDACTED
 from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, has_checkpoint, is_run
 from trainer.rundir.yaml_text import load_yaml

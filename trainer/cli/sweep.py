@@ -18,7 +18,7 @@ from trainer.cli.report import COMPARISON
 from trainer.cli.tables import rows_text
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE
-from trainer.config.recording import WANDB_NAME, WANDB_RUN_GROUP
+from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import METRICS_FILE, write_whole
 from trainer.rundir.text import to_stdout

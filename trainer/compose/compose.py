@@ -26,9 +26,9 @@ from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.session import SCHEMA, hydra_session
-from trainer.config.components import RunConfig
 from trainer.config.paths import MAIN_CONFIG, config_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
+from trainer.config.training import RunConfig
 from trainer.rundir.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from rollout.config import DynamicCollectConfig
 from rollout.task_config import FileDataConfig
-from trainer.config.components import Residency
+from trainer.config.training import Residency
 
 if TYPE_CHECKING:
     from trainer.config.train import TrainConfig

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import at_least, ruled
 from rollout.config import CollectOrder, PauseMode, SGLangConfig
-from trainer.config.components import Residency
+from trainer.config.training import Residency
 
 if TYPE_CHECKING:
     from rollout.collect.collector import Collector

@@ -38,21 +38,8 @@ from rollout.config import (
 )
 from rollout.episodes.config import EpisodeConfig, episode_problems
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, RewardConfig
-from trainer.config.components import (
-    ArithmeticModelConfig,
-    BatchConfig,
-    ClusterConfig,
-    CriticConfig,
-    HFModelConfig,
-    LRSchedule,
-    ModelConfig,
-    OptimConfig,
-    PolicyConfig,
-    RunConfig,
-    SmolLM2ModelConfig,
-)
 from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig, guard_problems
-from trainer.config.recording import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
+from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.config.rules import (
     BASELINE_ESTIMATORS,
     advantage_problems,
@@ -68,6 +55,19 @@ from trainer.config.schedule import (
     ScheduleConfig,
     SyncScheduleConfig,
     schedule_problems,
+)
+from trainer.config.training import (
+    ArithmeticModelConfig,
+    BatchConfig,
+    ClusterConfig,
+    CriticConfig,
+    HFModelConfig,
+    LRSchedule,
+    ModelConfig,
+    OptimConfig,
+    PolicyConfig,
+    RunConfig,
+    SmolLM2ModelConfig,
 )
 
 

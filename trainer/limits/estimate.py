@@ -13,8 +13,8 @@ from pathlib import Path
 from rollout.config import DType
 from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
-from trainer.config.components import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
 from trainer.limits.model_shape import SMOLLM2_SHAPE, ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}

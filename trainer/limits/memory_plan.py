@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollout.config import SGLangConfig
-from trainer.config.components import Residency
 from trainer.config.train import TrainConfig
+from trainer.config.training import Residency
 from trainer.limits.estimate import (
     EngineMemory,
     RankMemory,

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rollout.data.arithmetic import TOKENS
-from trainer.config.components import ArithmeticModelConfig
+from trainer.config.training import ArithmeticModelConfig
 
 ARITHMETIC_HEAD_SIZE = 32
 ARITHMETIC_MLP_FACTOR = 4

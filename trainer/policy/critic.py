@@ -28,8 +28,8 @@ from algorithms.returns import Moments
 from algorithms.stats import mean_or_none, merged
 from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, pass_order, present
-from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
+from trainer.config.training import Offload
 from trainer.policy.forward import states_before
 from trainer.policy.model import checkpoint_activations, empty_causal_lm, load_rows, shard
 from trainer.policy.trainable import Trainable

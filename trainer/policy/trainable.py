@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from rollout.config import DType
-from trainer.config.components import LRSchedule, Offload, OptimConfig
+from trainer.config.training import LRSchedule, Offload, OptimConfig
 from trainer.policy.host_copy import HostCopy
 
 logger = logging.getLogger(__name__)

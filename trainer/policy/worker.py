@@ -23,8 +23,8 @@ from rollout.types import SharedWeights
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
-from trainer.config.components import Offload
 from trainer.config.train import TrainConfig
+from trainer.config.training import Offload
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
 from trainer.policy.critic import Critic, ValueModel, load_value_model

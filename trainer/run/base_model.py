@@ -23,7 +23,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
-from trainer.config.components import ArithmeticModelConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
 FORMAT_VERSION = 2

@@ -26,7 +26,7 @@ from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
-from trainer.config.recording import HELDOUT
+from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.run.export import chosen_checkpoint, write_model
 from trainer.run.task import Task, data_notes, load_task

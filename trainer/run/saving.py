@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.cluster.policy_group import PolicyGroup
-from trainer.config.recording import CheckpointConfig
+from trainer.config.outputs import CheckpointConfig
 from trainer.policy.shards import ShardReport
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.tracking.tracker import Tracker

@@ -9,8 +9,8 @@ from pathlib import Path
 from algorithms.config import Problem
 from rollout.config import SGLANG_REMEDY, SGLangConfig
 from trainer.compose.compose import Resolution
-from trainer.config.components import Resume
-from trainer.config.recording import WANDB_RUN_ID
+from trainer.config.outputs import WANDB_RUN_ID
+from trainer.config.training import Resume
 from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems

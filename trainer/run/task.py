@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import limit_silence
 from rollout.rewards import Scorer
-from trainer.config.components import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
 from trainer.rundir.cache import Progress

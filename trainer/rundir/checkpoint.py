@@ -21,7 +21,7 @@ from typing import Any
 
 from rollout.collect.pending import CollectorState
 from rollout.data.dataset import StreamState
-from trainer.config.recording import CHECKPOINTS
+from trainer.config.outputs import CHECKPOINTS
 from trainer.rundir.sealed import (
     FileRecord,
     SealError,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recording import DUMPS
+from trainer.config.outputs import DUMPS
 from trainer.rundir.sealed import (
     FileRecord,
     SealError,

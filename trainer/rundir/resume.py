@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from algorithms.config import Estimator
-from trainer.config.components import Resume
 from trainer.config.train import TrainConfig
+from trainer.config.training import Resume
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from trainer.rundir.provenance import config_record, group_choices
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from algorithms.config import Problem
-from trainer.config.components import Resume
-from trainer.config.recording import CHECKPOINTS
+from trainer.config.outputs import CHECKPOINTS
+from trainer.config.training import Resume
 from trainer.rundir.rows import read_rows
 from trainer.rundir.sealed import sealed_steps, to_disk
 

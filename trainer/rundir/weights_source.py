@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from algorithms.config import Problem
-from trainer.config.recording import CHECKPOINTS
+from trainer.config.outputs import CHECKPOINTS
 from trainer.rundir.checkpoint import Checkpoint
 from trainer.rundir.sealed import MANIFEST
 

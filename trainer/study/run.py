@@ -19,7 +19,7 @@ from algorithms.config import Problem
 from rollout.processes.child_process import python_module
 from trainer.compose.outcome import DONE, NOTHING_STARTED
 from trainer.compose.overrides import directory_override
-from trainer.config.recording import WANDB_RUN_GROUP
+from trainer.config.outputs import WANDB_RUN_GROUP
 from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
 from trainer.rundir.termination import GO_ON, termination_requests

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recording import WANDB_NAME, WANDB_RUN_GROUP, WANDB_RUN_ID, TrackingConfig
+from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP, WANDB_RUN_ID, TrackingConfig
 from trainer.rundir.redact import redact
 from trainer.rundir.run_dir import write_whole
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 from urllib.parse import urlsplit
 
-from trainer.config.recording import TrackingConfig, WandbMode
+from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.run_dir import make_private
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_run

@@ -1,6 +1,6 @@
 """Configuration of the trainer's own parts: run, model, batch, optimizer, critic, workers, cluster.
 
-`trainer.config.train` composes these configs with the configs of `trainer.config.recording`, `algorithms` and
+`trainer.config.train` composes these configs with the configs of `trainer.config.outputs`, `algorithms` and
 `rollout`. Imports no torch, no Ray and no SGLang.
 """
 

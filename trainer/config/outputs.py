@@ -1,6 +1,6 @@
 """Configuration of evaluation, checkpoints, dumps and tracking.
 
-`trainer.config.train` composes these configs with `trainer.config.components`. Imports no torch, no Ray and no SGLang.
+`trainer.config.train` composes these configs with `trainer.config.training`. Imports no torch, no Ray and no SGLang.
 """
 
 from __future__ import annotations
