@@ -28,7 +28,7 @@ from rollout.rewards import Scorer
 from rollout.types import GenerateRequest, Prompt, SampleGroup
 
 
-class Surplus(Enum):
+class UnfinishedGroups(Enum):
     """Treatment of the groups that are unfinished when a step has all its groups."""
 
     drop = "drop"
@@ -53,7 +53,7 @@ class CollectPlan:
     """Minimum of valid samples for a group to be trained on: 2 where the group is the baseline."""
     max_lag_steps: int = 0
     """Maximum lag, in steps, of the weights that sampled a token behind the weights at the start of the step."""
-    surplus: Surplus = Surplus.drop
+    unfinished: UnfinishedGroups = UnfinishedGroups.drop
 
 
 class Collected(NamedTuple):
@@ -148,7 +148,7 @@ class Collector:
         stats.kept = [group.valid_samples() for group in self._kept]
         if len(self._kept) < self._least:
             raise RuntimeError(self._too_few(step))
-        self._end_surplus(step)
+        self._end_unfinished(step)
         stats.waited_s += time.monotonic() - begin - (stats.reward_s - scored_s)
         self._reward_s += stats.reward_s - scored_s
         self._finished_step = step
@@ -286,17 +286,17 @@ class Collector:
             self._pending.remove(group)
         self._dispatcher.stop(old, step=step, stats=self._stats)
 
-    def _end_surplus(self, step: int) -> None:
-        """Treat the unfinished groups by the plan's `surplus`, after the step has all its groups."""
-        surplus = list(self._pending)
-        if self._plan.surplus is Surplus.drop:
+    def _end_unfinished(self, step: int) -> None:
+        """Treat the unfinished groups as the plan says, after the step has all its groups."""
+        unfinished = list(self._pending)
+        if self._plan.unfinished is UnfinishedGroups.drop:
             self._pending = []
-            for group in surplus:
+            for group in unfinished:
                 self._drop(group, DropReason.surplus)
-        if self._plan.surplus is not Surplus.run:
-            self._dispatcher.stop(surplus, step=step, stats=self._stats)
+        if self._plan.unfinished is not UnfinishedGroups.run:
+            self._dispatcher.stop(unfinished, step=step, stats=self._stats)
         if self._collect.order is CollectOrder.completion:
-            responses = [response for group in [*self._kept, *surplus] for response in group.responses]
+            responses = [response for group in [*self._kept, *unfinished] for response in group.responses]
             self._stats.all_lengths = [each.num_tokens for each in responses if each.num_tokens]
 
     # ---------------------------------------------------------------- errors that end the run

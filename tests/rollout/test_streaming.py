@@ -12,7 +12,7 @@ import pytest
 from samplers import Shuffled
 from test_collect import MAX_NEW_TOKENS, engine, make_prompts, parity  # noqa: F401 - engine is a fixture
 
-from rollout.collect.collector import Collector, CollectPlan, Surplus
+from rollout.collect.collector import Collector, CollectPlan, UnfinishedGroups
 from rollout.config import (
     CollectOrder,
     DynamicCollectConfig,
@@ -44,7 +44,9 @@ def end_of_the_scorer():
 PARTIAL = FixedCollectConfig(over_sampling=1.5, partial=True)
 
 
-def make(sampler, collect, *, num_prompts=6, max_lag_steps=0, surplus=Surplus.drop, scorer=None, temperature=1.0):
+def make(
+    sampler, collect, *, num_prompts=6, max_lag_steps=0, unfinished=UnfinishedGroups.drop, scorer=None, temperature=1.0
+):
     prompts = PromptStream(make_prompts(), seed=0)
     if scorer is None:
         sampler.waits_for = lambda: SCORER.unfinished
@@ -61,14 +63,14 @@ def make(sampler, collect, *, num_prompts=6, max_lag_steps=0, surplus=Surplus.dr
             stop_token_ids=(1, 7),
             min_group_size=2,
             max_lag_steps=max_lag_steps,
-            surplus=surplus,
+            unfinished=unfinished,
         ),
     )
     return collector, prompts
 
 
 def partial(sampler, *, max_lag_steps=1, **options):
-    return make(sampler, PARTIAL, max_lag_steps=max_lag_steps, surplus=Surplus.resume, **options)
+    return make(sampler, PARTIAL, max_lag_steps=max_lag_steps, unfinished=UnfinishedGroups.resume, **options)
 
 
 ORDERS = {"as submitted": min, "backwards": max, "at random": random.Random(0).choice}
@@ -345,7 +347,7 @@ def test_a_step_sampled_ahead_has_the_weights_it_began_with(engine):  # noqa: F8
 def run_ahead(engine, *, steps, max_staleness):  # noqa: F811
     sampler = Shuffled(engine, random.Random(3).choice)
     config = FixedCollectConfig()
-    collector, _ = make(sampler, config, max_lag_steps=max_staleness, surplus=Surplus.run)
+    collector, _ = make(sampler, config, max_lag_steps=max_staleness, unfinished=UnfinishedGroups.run)
     collected = []
     for step in range(1, steps + 1):
         collected.append(collector.collect(step, step - 1))
@@ -374,7 +376,7 @@ def test_the_order_of_completion_runs_into_the_bound_of_staleness(engine):  # no
 
     sampler = Shuffled(engine, order)
     config = FixedCollectConfig(order=CollectOrder.completion)
-    collector, _ = make(sampler, config, max_lag_steps=1, surplus=Surplus.run, num_prompts=2)
+    collector, _ = make(sampler, config, max_lag_steps=1, unfinished=UnfinishedGroups.run, num_prompts=2)
     dropped = 0
     for step in range(1, 7):
         stats = collector.collect(step, step - 1).stats
@@ -388,13 +390,13 @@ def test_the_order_of_completion_runs_into_the_bound_of_staleness(engine):  # no
 
 def test_what_the_engines_have_is_asked_again_after_a_restart(engine):  # noqa: F811
     sampler = Shuffled(engine, min)
-    collector, prompts = make(sampler, FixedCollectConfig(), max_lag_steps=1, surplus=Surplus.run)
+    collector, prompts = make(sampler, FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
     collector.collect(1, 0)
     collector.start(2, 0)
     state = json.loads(json.dumps([collector.state_dict(), prompts.state_dict()]))
     fresh = Shuffled(engine, min)
     fresh.version = 1
-    again, stream = make(fresh, FixedCollectConfig(), max_lag_steps=1, surplus=Surplus.run)
+    again, stream = make(fresh, FixedCollectConfig(), max_lag_steps=1, unfinished=UnfinishedGroups.run)
     stream.load_state_dict(state[1])
     again.load_state_dict(state[0])
     collected = again.collect(2, 1)
@@ -416,7 +418,7 @@ def test_aborted_responses_must_come_back(engine):  # noqa: F811
     sampler = Deaf(engine, min)
     sampler.abort_timeout_s = 0.05
     sampler.wanted = 6 * GROUP_SIZE
-    collector, _ = make(sampler, PARTIAL, max_lag_steps=1, surplus=Surplus.resume)
+    collector, _ = make(sampler, PARTIAL, max_lag_steps=1, unfinished=UnfinishedGroups.resume)
     with pytest.raises(RuntimeError, match=r"step 1: 9 of 9 aborted responses did not come back within"):
         collector.collect(1, 0)
 

@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.collect.collector import Collected, Collector, CollectPlan, Surplus
+from rollout.collect.collector import Collected, Collector, CollectPlan, UnfinishedGroups
 from rollout.collect.dispatch import Sampler
 from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
@@ -317,9 +317,9 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
     """The collector that turns prompts into rewarded groups with `sampler`."""
     # Groups may still be in flight when a step has as many as it needs. They go on (run), are given up (drop), or are
     # stopped and go on in the next step (resume).
-    surplus = Surplus.run if config.schedule.updates_in_flight else Surplus.drop
+    unfinished = UnfinishedGroups.run if config.schedule.updates_in_flight else UnfinishedGroups.drop
     if config.collect.partial:
-        surplus = Surplus.resume
+        unfinished = UnfinishedGroups.resume
     return Collector(
         sampler=sampler,
         prompts=prompts,
@@ -333,7 +333,7 @@ def build_collector(config: TrainConfig, task: Task, sampler: Sampler, prompts: 
             stop_token_ids=task.stop_token_ids,
             min_group_size=config.min_group_size,
             max_lag_steps=config.max_lag_steps,
-            surplus=surplus,
+            unfinished=unfinished,
         ),
     )
 
