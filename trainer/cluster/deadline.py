@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import ray
+
+from rollout.processes.keeper import descendants
+from rollout.processes.process_marks import kill_processes, mark_processes
 
 logger = logging.getLogger(__name__)
 
@@ -56,5 +60,7 @@ def end_ray() -> None:
     except RayAnswerError as error:
         logger.warning("%s. The processes of Ray that this process started are killed", error)
         atexit.unregister(ray.shutdown)  # it would wait for the same answer again
-        if (node := ray._private.worker._global_node) is not None:  # type: ignore[attr-defined]
-            node.kill_all_processes(check_alive=False, allow_graceful=False)
+        node = ray._private.worker._global_node  # type: ignore[attr-defined]
+        for started in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
+            pid = started.process.pid
+            kill_processes(mark_processes([pid, *descendants(pid)]))
