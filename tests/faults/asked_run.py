@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,7 +39,8 @@ def reward(response, answer):
 class Asked:
     """A run in a process of its own, whose reward function hangs while the file `flag` exists."""
 
-    def __init__(self, directory: Path, *words: str) -> None:
+    def __init__(self, directory: Path, *words: str, start: Sequence[str] = ("-m", "trainer")) -> None:
+        """Python is started with `start` and the words of the command."""
         self.run_dir, self.flag = directory / "run", directory / "hang"
         self.tmp = Path(tempfile.mkdtemp())  # the paths of Ray's sockets must be short
         (directory / "slow_reward.py").write_text(SLOW_REWARD.format(flag=str(self.flag)))
@@ -47,7 +48,7 @@ class Asked:
         self._said = directory / "stderr.txt"
         reward = f"reward.function={directory}/slow_reward.py:reward"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainer", *WORDS, reward, f"run.dir={self.run_dir}", *words],
+            [sys.executable, *start, *WORDS, reward, f"run.dir={self.run_dir}", *words],
             stdout=subprocess.DEVNULL, stderr=self._said.open("wb"), start_new_session=True,
             env=os.environ | {MARK: self._mark, "TMPDIR": str(self.tmp)},
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from asked_run import Asked
@@ -17,8 +18,8 @@ for folder in ("rollout", "trainer", "e2e"):
 def asked(tmp_path: Path, base_model_cache: Path) -> Iterator[Callable[..., Asked]]:
     runs: list[Asked] = []
 
-    def begin(*words: str) -> Asked:
-        runs.append(Asked(tmp_path, *words))
+    def begin(*words: str, **options: Any) -> Asked:
+        runs.append(Asked(tmp_path, *words, **options))
         return runs[-1]
 
     yield begin

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import queue
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from asked_run import Asked
 from policy_cases import make_config, make_samples, save_policy
 
 from rollout.group.actor_calls import LostWorkerError, WorkerError
@@ -151,6 +153,33 @@ def test_a_suspended_rank_is_named_and_ended_long_before_the_deadline_of_the_ste
     )
     suspended.wait(timeout=10)
     assert "in all_reduce" in file.read_text("utf-8") or "torch/distributed" in file.read_text("utf-8")
+
+
+SHORT = """
+import sys
+from trainer.cluster import watchdog
+watchdog.SUSPENDED_S = 3.0
+from trainer.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.scenario(27)
+def test_a_whole_run_with_a_suspended_rank_ends_with_its_name_and_the_stacks(asked: Callable[..., Asked]) -> None:
+    """The real command, whose watchdog waits for 3 s instead of 30 s."""
+    run = asked("policy.num_workers=2", start=("-c", SHORT))
+    run.wait_until(lambda: run.steps() >= 1)
+    suspended = run.processes("ray::PolicyWorker")[1]
+    suspended.suspend()
+    assert run.ended_in(45) > 3
+    assert run.process.returncode == 1 and run.status() == "failed"
+    found = re.search(rf"(policy [01]) \(process {suspended.pid}\) was suspended for 3 s", run.said)
+    assert found is not None, run.said
+    stacks = (run.run_dir / "logs" / STACKS_FILE).read_text("utf-8")
+    for name in ("policy 0", "policy 1", "engine 0", "driver"):
+        assert f"==== {name} (process " in stacks
+    assert f"{found[1]} (process {suspended.pid}) was suspended" in stacks.partition("==== policy 0")[0]
 
 
 IDLE = 'Thread 0x1 (most recent call first):\n  File "/x/ray/worker.py", line 1 in main_loop\n'
