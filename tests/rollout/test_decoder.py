@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from tiny_model import VOCAB_SIZE, write_tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import EngineError
+from rollout.hf.model_limits import altered_logits, check_attention
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
 from rollout.torch.model import Decoder
@@ -127,3 +128,15 @@ def test_a_model_whose_logits_are_altered_behind_the_head_is_refused(tmp_path):
     engine = TorchEngine(TorchEngineConfig(), index=0, device="cpu", num_threads=None)
     with pytest.raises(EngineError, match=r"start: .*: logit_scale=0\.5 in config\.json is not supported"):
         engine.start(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
+def test_each_change_of_logits_behind_the_head_is_known(field):
+    assert altered_logits(PretrainedConfig(**{field: 0.5})) == f"{field}=0.5"
+    assert altered_logits(PretrainedConfig(**{field: 1.0})) is None
+
+
+@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+def test_capped_attention_and_attention_sinks_are_refused(option):
+    with pytest.raises(ValueError, match=f"this attention does not support {option}"):
+        check_attention({option: torch.ones(2)}, longest=5, name="this")

@@ -44,6 +44,9 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estima
         commit_checkpoint(unfinished, state, keep=2)
         trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
     assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
+    (tmp_path / "plain").touch()  # what is exported is for sharing, as any new file is
+    modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert modes == {(tmp_path / "plain").stat().st_mode}
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
     untrained = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
     assert exported.keys() == untrained.keys()

@@ -457,6 +457,8 @@ def test_the_command_writes_where_it_says(
     assert capsys.readouterr().out == "one.html\ncomparison.html\n"
     assert "2 runs compared" in Path("comparison.html").read_text(encoding="utf-8")
     assert "runs compared" not in Path("one.html").read_text(encoding="utf-8")
+    Path("plain").touch()
+    assert Path("one.html").stat().st_mode == Path("plain").stat().st_mode  # a page is for sharing
     assert parity(["report", str(tmp_path), "--colour", "--out=nowhere/x.html"]) == 2
     refused = capsys.readouterr().err
     assert "3 problems, nothing was started" in refused
