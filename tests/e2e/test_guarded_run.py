@@ -27,7 +27,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text("utf-8").splitlines()]
 
 
-def test_a_run_is_stopped_and_saved_and_goes_on_where_it_was(tmp_path: Path, local_ray: None) -> None:
+def test_a_run_is_stopped_then_saved_and_goes_on_where_it_was(tmp_path: Path, local_ray: None) -> None:
     run_dir = tmp_path / "run"
     words = (*WORDS, f"run.dir={run_dir}", "run.num_steps=4", "guard.highest=stop", "run.resume=auto")
     with pytest.raises(StoppedByGuard, match="stopped by the guard after step 2") as stopped:
@@ -41,22 +41,17 @@ def test_a_run_is_stopped_and_saved_and_goes_on_where_it_was(tmp_path: Path, loc
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None and checkpoint.state.step == 2
 
-    # What has not been repaired stops the run again; what has been lets it go on.
-    with pytest.raises(StoppedByGuard, match="after step 4"):
-        train(compose("arithmetic_grpo", *words, "run.num_steps=6", ANY_MISMATCH_IS_BAD))
-    train(compose("arithmetic_grpo", *words, "run.num_steps=6", NO_MISMATCH_IS_BAD))
+    # What has not been repaired is noticed again; this time the run is saved and trains as configured.
+    saved = (*words, "run.num_steps=5", "guard.highest=save", ANY_MISMATCH_IS_BAD, "checkpoint.keep=9")
+    train(compose("arithmetic_grpo", *saved))
     rows = metrics_of(run_dir)
-    assert column(rows, "step") == [1, 2, 3, 4, 5, 6]
-    assert column(rows, "guard/level") == [0, 3, 0, 3, 0, 0]
-
-
-def test_a_run_is_saved_where_a_number_became_bad_and_trains_as_configured(tmp_path: Path, local_ray: None) -> None:
-    run_dir = tmp_path / "run"
-    words = (*WORDS, f"run.dir={run_dir}", "run.num_steps=3", "guard.highest=save", ANY_MISMATCH_IS_BAD)
-    train(compose("arithmetic_grpo", *words))
-    rows = metrics_of(run_dir)
-    assert column(rows, "guard/level") == [0, 2, 1]
-    assert [event["severity"] for event in events_of(run_dir)] == ["warn"]
+    assert column(rows, "step") == [1, 2, 3, 4, 5]
+    assert column(rows, "guard/level") == [0, 3, 0, 2, 1]
+    assert [event["severity"] for event in events_of(run_dir)] == ["error", "warn"]
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir()) == [
-        "step_000002", "step_000003",
+        "step_000002", "step_000004", "step_000005",
     ]  # fmt: skip
+
+    # What has been repaired does not stop the run.
+    train(compose("arithmetic_grpo", *words, "run.num_steps=7", NO_MISMATCH_IS_BAD))
+    assert column(metrics_of(run_dir), "guard/level") == [0, 3, 0, 2, 1, 0, 0]

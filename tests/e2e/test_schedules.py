@@ -20,8 +20,8 @@ SMALL = ("rollout=torch", "batch.prompts_per_step=8", "batch.group_size=4")
 @pytest.mark.parametrize(
     "words",
     [
-        ("schedule=bounded", "schedule.max_staleness=2", "eval.every=2"),
-        ("collect.partial=true", "collect.over_sampling=1.5"),
+        ("schedule=bounded", "schedule.max_staleness=2", "eval.every=2", "policy.num_workers=2"),
+        ("collect.partial=true", "collect.over_sampling=1.5", "policy.num_workers=1"),
     ],
     ids=["bounded", "partial"],
 )

@@ -19,7 +19,8 @@ def test_two_runs_are_compared_and_not_repeated(
     monkeypatch.chdir(tmp_path)
     words = [
         "study", "arithmetic_grpo", *QUICK, "rollout=torch", "policy.num_workers=1", "run.num_steps=2",
-        "checkpoint.every=0", "study.modes=[tis]", "study.seeds=[0]", "study.parallel=2", "study.dir=both",
+        "batch.prompts_per_step=8", "batch.group_size=4", "eval.max_prompts=8", "checkpoint.every=0",
+        "study.modes=[tis]", "study.seeds=[0]", "study.parallel=2", "study.dir=both",
     ]  # fmt: skip
     assert run(words) == 0, capsys.readouterr().err
     said = capsys.readouterr()

@@ -76,20 +76,6 @@ def update(config: TrainConfig, model_path: Path, *, max_tokens: int, reverse: b
 
 
 @pytest.mark.slow
-def test_two_ranks_load_the_bits_of_the_files(tmp_path: Path) -> None:
-    path = save_untied(tmp_path)
-    with Cluster(make_config(path, num_workers=2), log_dir=path) as cluster:
-        policy = cluster.spawn_policy(path)
-        policy.wait_ready()
-        shared = policy.publish_weights(policy_version=1)
-        packed = copy_of(shared)
-    sent = {spec.name: tensor.clone() for spec, tensor in unpack(packed)}
-    stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert sent.keys() == stored.keys()
-    assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("aggregation", "mini_batch_prompts", "passes"),
     [(Aggregation.token_mean, None, 1), (Aggregation.seq_mean_token_mean, 1, 2)],
@@ -148,15 +134,45 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
     assert (found - expected).norm() <= 1e-3 * (expected - before).norm()
 
 
+def listening_addresses() -> set[str]:
+    """Local addresses on which this process and all below it accept TCP connections."""
+    found = set()
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            connections = process.net_connections(kind="tcp")
+        except psutil.NoSuchProcess:  # a Ray helper that ended between the two calls
+            continue
+        found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def check_bits_of_the_files(policy: PolicyGroup, path: Path) -> None:
+    """The weights that the ranks send are those of the files, bit by bit."""
+    shared = policy.publish_weights(policy_version=0)
+    packed = copy_of(shared)
+    sent = {spec.name: tensor.clone() for spec, tensor in unpack(packed)}
+    stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], stored[name].float()) for name in stored)
+
+
 @pytest.mark.slow
-def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path: Path) -> None:
-    config = make_config(model_path, num_engines=2)
-    with Cluster(config, log_dir=model_path) as cluster:
-        policy = cluster.spawn_policy(model_path)
-        engines = cluster.spawn_engines(model_path)
+def test_engines_hold_the_policy_bitwise_a_flipped_byte_is_named_and_all_listen_on_loopback_only(
+    tmp_path: Path,
+) -> None:
+    path = save_untied(tmp_path)
+    with Cluster(make_config(path, num_engines=2), log_dir=path) as cluster:
+        policy = cluster.spawn_policy(path)
+        engines = cluster.spawn_engines(path)
         policy.wait_ready()
         engines.wait_ready()
-        policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
+        assert listening_addresses() == {"127.0.0.1"}
+        check_bits_of_the_files(policy, path)
+        samples = make_samples()
+        for sample in samples:
+            sample.token_ids = sample.token_ids % 50
+        policy.train(pack([samples], num_ranks=2, max_tokens=100, policy_version=0), step=1)
         report = sync_weights(policy, engines, policy_version=1)
         assert (report.num_engines, report.num_mapped) == (2, 2)
         assert "to 2 engine(s) through shared memory (2) in" in str(report)
@@ -175,6 +191,7 @@ def test_engines_hold_the_policy_bitwise_and_a_flipped_byte_is_named(model_path:
         with pytest.raises(WeightSyncError, match=r"hold policy version 3, policy version 2 was announced"):
             engines.load_weights(published(shared, policy.node))
         assert sync_weights(policy, engines, policy_version=4).policy_version == 4
+    assert not list(path.glob(".rendezvous-*"))
 
 
 @pytest.mark.slow
@@ -339,27 +356,3 @@ def test_a_dead_rank_ends_the_step_with_its_name(model_path: Path) -> None:
         subprocess.run(["kill", "-9", str(infos[1].process.pid)], check=True)
         with pytest.raises(RuntimeError, match=r"phase train: policy [01]"):
             policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=1)
-
-
-def listening_addresses() -> set[str]:
-    """Local addresses on which this process and all below it accept TCP connections."""
-    found = set()
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            connections = process.net_connections(kind="tcp")
-        except psutil.NoSuchProcess:  # a Ray helper that ended between the two calls
-            continue
-        found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
-    return found
-
-
-@pytest.mark.slow
-def test_a_run_listens_on_loopback_only(model_path: Path) -> None:
-    with Cluster(make_config(model_path), log_dir=model_path) as cluster:
-        policy = cluster.spawn_policy(model_path)
-        engines = cluster.spawn_engines(model_path)
-        policy.wait_ready()
-        engines.wait_ready()
-        assert listening_addresses() == {"127.0.0.1"}
-    assert not list(model_path.glob(".rendezvous-*"))
