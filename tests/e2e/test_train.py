@@ -293,7 +293,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, ba
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     last = metrics_of(tmp_path / "run")[-1]["step"]
-    assert f"asked to end (SIGINT), after step {last}; go on with parity resume run" in error
+    assert f"asked to end (SIGINT), after step {last}; go on with parity resume {tmp_path / 'run'}" in error
     check_interrupted(tmp_path / "run", last=last)
 
 

@@ -58,7 +58,7 @@ class Asked:
         """What the run has written to stderr so far."""
         return self._said.read_text("utf-8", errors="replace")
 
-    def wait_until(self, happened: Callable[[], object], timeout_s: float = 120.0) -> None:
+    def wait_until(self, happened: Callable[[], object], timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not happened():
             assert self.process.poll() is None and time.monotonic() < deadline, self.said
