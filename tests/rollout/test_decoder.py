@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import EngineError
-from rollout.hf.model_limits import altered_logits, check_attention
 from rollout.torch.engine import TorchEngine
 from rollout.torch.kv_cache import SLOT_ATTENTION, KVSlots, Prefill, Step
 from rollout.torch.model import Decoder
+from rollout.torch.model_limits import altered_logits, check_attention
 
 TOLERANCE = 1e-5
 """Largest difference of a float32 logit."""
