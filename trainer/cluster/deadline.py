@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import ray
 
@@ -60,7 +59,7 @@ def end_ray() -> None:
     except RayAnswerError as error:
         logger.warning("%s. The processes of Ray that this process started are killed", error)
         atexit.unregister(ray.shutdown)  # it would wait for the same answer again
-        node = ray._private.worker._global_node  # type: ignore[attr-defined]
-        for started in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
-            pid = started.process.pid
-            kill_processes(mark_processes([pid, *descendants(pid)]))
+        node: Any = ray._private.worker._global_node  # type: ignore[attr-defined]
+        for kind in () if node is None else node.all_processes.values():
+            for started in kind:
+                kill_processes(mark_processes([started.process.pid, *descendants(started.process.pid)]))
