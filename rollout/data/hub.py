@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
+from typing import Any
+
 from huggingface_hub import constants, get_session
 
 
@@ -17,7 +18,7 @@ def limit_silence() -> None:
         hooks.append(_limit)
 
 
-def _limit(request: httpx.Request) -> None:
-    """Set each limit of `request` (connect, read, write, pool; seconds) that is missing."""
+def _limit(request: Any) -> None:
+    """Set each limit of `request`, an httpx.Request, that is missing: connect, read, write, pool; seconds."""
     limits = request.extensions["timeout"]
     limits.update({name: constants.HF_HUB_DOWNLOAD_TIMEOUT for name, limit in limits.items() if limit is None})
