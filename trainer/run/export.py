@@ -60,6 +60,8 @@ def write_model(
     target = _dtype_of(start) if dtype is None else dtype
     model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)
     AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
+    for path in unfinished.iterdir():  # safetensors lets nobody else read its files, and an export is for sharing
+        path.chmod((unfinished / "config.json").stat().st_mode)
     unfinished.rename(directory)
 
 
