@@ -30,6 +30,8 @@ OPEN_KEYS = ("rollout.engine_args.", "data.chat_template_kwargs.", "eval.sets.")
 """Keys that are mappings: their entries have any name."""
 OTHERS_NAMES = ("from_other_trainers.md", "corrections.md", "rollouts.md")
 """Pages with names of other trainers, of an example, or with a letter in place of a number."""
+QUOTING = ("troubleshooting.md", "first_gpu_run.md")
+"""Pages that quote messages of the code."""
 COMMANDS = ("parity", "pip", "make", "ray")
 FILLED = "\0"
 """Stands for the part of a string that is filled in at run time."""
@@ -147,7 +149,7 @@ def missing_names(text: str, *, messages: bool = False) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in OTHERS_NAMES], ids=lambda page: page.name)
 def test_every_key_and_metric_of_a_page_exists(page: Path) -> None:
-    is_quoting = page.name == "troubleshooting.md"
+    is_quoting = page.name in QUOTING
     assert list(missing_names(page.read_text(encoding="utf-8"), messages=is_quoting)) == []
 
 
