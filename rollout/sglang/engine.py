@@ -124,7 +124,7 @@ class SGLangEngine(Engine):
 
     def submit(self, tickets: Sequence[int], requests: Sequence[GenerateRequest]) -> None:
         """Queue requests and return at once. See `Engine.submit`."""
-        self._check_alive("generate")
+        self._check_alive()
         if self._broken:
             raise self._unusable()
         stream = self._stream("generate")
@@ -151,7 +151,7 @@ class SGLangEngine(Engine):
         except ClientError as error:
             raise self._failure("generate", error) from error
         if not answers:
-            self._check_alive("generate")
+            self._check_alive()
         return [self._completion(answer) for answer in answers]
 
     def abort(self, tickets: Sequence[int] | None) -> None:
@@ -273,10 +273,10 @@ class SGLangEngine(Engine):
     def _unusable(self) -> EngineError:
         return EngineError(f"{self._name} generate: the weights are unusable: {self._broken}; load weights again")
 
-    def _check_alive(self, phase: str) -> None:
-        server = self._running(phase)
+    def _check_alive(self) -> None:
+        server = self._running("generate")
         if server.end_cause:
-            raise EngineError(server.error(phase, "the server has ended", policy_version=self._version))
+            raise EngineError(server.error("generate", "the server has ended", policy_version=self._version))
 
     def _failure(self, phase: str, error: ClientError) -> EngineError:
         server = self._running(phase)

@@ -94,7 +94,9 @@ class TorchEngine(Engine):
 
         Raises ValueError for an invalid request, EngineError if the engine holds no usable weights or has failed.
         """
-        model = self._usable_model("generate")
+        model = self._started_model("generate")
+        if self._broken:
+            raise EngineError(f"{self._name} generate: the weights are unusable: {self._broken}; load weights again")
         for request in requests:
             self._check_request(request, model)
         self._loop.submit(tickets, requests)
@@ -195,12 +197,6 @@ class TorchEngine(Engine):
         if self._model is None:
             raise EngineError(f"{self._name} {phase}: the engine is not running; call start() first")
         return self._model
-
-    def _usable_model(self, phase: str) -> PreTrainedModel:
-        model = self._started_model(phase)
-        if self._broken:
-            raise EngineError(f"{self._name} {phase}: the weights are unusable: {self._broken}; load weights again")
-        return model
 
     def _check_request(self, request: GenerateRequest, model: PreTrainedModel) -> None:
         sampling, limits = request.sampling, model.config
