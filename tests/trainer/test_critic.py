@@ -369,7 +369,7 @@ def test_the_critic_learns_what_the_prompt_tells_about_the_reward(model_path: Pa
 def test_while_the_critic_learns_alone_the_policy_stays_bit_for_bit(model_path: Path) -> None:
     critic = CriticConfig(warmup_rollout_steps=1, lr=1e-2)
     config = ppo_config(model_path, critic=critic)
-    config.batch.passes = 2
+    config.batch.mini_batch_prompts, config.batch.passes = 2, 2
     samples = rewarded()
     with lone_worker(config, model_path) as worker:
         before, tokens = weights_of(worker), count_forwards(worker)

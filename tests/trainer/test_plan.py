@@ -182,8 +182,8 @@ def test_a_file_that_is_not_safetensors_is_unknown(tmp_path: Path) -> None:
 def test_forwards_and_their_reason() -> None:
     config = arithmetic_config()
     assert forwards(config) == (
-        "3 forward equivalents per token: 1 forward, 2 for its backward, none for pi_old: with one optimizer step per "
-        "rollout the training forward is pi_old"
+        "3 forward equivalents per token: 1 forward, 2 for its backward, none for pi_old: with one mini-batch per "
+        "rollout the first training forward is pi_old"
     )
     twice = replace(config, batch=BatchConfig(mini_batch_prompts=8), correction=RecomputeConfig())
     assert forwards(twice).startswith("4 forward equivalents")
@@ -197,7 +197,7 @@ def test_forwards_and_their_reason() -> None:
     assert "6 optimizer steps per rollout (3 passes), 8 prompts = 64 samples each; 40 steps = 240 optimizer" in text
     whole = replace(again, batch=BatchConfig(passes=3))
     assert forwards(whole).startswith("9 forward equivalents")
-    assert "the training forward of the first pass is pi_old" in forwards(whole)
+    assert "the first training forward is pi_old" in forwards(whole)
     bypass = replace(twice, correction=BypassConfig())
     assert forwards(bypass).startswith("3 forward equivalents")
     assert "correction=bypass does without it" in forwards(bypass)

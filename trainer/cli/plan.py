@@ -98,10 +98,8 @@ def forwards(config: TrainConfig) -> str:
         reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
     elif not config.correction.needs_old_logprobs:
         reason = f"none for pi_old: correction={mode} does without it"
-    elif passes > 1:
-        reason = "none for pi_old: with one mini-batch per rollout the training forward of the first pass is pi_old"
     else:
-        reason = "none for pi_old: with one optimizer step per rollout the training forward is pi_old"
+        reason = "none for pi_old: with one mini-batch per rollout the first training forward is pi_old"
     reference = ", and 1 for the reference" if config.has_reference else ""
     values = f"1 for the values, {3 * passes} to train it"
     critic = f", and {1 + 3 * passes} for the critic: {values}" if config.has_critic else ""
