@@ -203,12 +203,12 @@ class RunHandle:
 
 def load_config(recipe: str | Path, overrides: Overrides = ()) -> TrainConfig:
     """The config that `train(recipe, overrides)` would run; raises ConfigError with all its problems."""
-    path, arguments, _ = _read(recipe, overrides)
-    resolution = resolve(path, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
-    [run] = resolution.runs
-    if run.config is None:
-        raise ConfigError(list(resolution.problems))
-    return run.config
+    path, arguments, problems, _ = _read(recipe, overrides)
+    resolution = resolve(path, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
+    config = resolution.runs[0].config
+    if config is None or problems:
+        raise ConfigError([*problems, *resolution.problems])
+    return config
 
 
 def train(recipe: str | Path, overrides: Overrides = ()) -> RunHandle:
@@ -222,8 +222,8 @@ def train(recipe: str | Path, overrides: Overrides = ()) -> RunHandle:
         ConfigError: the command would be refused; `problems` has every problem, the text a line for each. What the
             command finds wrong after its start, in the data for example, is the RunError of the handle.
     """
-    path, arguments, command = _read(recipe, overrides)
-    return _start(path, arguments, command)
+    path, arguments, problems, command = _read(recipe, overrides)
+    return _start(path, arguments, problems, command)
 
 
 def resume(run_dir: str | Path, overrides: Overrides = ()) -> RunHandle:
@@ -233,8 +233,9 @@ def resume(run_dir: str | Path, overrides: Overrides = ()) -> RunHandle:
         if isinstance(path, Problem):
             raise ConfigError([path])
         own, refused = resume_words(directory, words)
-        arguments = _parsed([path.stem, *own], refused)
-        return _start(path, arguments, ["resume", str(directory), *words], shown_as=directory / CONFIG_FILE)
+        arguments, problems = _parsed([path.stem, *own])
+        command = ["resume", str(directory), *words]
+        return _start(path, arguments, [*refused, *problems], command, shown_as=directory / CONFIG_FILE)
 
 
 def open_run(run_dir: str | Path) -> RunHandle:
@@ -245,11 +246,13 @@ def open_run(run_dir: str | Path) -> RunHandle:
     return RunHandle(directory)
 
 
-def _start(recipe: Path, arguments: TrainArguments, words: list[str], *, shown_as: Path | None = None) -> RunHandle:
-    """Check the command as the command line does, then start it in its directory."""
-    resolution, problems = resolve_start(recipe, arguments, shown_as=shown_as)
-    if problems:
-        raise ConfigError(problems)
+def _start(
+    recipe: Path, arguments: TrainArguments, problems: list[Problem], words: list[str], *, shown_as: Path | None = None
+) -> RunHandle:
+    """Check the command `words` as the command line does, then start it in its directory."""
+    resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
+    if problems or found:
+        raise ConfigError([*problems, *found])
     directory = resolution.run_dir(0)
     if resolution.runs[0].named_after_time:
         # Two runs may start in the same second: the directory, which only its owner can enter, gets a name of its own.
@@ -260,15 +263,15 @@ def _start(recipe: Path, arguments: TrainArguments, words: list[str], *, shown_a
     return RunHandle(directory, python_module("trainer", *words))
 
 
-def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArguments, list[str]]:
-    """(file of the recipe, its arguments, words of the command `parity`); raises ConfigError."""
-    given = Path(recipe) / CONFIG_FILE if Path(recipe).is_dir() else recipe
-    words = [str(given), *_words(overrides)]
-    arguments = _parsed(words)
+def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArguments, list[Problem], list[str]]:
+    """(file of the recipe, its arguments, problems of the flags, words of the command); raises ConfigError."""
+    recorded = Path(recipe) / CONFIG_FILE
+    words = [str(recorded if recorded.is_file() else recipe), *_words(overrides)]
+    arguments, problems = _parsed(words)
     path = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(path, Problem):
-        raise ConfigError([path])
-    return path, arguments, ["train", *words]
+        raise ConfigError([path, *problems])
+    return path, arguments, problems, ["train", *words]
 
 
 def _words(overrides: Overrides) -> list[str]:
@@ -277,12 +280,10 @@ def _words(overrides: Overrides) -> list[str]:
     return shlex.split(overrides) if isinstance(overrides, str) else list(overrides)
 
 
-def _parsed(words: Sequence[str], problems: Sequence[Problem] = ()) -> TrainArguments:
-    """The arguments of one run; raises ConfigError for these problems, for unknown flags and for those of no run."""
-    arguments, found = parse_train(words)
+def _parsed(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
+    """The arguments of one run, and the problems of flags: unknown ones, and those that start no run or several."""
+    arguments, problems = parse_train(words)
     if arguments.dry_run or arguments.multirun or arguments.inspection is not None:
         rule, remedy = "must be those of one run", "load_config shows a config; call train once for each run."
-        found.append(Problem(key="flags", rule=rule, value=" ".join(words), remedy=remedy))
-    if problems or found:
-        raise ConfigError([*problems, *found])
-    return arguments
+        problems.append(Problem(key="flags", rule=rule, value=" ".join(words), remedy=remedy))
+    return arguments, problems

@@ -21,6 +21,7 @@ from algorithms.config import (
 )
 from rollout.config import DynamicCollectConfig, SGLangConfig, TorchEngineConfig
 from trainer.compose.compose import resolve
+from trainer.compose.overrides import directory_override, override_words
 from trainer.config.train import GROUPS
 from trainer.config.training import SmolLM2ModelConfig
 from trainer.run.start import start_problems
@@ -59,6 +60,20 @@ def test_keys_of_the_chosen_type_can_be_set() -> None:
     collect = config_of("collect.max_rounds=2", name="arithmetic_dapo").collect
     assert isinstance(collect, DynamicCollectConfig)
     assert collect.max_rounds == 2
+
+
+def test_values_of_python_are_written_as_words_that_mean_the_same() -> None:
+    texts = {"tracking.project": 'it\'s {x}, "y" \\ [z]', "tracking.entity": "null", "run.dir": "a b\\'c"}
+    values = {"correction": "mis", "optim.lr": 1e-5, "run.max_hours": None, "run.seed": 3,
+              "loss.aggregation": Aggregation.token_mean, "policy.fp32_head": True,
+              "rollout.engine_args": {"a": [1, 2.5, "x"]}, **texts}  # fmt: skip
+    config = config_of(*override_words(values))
+    assert config.correction == MISConfig() and config.optim.lr == 1e-5 and config.run.max_hours is None
+    assert config.loss.aggregation is Aggregation.token_mean and config.run.seed == 3
+    assert config.policy.fp32_head is True and config.rollout.engine_args == {"a": [1, 2.5, "x"]}
+    assert {"tracking.project": config.tracking.project, "tracking.entity": config.tracking.entity,
+            "run.dir": config.run.dir} == texts  # fmt: skip
+    assert config_of(directory_override(Path("/back\\slash"))).run.dir == "/back\\slash"
 
 
 def test_engine_options_pass_through_as_plain_values() -> None:
