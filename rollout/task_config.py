@@ -35,6 +35,17 @@ class RewardConfig(Checked):
     """Deadline in seconds of one call; a response whose scoring takes longer is wrong and is counted in
     reward/timeouts."""
 
+    @property
+    def correct_rule(self) -> str:
+        """What makes a response correct, and how to change that, for messages; empty for a built-in function, whose
+        verdict does not depend on the reward."""
+        if ":" not in self.function:  # path/to/file.py:name
+            return ""
+        return (
+            f"a number counts as correct from reward.correct={self.correct:g} on, a dict by its own 'correct'. Lower "
+            "reward.correct, or return a dict with 'correct'."
+        )
+
     def conflicts(self) -> Iterator[Problem]:
         if not self.correct > self.incorrect:
             yield self.broken("correct", f"must be > reward.incorrect ({self.incorrect})")

@@ -150,6 +150,8 @@ class Sample:
     """Reward from which the advantage is computed (shaped: task reward plus penalties)."""
     correct: bool | None = None
     """True if the task's own check passed (unshaped); dynamic sampling and accuracy read this field."""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Further numbers that a reward function of the user returned, by their key in its dict."""
 
     def __post_init__(self) -> None:
         """Convert sequences of numbers to arrays. Raises ValueError for a sample that cannot be trained on."""

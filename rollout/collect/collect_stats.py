@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,6 +59,10 @@ class CollectStats:
     """Valid samples of all decided groups, kept or dropped."""
     samples_correct: int = 0
     """Samples among `samples_decided` that passed the task's check."""
+    groups_compared: int = 0
+    """Decided groups, kept or dropped, with two valid samples or more."""
+    groups_equal: int = 0
+    """Groups among `groups_compared` whose rewards are all equal."""
     generated_tokens: int = 0
     """Response tokens that the engines returned for the first time."""
     wasted_tokens: int = 0
@@ -88,7 +93,11 @@ class CollectStats:
         return self.samples_correct / max(1, self.samples_decided)
 
     def metrics(self) -> dict[str, float | None]:
-        """Metrics rollout/*, reward/* and perf/* of the step; means, std (population), maximum, fractions over kept."""
+        """Metrics rollout/*, reward/* and perf/* of the step.
+
+        Means, std (population), minimum, maximum and fractions are over kept samples, zero_variance_frac over groups
+        before any is dropped.
+        """
         samples = [sample for group in self.kept for sample in group.samples]
         lengths = np.array([sample.num_response_tokens for sample in samples])
         rewards = np.array([reward for group in self.kept for reward in group.rewards])
@@ -107,12 +116,14 @@ class CollectStats:
             **{f"groups_dropped/{reason}": self.groups_dropped[reason] for reason in DropReason.__members__},
             "groups_left_over": self.groups_left_over,
             "samples_generated": self.samples_generated,
+            "samples_decided": self.samples_decided,
             **{f"samples_dropped/{name}": self.samples_dropped[name] for name in InvalidReason.__members__},
             "samples_aborted": self.samples_aborted,
             "samples_resumed": self.samples_resumed,
             "resumed_tokens": self.resumed_tokens,
             "response_tokens": lengths.sum(),
             "response_tokens_mean": lengths.mean(),
+            "response_tokens_min": lengths.min(),
             "response_tokens_max": lengths.max(),
             "truncated_frac": np.mean(truncated),
             "generated_tokens": self.generated_tokens,
@@ -126,12 +137,25 @@ class CollectStats:
         return {f"rollout/{name}": float(value) for name, value in counts.items()} | {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
+            "reward/min": float(rewards.min()),
+            "reward/max": float(rewards.max()),
             "reward/accuracy": float(np.mean([bool(sample.correct) for sample in samples])),
             "reward/generated_accuracy": self.generated_accuracy,
+            **{f"reward/{key}": mean for key, mean in mean_parts(samples).items()},
             **self.scoring.metrics(),
+            "rollout/zero_variance_frac": self.groups_equal / self.groups_compared if self.groups_compared else None,
             "perf/rollout_hidden_s": self.hidden_s,
             "perf/overlap_frac": self.hidden_s / max(self.sampling_s, 1e-9),
         }
+
+
+def mean_parts(samples: Iterable[Sample]) -> dict[str, float]:
+    """Mean of each further number that the reward function returned, over the samples that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for key, value in sample.reward_parts.items():
+            values[key].append(value)
+    return {key: statistics.fmean(each) for key, each in values.items()}
 
 
 def _lags(samples: Sequence[Sample], *, policy_version: int) -> dict[str, float]:

@@ -251,6 +251,9 @@ class Collector:
             scored = group.valid_samples()
             stats.samples_decided += len(scored.samples)
             stats.samples_correct += sum(sample.correct is True for sample in scored.samples)
+            if len(scored.samples) > 1:
+                stats.groups_compared += 1
+                stats.groups_equal += min(scored.rewards) == max(scored.rewards)
             if self._is_too_old(group, step):
                 self._drop(group, DropReason.too_old)
             elif len(scored.samples) < self._plan.min_group_size:
@@ -327,6 +330,11 @@ class Collector:
         )
         if not isinstance(self._collect, DynamicCollectConfig):
             return f"{text} Look at the engine's log for the invalid samples."
+        if self._scorer.correct_rule and not stats.samples_correct and stats.groups_equal < stats.groups_compared:
+            return (
+                f"{text} The rewards differ in {stats.groups_compared - stats.groups_equal} groups, but no response is "
+                f"correct, and collect=dynamic looks at correct or not: {self._scorer.correct_rule}"
+            )
         return (
             f"{text} An accuracy near 0 or 1 means that the prompts are too hard or too easy for this policy: choose "
             "others, or raise batch.group_size. Otherwise raise collect.max_rounds or collect.over_sampling, lower "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import xxhash
 
+from rollout.collect.collect_stats import mean_parts
 from rollout.collect.dispatch import Sampler
 from rollout.collect.filters import invalid_reason
 from rollout.collect.requests import SeedSource, make_sample, sampling_params
@@ -59,12 +60,18 @@ class EvalResult:
     response_tokens_mean: float
     truncated_frac: float
     policy_version: int
+    reward_mean: float | None
+    """Mean reward of the sampled responses, as `reward/mean` of a training step; None if none has a reward."""
+    reward_parts: dict[str, float]
+    """Means over the same responses of the further numbers of a reward function that returns a dict."""
     groups: list[SampleGroup] = field(compare=False, repr=False)
     """All responses, scored: per prompt the greedy one, then the sampled ones."""
 
     def metrics(self, prefix: str = "eval") -> dict[str, float | None]:
         """All metrics <prefix>/*. With one sample avg@1, pass@1 and maj@1 equal accuracy_sampled, and are left out."""
         found: dict[str, float | None] = {
+            **self.reward_parts,
+            "reward_mean": self.reward_mean,
             "accuracy": self.accuracy,
             "accuracy_sampled": self.accuracy_sampled,
             "num_prompts": float(self.num_prompts),
@@ -153,6 +160,7 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
     sampled = [group.samples[GREEDY + 1 :] for group in groups]
     counts = [num_correct(each) for each in sampled]
     ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+    rewards = [sample.reward for each in sampled for sample in each if sample.reward is not None]
     votes = [majority_vote([(scorer.answer(s.text), s.correct is True) for s in each]) for each in sampled]
     return EvalResult(
         accuracy=sum(group.samples[GREEDY].correct is True for group in groups) / len(groups),
@@ -164,6 +172,8 @@ def summarize(groups: list[SampleGroup], scorer: Scorer, *, num_samples: int, po
         response_tokens_mean=sum(sample.num_response_tokens for sample in samples) / len(samples),
         truncated_frac=sum(sample.finish_reason is FinishReason.length for sample in samples) / len(samples),
         policy_version=policy_version,
+        reward_mean=statistics.fmean(rewards) if rewards else None,
+        reward_parts=mean_parts(sample for each in sampled for sample in each),
         groups=groups,
     )
 

@@ -8,7 +8,8 @@ The names of the function's parameters select the values that it receives:
 
 where `row` is a dict of the other columns of the prompt's row. The function returns a bool (correct or not), a number
 (the reward), or a dict with "score" and optionally "correct" (bool) and further numbers, which become metrics
-reward/<key> under names that Parity does not use itself. The function is user code and runs with the user's rights.
+reward/<key> and eval/<key> under names that Parity does not use itself. The function is user code and runs with the
+user's rights.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ VERDICT = ("score", "correct")
 """Keys of a returned dict that make up the verdict; every other key is a metric."""
 MAX_SCORE = 1e15
 """Largest magnitude of a score or a metric: the sum of a step's squares must be finite in float32."""
-RESERVED_METRICS = frozenset({"mean", "std", "accuracy", "generated_accuracy", "timeouts", "crashes", "errors"})
-"""Names that reward/<name> has already; a number of the function must not take the place of such a metric."""
+RESERVED_METRICS = frozenset(
+    {"mean", "std", "min", "max", "accuracy", "generated_accuracy", "timeouts", "crashes", "errors"}
+    | {"reward_mean", "accuracy_sampled", "num_prompts", "response_tokens_mean", "truncated_frac", "policy_version"}
+)
+"""Names that reward/<name> or eval/<name> has already; a number of the function must not take such a metric's place."""
 
 Reply = dict[str, Any]
 """The worker's message about one response, as JSON values: {"score", "correct", "metrics"}, or {"error": text}.
@@ -123,7 +127,7 @@ def reply_of(result: object) -> Reply:
             raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
         metrics = {plain_text(str(key)): _number(value, key) for key, value in result.items() if key not in VERDICT}
         if taken := RESERVED_METRICS & metrics.keys():
-            raise ValueError(f"reward/{min(taken)} is a metric of Parity's: give the key {min(taken)!r} another name")
+            raise ValueError(f"the key {min(taken)!r} is the name of a metric of Parity's: give it another name")
         return {"score": _number(result["score"], "score"), "correct": correct, "metrics": metrics}
     except Exception as error:  # what the user's own types raise when they become numbers or text
         return {"error": described(error)}

@@ -8,7 +8,7 @@ through its reward.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,15 +38,12 @@ class RewardError(RuntimeError):
 
 @dataclass(kw_only=True, slots=True)
 class ScoreStats:
-    """Counts and sums of scoring since the last `take_stats`."""
+    """Counts of scoring since the last `take_stats`."""
 
     scored: int = 0
     failures: Counter[Failure] = field(default_factory=Counter)
     unscored: int = 0
     """Responses that have no reward: failures without proof that the response is the cause."""
-    sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sum of each further number that a custom function returned."""
-    counts: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     """The first responses whose scoring failed, each with the reason."""
 
@@ -66,9 +63,8 @@ class ScoreStats:
         return None
 
     def metrics(self) -> dict[str, float | None]:
-        """reward/timeouts, crashes, errors; means of the further numbers that a custom function returned."""
-        counted = {f"reward/{failure.value}": float(self.failures[failure]) for failure in Failure}
-        return {**counted, **{f"reward/{key}": self.sums[key] / count for key, count in self.counts.items()}}
+        """reward/timeouts, crashes, errors."""
+        return {f"reward/{failure.value}": float(self.failures[failure]) for failure in Failure}
 
 
 class Scorer:
@@ -107,6 +103,11 @@ class Scorer:
     def reads_answers(self) -> bool:
         """True if the answer of a response is known apart from its verdict, as a majority vote needs."""
         return self._rule is not None
+
+    @property
+    def correct_rule(self) -> str:
+        """See `RewardConfig.correct_rule`."""
+        return self._config.correct_rule
 
     def answer(self, text: str) -> str | None:
         """The answer that a response states; equal answers are equal text, None is no answer."""
@@ -199,9 +200,7 @@ class Scorer:
                 stats.unscored += 1
                 sample.correct = False
                 return
-        for key, value in outcome.metrics.items():
-            stats.sums[key] += value
-            stats.counts[key] += 1
+        sample.reward_parts = outcome.metrics
         sample.correct, reward = self._verdict(outcome)
         sample.reward = reward + overlong_penalty(
             sample.num_response_tokens,

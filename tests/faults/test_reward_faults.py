@@ -359,7 +359,7 @@ def test_a_function_that_always_hangs_ends_the_run_before_the_step_does(write, m
     ("returned", "message"),
     [
         *(
-            (f"{{'score': 1.0, {name!r}: 0.5}}", f"reward/{name} is a metric of Parity's")
+            (f"{{'score': 1.0, {name!r}: 0.5}}", f"the key {name!r} is the name of a metric of Parity's")
             for name in sorted(RESERVED_METRICS)
         ),
         ("1e39", "the result must lie in [-1e+15, 1e+15], got 1e+39"),

@@ -137,12 +137,15 @@ def test_metrics_of_a_fixed_step(engine):
         **{f"rollout/groups_dropped/{reason}": 0.0 for reason in ("too_old", "too_small", "zero_variance", "surplus")},
         "rollout/groups_left_over": 0.0,
         "rollout/samples_generated": 24.0,
+        "rollout/samples_decided": 24.0,
+        "rollout/zero_variance_frac": sum(len(set(correct[i : i + 3])) == 1 for i in range(0, 24, 3)) / 8,
         **{f"rollout/samples_dropped/{reason}": 0.0 for reason in (*DAMAGES, "failed", "lost_resumed")},
         "rollout/samples_aborted": 0.0,
         "rollout/samples_resumed": 0.0,
         "rollout/resumed_tokens": 0.0,
         "rollout/response_tokens": float(sum(lengths)),
         "rollout/response_tokens_mean": pytest.approx(sum(lengths) / 24),
+        "rollout/response_tokens_min": float(min(lengths)),
         "rollout/response_tokens_max": float(max(lengths)),
         "rollout/truncated_frac": pytest.approx(truncated / 24),
         "rollout/generated_tokens": float(sum(lengths)),
@@ -154,6 +157,8 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/mixed_version_frac": 0.0,
         "reward/mean": pytest.approx(2 * accuracy - 1),
         "reward/std": pytest.approx(2 * (accuracy * (1 - accuracy)) ** 0.5),
+        "reward/min": -1.0,
+        "reward/max": 1.0,
         "reward/accuracy": pytest.approx(accuracy),
         "reward/generated_accuracy": pytest.approx(accuracy),
         "reward/timeouts": 0.0,
@@ -163,7 +168,7 @@ def test_metrics_of_a_fixed_step(engine):
         "perf/overlap_frac": 0.0,
     }
     own = {name.removeprefix("reward/") for name in collected.stats.metrics() if name.startswith("reward/")}
-    assert own == RESERVED_METRICS
+    assert own <= RESERVED_METRICS
     assert collected.stats.waited_s >= collected.stats.sampling_s > 0
     assert collected.stats.reward_s > 0
 
@@ -272,6 +277,28 @@ def test_a_starved_step_stops_with_counts_and_advice(engine):
         "(too_old 0, too_small 0, zero_variance 24, surplus 0; accuracy of all samples 0.000)."
     )
     assert all(key in message for key in ("collect.max_rounds", "collect.min_prompts", "too hard or too easy"))
+
+
+PARTIAL = """
+def reward(response, answer):
+    return {"score": 0.8 if response == answer else 0.3, "even": response == "even"}
+"""
+
+
+def test_partial_credit_that_is_never_correct_is_told(engine, tmp_path):
+    (tmp_path / "partial.py").write_text(PARTIAL, encoding="utf-8")
+    reward = RewardConfig(function=f"{tmp_path}/partial.py:reward", num_workers=1)
+    fixed = make_collector(LocalSampler(engine), reward=reward).collect(1, 0).stats.metrics()
+    assert (fixed["reward/min"], fixed["reward/max"], fixed["reward/accuracy"]) == (0.3, 0.8, 0.0)
+    assert fixed["rollout/zero_variance_frac"] < 1, "what differs is the reward"
+    assert fixed["reward/even"] == pytest.approx((fixed["reward/mean"] - 0.3) / 0.5), "over the samples of reward/mean"
+    once = DynamicCollectConfig(max_rounds=1)
+    with pytest.raises(RuntimeError, match=r"zero_variance [1-9]") as caught:
+        make_collector(LocalSampler(engine), once, reward=reward).collect(1, 0)
+    message = str(caught.value)
+    assert "a number counts as correct from reward.correct=1 on" in message and "too hard or too easy" not in message
+    lower = replace(reward, correct=0.5)
+    assert make_collector(LocalSampler(engine), replace(once, max_rounds=20), reward=lower).collect(1, 0).groups
 
 
 def test_min_prompts_lets_a_short_step_pass(engine):

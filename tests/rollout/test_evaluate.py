@@ -1,6 +1,7 @@
 """Evaluation on a real engine: both accuracies recomputed by hand, stable seeds, and no silent gaps."""
 
 import itertools
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from rollout.collect.evaluate import (
 )
 from rollout.config import DType, SamplingConfig, TorchEngineConfig
 from rollout.rewards import Scorer
+from rollout.rewards.custom import RESERVED_METRICS
 from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import FinishReason, Prompt
@@ -101,6 +103,7 @@ def test_accuracies_lengths_and_version(model_and_engine):
     assert result.metrics() == {
         "eval/accuracy": result.accuracy,
         "eval/accuracy_sampled": result.accuracy_sampled,
+        "eval/reward_mean": result.accuracy_sampled,
         "eval/num_prompts": 30.0,
         "eval/response_tokens_mean": result.response_tokens_mean,
         "eval/truncated_frac": result.truncated_frac,
@@ -217,6 +220,22 @@ def test_a_reward_that_tells_no_answer_has_no_majority(model_and_engine, tmp_pat
     again = summarize(result.groups, scorer, num_samples=2, policy_version=0)
     assert again.majority is None and again.metrics()["eval/maj@2"] is None
     assert again.accuracy_sampled == result.accuracy_sampled
+
+
+def test_rewards_and_the_keys_of_a_dict_are_those_of_the_sampled_responses(model_and_engine, tmp_path):
+    source = (
+        "def reward(response, answer): return {'score': 0.8 if response == answer else 0.3, 'even': response == answer}"
+    )
+    (tmp_path / "partial.py").write_text(source, encoding="utf-8")
+    config = RewardConfig(function=f"{tmp_path}/partial.py:reward", num_workers=1)
+    with closing(Scorer(config, max_new_tokens=5, decode=parity)) as scorer:
+        result = evaluate(model_and_engine[1], make_prompts(), scorer, make_plan(num_samples=2))
+    found = result.metrics()
+    even = sum(sample.text == "even" for group in result.groups for sample in group.samples[1:]) / 60
+    assert found["eval/accuracy"] == found["eval/accuracy_sampled"] == 0, "no reward reaches reward.correct"
+    assert found["eval/even"] == pytest.approx(even) and found["eval/reward_mean"] == pytest.approx(0.3 + 0.5 * even)
+    own = {key.removeprefix("eval/") for key in found if "@" not in key}
+    assert own - {"even"} <= RESERVED_METRICS
 
 
 def test_standard_error_by_hand():

@@ -172,7 +172,7 @@ def test_a_function_of_ones_own_is_given_the_row(tmp_path, source):
     with closing(Scorer(config, max_new_tokens=5, decode=as_digits)) as scorer:
         scorer.score([group])
         assert group.rewards == [0.25, 2.0]
-        assert scorer.take_stats().metrics()["reward/n"] == 2.0
+        assert [sample.reward_parts for sample in group.samples] == [{"n": 2.0}, {"n": 2.0}]
 
 
 def test_scoring_a_few_groups_leaves_other_samples_to_poll():

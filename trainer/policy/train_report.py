@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 
 from algorithms.histograms import HistogramArrays
@@ -41,8 +42,12 @@ class TrainReport:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Those of rank 0: global, except for its own perf/*."""
-        return self.ranks[0].metrics
+        """Those of rank 0: global, except for its own perf/*. advantage/* are over the samples of the step."""
+        advantages = self.sample_advantages.values()
+        if not advantages:
+            return self.ranks[0].metrics
+        spread = {"mean": statistics.fmean(advantages), "min": min(advantages), "max": max(advantages)}
+        return self.ranks[0].metrics | {f"advantage/{name}": value for name, value in spread.items()}
 
     @property
     def num_optimizer_steps(self) -> int:

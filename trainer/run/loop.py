@@ -44,6 +44,7 @@ from trainer.run.accounting import StepAccounting, look_at_hardware
 from trainer.run.dumper import StepDumper
 from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.guard import Guard, build_guard
+from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
 from trainer.run.saving import Saver
 from trainer.run.step_timer import StepTimer
@@ -131,7 +132,7 @@ def run_steps(
         task = load_task(config, progress=tracker.console.base_model_progress)
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
-        for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
+        for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")
         if limit.line:
@@ -207,8 +208,10 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     termination, kept = run.termination, "saved" if run.config.checkpoint.every else "not saved (checkpoint.every=0)"
     accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
     tracker.log_assumptions(accounting.assumptions())
+    for line in accounting.slow_types():
+        tracker.console.line(line)
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
-    timer = StepTimer()
+    timer, notices = StepTimer(), Notices(config)
     termination.step = done
     for step in range(done + 1, config.run.num_steps + 1):
         termination.then = f"step {step} is finished and {kept}{run.limit.pace}"
@@ -250,7 +253,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             )
             tracker.log(step, metrics | judged, rows)
             tracker.log_histograms(step, report.histograms)
-            tracker.log_events(events)
+            tracker.log_events([*events, *notices.observe(step, metrics)])
         termination.step = step
         end = reason_to_end(run, step, step_s=metrics["time/step_s"] or 0.0)
         last, every = end is not None or step == config.run.num_steps, config.checkpoint.every

@@ -1,0 +1,58 @@
+"""trainer/run/notices.py: what a run says once about its rewards, and what it says nothing about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from algorithms.config import AdvantageConfig, Estimator
+from rollout.task_config import ArithmeticDataConfig, RewardConfig
+from trainer.config.components import ArithmeticModelConfig
+from trainer.config.train import TrainConfig
+from trainer.run.notices import IDLE_STEPS, Notices
+from trainer.rundir.events import Severity
+
+GRPO = TrainConfig(model=ArithmeticModelConfig(), data=ArithmeticDataConfig())
+OWN = replace(GRPO, reward=RewardConfig(function="partial.py:reward"))
+PARTIAL: dict[str, float | None] = {
+    "reward/min": 0.0,
+    "reward/max": 0.8,
+    "reward/generated_accuracy": 0.0,
+    "rollout/zero_variance_frac": 0.25,
+    "optim/grad_norm": 0.1,
+}
+FLAT = PARTIAL | {"reward/max": 0.0, "rollout/zero_variance_frac": 1.0}
+
+
+def told(config: TrainConfig, rows: list[dict[str, float | None]]) -> list[tuple[int, Severity, str]]:
+    """(step, severity, text) of all events of these rows."""
+    notices = Notices(config)
+    events = [event for step, row in enumerate(rows, start=1) for event in notices.observe(step, row)]
+    return [(event.step, event.severity, event.text) for event in events]
+
+
+def test_partial_credit_below_the_threshold_is_told_once() -> None:
+    [(step, severity, text)] = told(OWN, [FLAT, PARTIAL, PARTIAL])
+    assert (step, severity) == (2, Severity.info)
+    assert "rewards differ (0 to 0.8)" in text and "reward.correct=1" in text
+    assert told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.01}]) == []
+    assert told(GRPO, [PARTIAL]) == [], (
+        "a built-in function judges by itself: there, only a penalty makes rewards differ"
+    )
+
+
+def test_a_warning_when_all_groups_are_without_spread() -> None:
+    assert told(GRPO, [FLAT] * (IDLE_STEPS - 1) + [PARTIAL] + [FLAT] * (IDLE_STEPS - 1)) == []
+    [(step, severity, text)] = told(GRPO, [FLAT] * 3 * IDLE_STEPS)
+    assert (step, severity) == (IDLE_STEPS, Severity.warn)
+    assert "in each group all are equal" in text and "batch.group_size" in text
+
+
+@pytest.mark.parametrize("grad_norm", [0.0, 0.1, None])
+def test_without_a_group_as_baseline_the_gradient_decides(grad_norm: float | None) -> None:
+    config = replace(GRPO, advantage=AdvantageConfig(estimator=Estimator.reinforce))
+    found = told(config, [FLAT | {"optim/grad_norm": grad_norm}] * IDLE_STEPS)
+    assert [text.startswith("the gradient was 0 in the last 3 steps") for _, _, text in found] == [True] * (
+        grad_norm == 0
+    )

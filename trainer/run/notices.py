@@ -1,0 +1,49 @@
+"""What a run says once about its rewards: that no response counts as correct, or that there is nothing to learn from.
+
+Rows of metrics -> events, for `trainer/run/loop.py`. A run that is resumed may say the same once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.config.train import TrainConfig
+from trainer.rundir.events import Event, Severity
+
+IDLE_STEPS = 3
+"""Steps in a row without anything to learn from, after which the run warns."""
+_OTHER_GROUPS = (
+    "Take other prompts, a larger batch.group_size, a higher sampling.temperature, or a reward that tells more answers "
+    "apart."
+)
+
+
+class Notices:
+    """Reads the metrics of every step; says each thing at most once."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._correct_rule = config.reward.correct_rule
+        self._group_is_baseline = config.min_group_size > 1
+        self._idle_steps = 0
+        self._warns = True
+
+    def observe(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
+        """The events of `step`, by its metrics."""
+        low, high = row["reward/min"] or 0.0, row["reward/max"] or 0.0
+        rewards = f"{low:.3g} to {high:.3g}"
+        found: list[Event] = []
+        if self._correct_rule and low < high and row["reward/generated_accuracy"] == 0:
+            text = f"the rewards differ ({rewards}), but no response is correct, so accuracy is 0: {self._correct_rule}"
+            found.append(Event(step=step, kind="reward", severity=Severity.info, text=text))
+            self._correct_rule = ""
+        no_spread = self._group_is_baseline and row["rollout/zero_variance_frac"] == 1
+        is_idle = no_spread or row["optim/grad_norm"] == 0
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if self._warns and self._idle_steps == IDLE_STEPS:
+            self._warns = False
+            last = f"in the last {IDLE_STEPS} steps"
+            text = f"the gradient was 0 {last}: the policy does not change (rewards of this step: {rewards})."
+            if no_spread:
+                text = f"the rewards taught nothing {last}: in each group all are equal. {_OTHER_GROUPS}"
+            found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
+        return found
