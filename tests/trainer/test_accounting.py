@@ -146,7 +146,7 @@ def test_a_type_that_is_emulated_is_told_with_its_key() -> None:
 
     def notes(policy: Ceilings, engine: Ceilings) -> list[str]:
         hardware = Hardware(shape=TINY, policy=policy, engine=engine)
-        return [line for line in StepAccounting(config, hardware).assumptions() if line.startswith("note: ")]
+        return StepAccounting(config, hardware).slow_types()
 
     [note] = notes(RANK, emulated)
     assert note.startswith("note: rollout.dtype=bfloat16 is multiplied") and "rollout.dtype=float32 is likely" in note

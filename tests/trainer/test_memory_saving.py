@@ -244,7 +244,9 @@ def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
         try:
-            with pytest.raises(RuntimeError, match=r"phase dry run: .* does not fit \(batch.max_tokens_per_microbatch"):
+            with pytest.raises(
+                RuntimeError, match=r"phase memory trial: .* does not fit \(batch.max_tokens_per_microbatch"
+            ):
                 worker.dry_run([100] * 5000)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -123,8 +123,13 @@ class MemoryPlan:
             return f"one side sleeps while the other works: {reason}; {setting}"
         return f"both fit, nothing sleeps: {reason}; {setting}"
 
+    @property
+    def verdicts(self) -> list[str]:
+        """The result of the plan without its sums; the treatment of the GPUs only where some are shared."""
+        return [self.host_verdict, self.verdict] if self.config.shares_gpus else [self.host_verdict]
+
     def lines(self) -> Iterator[str]:
-        """The plan as lines of text."""
+        """The whole plan as lines of text."""
         if self.rank is None or self.engine is None:
             yield f"unknown: {self.unknown}"
             return

@@ -39,7 +39,7 @@ class DryRunReport:
     def __str__(self) -> str:
         planned = "" if self.planned_bytes is None else f", {size(self.planned_bytes)} planned"
         return (
-            f"dry run at the token cap: {self.num_tokens:,} tokens forward and backward in {self.seconds:.1f} s, peak "
+            f"largest micro-batch tried: {self.num_tokens:,} tokens forward and backward in {self.seconds:.1f} s, peak "
             f"{size(self.peak_bytes)} above weights and optimizer{planned}"
         )
 
@@ -63,7 +63,7 @@ def dry_run(
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         raise RuntimeError(
-            f"phase dry run: a micro-batch of {sum(lengths):,} tokens does not fit "
+            f"phase memory trial: a micro-batch of {sum(lengths):,} tokens does not fit "
             f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key, or "
             "set policy.activation_checkpoint_every=1 or policy.offload=parameters."
         ) from error

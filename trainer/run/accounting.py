@@ -71,7 +71,7 @@ def look_at_hardware(model_path: Path, policy: PolicyGroup) -> Hardware:
 
 
 def _slow_type(key: str, dtype: DType, ceilings: Ceilings) -> list[str]:
-    """A line where the device only emulates the type that `key` asks for, as older processors do with bfloat16."""
+    """A line where the device only emulates the type that `key` asks for."""
     own, plain = ceilings.flops(dtype), ceilings.flops(DType.float32)
     if own > SLOW_TYPE * plain:
         return []
@@ -108,7 +108,7 @@ class StepAccounting:
         )
 
     def assumptions(self) -> list[str]:
-        """Return the assumptions behind the fractions, a line each; printed once and kept with the run."""
+        """Return the assumptions behind the fractions, a line each, for accounting.json and the report."""
         shape, policy, engine = self._hardware.shape, self._hardware.policy, self._hardware.engine
         if shape is None or policy is None:
             return ["limits: unknown, so no fractions of them"]
@@ -121,11 +121,18 @@ class StepAccounting:
             f"{'rank' if ranks == 1 else 'ranks'}",
             f"limits of a rank, measured: {policy}",
         ]
-        lines += _slow_type("policy.dtype", dtype, policy)
         if engine is not None:
             lines += [f"limits of an engine, measured: {engine}"]
-            lines += _slow_type("rollout.dtype", self._config.rollout.dtype, engine)
         return lines
+
+    def slow_types(self) -> list[str]:
+        """Return a line for each side whose type the device only emulates, as older processors do with bfloat16."""
+        config, hardware = self._config, self._hardware
+        sides = (
+            ("policy.dtype", config.policy.dtype, hardware.policy),
+            ("rollout.dtype", config.rollout.dtype, hardware.engine),
+        )
+        return [line for key, dtype, limits in sides if limits for line in _slow_type(key, dtype, limits)]
 
     def metrics(
         self, times: Mapping[str, float | None], *, collected: Collected, batch: TrainBatch, report: TrainReport

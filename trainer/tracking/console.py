@@ -41,21 +41,26 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
     def show(key: str, form: str) -> str:
         return _shown(metrics, key, form)
 
-    share = metrics.get("perf/step_floor_frac")
-    limit = "" if share is None else f", {100 * share:.2g} % of the limit"
     parts = [
         f"step {step}/{num_steps}",
         f"reward {show('reward/mean', '.2f')}",
         f"K3 {show('mismatch/k3', '.1e')} (floor {show('mismatch/k3_floor', '.1e')})",
-        f"kept {show('rollout/groups_kept', '.0f')}/{show('rollout/groups_generated', '.0f')}",
+        f"kept {show('rollout/num_samples', '.0f')}/{show('rollout/samples_decided', '.0f')} samples",
         f"entropy {show('policy/entropy', '.2f')}",
         f"grad {show('optim/grad_norm', '.2f')}",
-        f"{show('time/step_s', '.1f')} s{limit} (rollout {show('time/rollout_s', '.1f')}, "
-        f"train {show('time/train_s', '.1f')}, sync {show('time/sync_s', '.1f')})",
+        f"{show('time/step_s', '.1f')} s",
     ]
-    if metrics.get("eval/accuracy") is not None:
-        parts.append(f"held-out {show('eval/accuracy', '.3f')} (sampled {show('eval/accuracy_sampled', '.3f')})")
     return " | ".join(parts)
+
+
+def evaluation_line(step: int, metrics: Mapping[str, float | None]) -> str:
+    """The evaluation on the held-out prompts in the row of a step, in one line; "" without one."""
+    if metrics.get("eval/accuracy") is None:
+        return ""
+    is_first = metrics.get("eval/policy_version") == metrics.get("rollout/policy_version")
+    shown = [_shown(metrics, f"eval/{name}", ".3f") for name in ("accuracy", "accuracy_sampled", "reward_mean")]
+    when = "before" if is_first else "after"
+    return "held-out {} step {} | accuracy {} greedy, {} sampled | reward {}".format(when, step, *shown)
 
 
 def _shown(metrics: Mapping[str, float | None], key: str, form: str) -> str:
@@ -166,7 +171,7 @@ class Console:
             self.progress(done, total, detail=detail)
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Write the line of a finished step and move the bar."""
+        """Write the line of a finished step, and one of its evaluation if it has one; move the bar."""
         with self._writing():
             self._end_phase(outcome="done")
             if self._bar is not None:
@@ -177,6 +182,8 @@ class Console:
                 count, values = f"step {step}/{self._num_steps}", f"reward {reward}  K3 {k3}"
                 self._bar.update(task, completed=step, count=count, values=values)
             self.line(step_line(step, self._num_steps, metrics))
+            if evaluation := evaluation_line(step, metrics):
+                self.line(evaluation)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

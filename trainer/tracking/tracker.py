@@ -188,9 +188,7 @@ class Tracker:
         self.log_events(list(events_of_row(step, numbers)), shown=False)
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
-        """Print what the fractions of the hardware's limits stand on, and keep it for the report."""
-        for line in lines:
-            self.console.line(line)
+        """Keep what the fractions of the hardware's limits stand on, for the report."""
         text = json.dumps({"assumptions": list(lines)}, indent=2) + "\n"
         self._best_effort("accounting.json", lambda: write_whole(self._run_dir / "accounting.json", text))
 
