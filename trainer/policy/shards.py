@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -126,7 +127,10 @@ def load_shards(state: Mapping[str, Any], path: Path, *, alone: bool = False) ->
     known = reader.read_metadata().state_dict_metadata
     wanted = {name: part for name, part in state.items() if name != REJECTED_STEPS or name in known}
     try:
-        dcp.load(wanted, storage_reader=reader, planner=DataPlanner(), no_dist=alone)
+        with warnings.catch_warnings():
+            # torch warns of no_dist, although it is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.load(wanted, storage_reader=reader, planner=DataPlanner(), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(
             f"{path} does not fit the model and the optimizer of this run: {_reasons(error)}. "
