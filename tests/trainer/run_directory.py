@@ -94,6 +94,7 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "rollout/groups_dropped/all_correct": round(8 * progress),
         "rollout/groups_dropped/all_wrong": 8 - round(8 * progress),
         "rollout/groups_dropped/never": 0,
+        "rollout/zero_variance_frac": 1 / 3,
         "rollout/tokens_per_s": 128 * 4.4 / seconds["rollout"],
         "rollout/rounds": 1,
         "sync/gb_per_s": 0.9 + noise.gauss(0, 0.05),
@@ -113,7 +114,12 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "perf/memory_gib/policy_0": 0.5 + 0.0001 * step,
         "perf/memory_gib/engine_0": 0.4,
         **(
-            {"eval/accuracy": accuracy, "eval/accuracy_sampled": accuracy - 0.06, "eval/policy_version": version}
+            {
+                "eval/accuracy": accuracy,
+                "eval/accuracy_sampled": accuracy - 0.06,
+                "eval/reward_mean": accuracy,
+                "eval/policy_version": version,
+            }
             if evaluated
             else {}
         ),

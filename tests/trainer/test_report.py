@@ -25,7 +25,7 @@ from run_directory import ATTACK, hostile_sample, step_metrics, write_run
 from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
 from trainer.report.data import RunData, evaluation_rows, load_run, load_runs, show, thin
-from trainer.report.headline import config_difference, phases, tiles
+from trainer.report.headline import config_difference, phases, speeds, tiles
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
 from trainer.report.samples import coloured, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
@@ -96,8 +96,8 @@ def test_headline_numbers() -> None:
         "Reward": ("0.25", "0.75", "+0.5, first to last step"),
         "Mismatch K3": ("", "4.00e-06", "median, rounding floor 1.00e-06"),
         "Time per step": ("", "2 s", "median, rollout 50 %"),
-        "Weight sync": ("", "0.5 GB/s", "median"),
     }
+    assert [tile.value for tile in speeds(make_run(rows))] == ["0.5 GB/s"], "not a headline: an engineer looks for it"
     # The policy before its first update stands at step 0.
     assert [row["step"] for row in evaluation_rows(rows)] == [0, 3]
 
@@ -133,7 +133,7 @@ def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
 
 def test_phases_stand_with_their_share_of_the_limit_and_with_what_it_assumes(run_dir: Path) -> None:
     run = load_run(run_dir)
-    [tile] = [tile for tile in tiles(run) if tile.label == "Share of the hardware's limit"]
+    [tile] = [tile for tile in speeds(run) if tile.label == "Share of the hardware's limit"]
     rollout_s = statistics.median(run.values("time/rollout_s"))
     assert f"rollout {rollout_s:.3g} s at {100 * 0.1 / rollout_s:.1f} %" in tile.detail
     assert "MFU" in tile.detail
@@ -160,6 +160,29 @@ def test_gaps_stay_gaps_and_stacks_add_up() -> None:
     data = figures(make_run(rows))["time"].select_one({"name": "time/0"}).data_source.data
     assert list(data["time/sync_s:bottom"]) == [1.0, 3.0] and list(data["time/sync_s:top"]) == [1.5, 3.5]
     assert np.isnan(data["mismatch/k3"][0]), "null must be NaN, which is drawn as a gap"
+
+
+@pytest.mark.parametrize(
+    ("chart", "values", "axis"),
+    [
+        ("ess", (0.999965, 1.0), (0.952, 1.002)),  # 5 points, and none of them far above 100 %
+        ("ess", (0.2, 0.9), (math.nan, math.nan)),
+        ("weights", (0.0, 1e-5), (0, 0.05)),
+        ("weights", (0.0, 0.2), (0, math.nan)),
+        ("reward", (0.9999, 1.0001), (0.975, 1.025)),
+        ("reward", (0.0, 0.001), (math.nan, math.nan)),
+        ("loss", (-1e-9, 1e-9), (-0.005, 0.005)),
+        ("k3", (1.0e-6, 1.1e-6), (3.3166e-7, 3.3166e-6)),
+        ("k3", (1e-6, 1e-4), (math.nan, math.nan)),
+    ],
+)
+def test_an_axis_does_not_magnify_what_is_no_difference(
+    chart: str, values: tuple[float, float], axis: tuple[float, float]
+) -> None:
+    keys = {"ess": "mismatch/ess/raw_token", "weights": "mismatch/is/clip_frac_hi", "reward": "reward/mean",
+            "loss": "loss/policy", "k3": "mismatch/k3"}  # fmt: skip
+    made = figures(make_run([{"step": step, keys[chart]: value} for step, value in enumerate(values)]))[chart]
+    assert (made.y_range.start, made.y_range.end) == pytest.approx(axis, rel=1e-3, nan_ok=True)
 
 
 def test_a_long_run_gets_a_moving_mean() -> None:
@@ -369,6 +392,8 @@ def test_runs_are_compared_curve_by_curve(run_dir: Path, tmp_path: Path) -> None
     assert (len(tables["rows/0"].columns["step"]), len(tables["rows/1"].columns["step"])) == (40, 20)
     assert charts["ess-1"].title == "Effective sample size: applied weights"
     assert len(charts["by_probability"].series) == 1, "the other run has no histograms"
+    notes = [chart.note for chart in charts.values() if chart.note]
+    assert len(notes) == len(set(notes)) and charts["ess"].note and not charts["ess-1"].note
     keys = [key for key, _ in config_difference(runs)]
     assert keys == ["run.seed", "run.num_steps", "correction.cap"] or set(keys) == {
         "run.seed", "run.num_steps", "correction.cap"

@@ -129,7 +129,8 @@ def _profile(axis: str, ranges: Sequence[StepRange], tables: dict[str, Table]) -
         }
         tables[f"{axis}/{number}"] = Table(columns=columns, labels=labels)
     note = (
-        "Rare tokens, on the left, differ most in every engine pair. A rise on the right is a defect."
+        "Rare tokens, on the left, differ most in every engine pair. With the same weights on both sides, a rise "
+        "on the right is a defect."
         if axis == _PROBABILITY
         else "K3 is larger where the model is unsure; where it is as sure everywhere, flat is healthy. A rise that "
         "goes on to the end of the response is an error that grows along it (a cache, positions)."

@@ -35,6 +35,14 @@ from trainer.report.spec import MAX_PLAIN_POINTS, STEP, Chart, ChartKind, Dash, 
 
 _MAX_DOTTED_POINTS = 80
 """Maximum of points of a curve for which each point gets a dot."""
+_LEAST_SHARE = 0.05
+"""Least span of an axis of percent, 5 points: what is smaller looks like a flat line."""
+_LEAST_PART = 0.05
+"""Least span of an axis of numbers, over the largest of them."""
+_LEAST_RATIO = 10.0
+"""Least ratio of the ends of a logarithmic axis."""
+_EDGE = 0.04
+"""Room above 100 % on an axis of the least span, over the span."""
 _HEIGHT = 220
 _CELLS_HEIGHT = 340
 _STYLE = (Path(__file__).resolve().parent / "assets" / "page.css").read_text(encoding="utf-8")
@@ -96,9 +104,7 @@ def _step_range(steps: np.ndarray) -> Range1d:
 def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1d, cursor: Span) -> Any:
     cells = chart.kind is ChartKind.cells
     # window_axis: after zooming into some steps, the other axis fits the values of these steps.
-    y_range = _fixed_range(0.0, 1.0) if cells else DataRange1d(only_visible=True, range_padding=0.08)
-    if chart.from_zero and not chart.log and not cells:
-        y_range.start = 0
+    y_range = _fixed_range(0.0, 1.0) if cells else _value_range(chart, _values(chart, sources))
     x_range: Range1d | DataRange1d = steps
     if cells:
         x_range = _fixed_range(0.0, 1.0)
@@ -118,6 +124,43 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
     for index, series in enumerate(chart.series):
         _draw_series(made, chart, series, sources[series.table], name=f"{chart.id}/{index}")
     return made
+
+
+def _value_range(chart: Chart, values: np.ndarray) -> DataRange1d:
+    """The vertical axis of finite values [n]; where they hardly differ, an axis of the least span around them."""
+    made = DataRange1d(only_visible=True, range_padding=0.08)
+    if chart.log:
+        values = values[values > 0]
+        if len(values) and values.max() < _LEAST_RATIO * values.min():
+            middle, half = math.sqrt(values.min() * values.max()), math.sqrt(_LEAST_RATIO)
+            made.start, made.end = float(middle / half), float(middle * half)
+        return made
+    if chart.from_zero:
+        made.start = 0
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
+    least = chart.least_span
+    if least is None:
+        least = _LEAST_SHARE if chart.form == "percent" else _LEAST_PART * max(abs(low), abs(high))
+    if chart.from_zero:
+        if low >= 0 and high < least:
+            made.end = least
+    elif high - low < least:
+        start = (low + high - least) / 2
+        if chart.form == "percent" and high <= 1:  # no room above 100 %
+            start = min(start, 1 + _EDGE * least - least)
+        made.start, made.end = start, start + least
+    return made
+
+
+def _values(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> np.ndarray:
+    """The finite values of all series of a chart, with the ends of their bands."""
+    columns = [
+        sources[series.table].data[f"{series.key}{end}"]
+        for series in chart.series
+        for end in ("", *([":low", ":high"] if series.spread else []))
+    ]
+    values = np.concatenate(columns)
+    return values[np.isfinite(values)]
 
 
 def _fixed_range(low: float, high: float) -> Range1d:
@@ -148,17 +191,16 @@ def _style_axes(made: Any, chart: Chart, sources: Mapping[str, ColumnDataSource]
 def _formatter(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> TickFormatter:
     if chart.form == "percent":
         return NumeralTickFormatter(format="0.[0000] %")
-    values = np.concatenate([sources[series.table].data[series.key] for series in chart.series])
-    values = values[np.isfinite(values)]
-    if chart.form == "number":
-        span = float(np.ptp(values)) if len(values) else 0.0
-        # As many decimals as distinguish two neighbouring ticks.
-        decimals = max(3, math.ceil(1 - math.log10(span))) if span > 0 else 3
-        return NumeralTickFormatter(format=f"0,0.[{'0' * min(decimals, 8)}]")
-    values = values[values > 0]
-    # On a short log axis the ticks are so close that one decimal would give two ticks the same number.
-    short = chart.log and len(values) > 0 and values.max() < 2 * values.min()
-    return PrintfTickFormatter(format="%.3e" if short else "%.1e")
+    if chart.form == "exponent":
+        return PrintfTickFormatter(format="%.1e")
+    values = _values(chart, sources)
+    axis = _value_range(chart, values)
+    span = float(np.ptp(values)) if len(values) else 0.0
+    if math.isfinite(axis.start) and math.isfinite(axis.end):
+        span = axis.end - axis.start
+    # As many decimals as distinguish two neighbouring ticks.
+    decimals = max(3, math.ceil(1 - math.log10(span))) if span > 0 else 3
+    return NumeralTickFormatter(format=f"0,0.[{'0' * min(decimals, 8)}]")
 
 
 def _draw_series(made: Any, chart: Chart, series: Series, source: ColumnDataSource, *, name: str) -> None:

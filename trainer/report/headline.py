@@ -68,20 +68,27 @@ def _first_and_last(run: RunData, key: str, label: str, *, form: str) -> Iterato
 
 
 def _medians(run: RunData) -> Iterator[Tile]:
-    """The tiles whose value is the median over the steps."""
+    """Mismatch and seconds, medians over the steps."""
     if run.has("mismatch/k3"):
         floor = _median(run, "mismatch/k3_floor", "exponent", before=", rounding floor ")
         yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}")
-    phases_of_run = [name for name in _MAIN_PHASES if run.has(f"time/{name}_s")]
     if run.has("time/step_s"):
         total = sum(run.values("time/step_s")) or 1.0
-        shares = [f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %" for name in phases_of_run]
+        shares = [
+            f", {name} {100 * sum(run.values(f'time/{name}_s')) / total:.0f} %"
+            for name in _MAIN_PHASES
+            if run.has(f"time/{name}_s")
+        ]
         yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
+
+
+def speeds(run: RunData) -> Iterator[Tile]:
+    """The numbers beside the table of phases: share of the hardware's limit, speed of the weight sync; medians."""
     if run.has("perf/step_floor_frac"):
         parts = [
             f", {name} {_median(run, f'time/{name}_s')} s at {_median(run, f'perf/{name}_floor_frac', 'percent')}"
-            for name in phases_of_run
-            if run.has(f"perf/{name}_floor_frac")
+            for name in _MAIN_PHASES
+            if run.has(f"time/{name}_s") and run.has(f"perf/{name}_floor_frac")
         ]
         mfu = _median(run, "perf/mfu", "percent", before=", MFU ")
         value = _median(run, "perf/step_floor_frac", "percent")

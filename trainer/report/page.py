@@ -62,6 +62,7 @@ def render(run: RunData) -> str:
         "status": headline.status_of(run),
         "facts": headline.facts(run),
         "tiles": headline.tiles(run),
+        "speeds": list(headline.speeds(run)),
         "phases": headline.phases([run]),
         "assumptions": assumptions if isinstance(assumptions, list) else [],
         "thinned": drawn if drawn < len(run.rows) else None,

@@ -61,8 +61,12 @@ def _of_run(charts: Sequence[Chart], run: RunData) -> Iterator[Chart]:
 
 def _different(chart: Chart, runs: Sequence[RunData]) -> Sequence[Series]:
     """The series of a chart without duplicates: with rewards of 0 and 1, mean reward and accuracy are the same."""
-    same = chart.id == "reward" and all(run.values("reward/mean") == run.values("reward/accuracy") for run in runs)
-    return chart.series[:1] if same else chart.series
+    pairs = {
+        "reward": ("reward/mean", "reward/accuracy"),
+        "heldout_reward": ("eval/reward_mean", "eval/accuracy_sampled"),
+    }
+    same = chart.id in pairs and all(run.values(pairs[chart.id][0]) == run.values(pairs[chart.id][1]) for run in runs)
+    return [one for one in chart.series if not (same and one.key != "reward/mean")]
 
 
 def _further(chart: Chart, run: RunData) -> list[Series]:
@@ -87,6 +91,7 @@ def _of_runs(chart: Chart, runs: Sequence[RunData]) -> Iterator[Chart]:
             chart,
             id=chart.id if number == 0 else f"{chart.id}-{number}",
             title=titled(chart, metric),
+            note=chart.note if number == 0 else "",
             series=tuple(
                 replace(
                     metric,

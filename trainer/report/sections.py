@@ -15,15 +15,22 @@ PHASES = ("rollout", "reward", "pack", "train", "sync", "log", "unattributed", "
 
 LEARNING = Section(
     title="Learning",
-    text="Does the policy get better, on the prompts it trains on and on problems it never sees?",
+    text="Does the policy get better, on the prompts it trains on and on the held-out ones?",
     charts=(
         Chart(
             id="heldout", title="Held-out accuracy", form="percent", from_zero=True,
-            note="Measured on the policy alone. Reward that rises while this falls is reward hacking or overfitting.",
+            note="What the rollout engines answer: with rollout.quantization it is the quantised policy. Reward that "
+            "rises while this falls is reward hacking or overfitting.",
             series=(
                 Series("eval/accuracy", "greedy", 0, table=EVALUATIONS),
                 Series("eval/accuracy_sampled", "sampled", 1, table=EVALUATIONS),
             ),
+        ),
+        Chart(
+            id="heldout_reward", title="Held-out reward",
+            note="The mean reward of the sampled held-out responses. If it rises while the accuracy stays 0, the "
+            "function gives partial credit below reward.correct.",
+            series=(Series("eval/reward_mean", "mean reward", 0, table=EVALUATIONS),),
         ),
         Chart(
             id="reward", title="Reward of the training samples",
@@ -41,14 +48,15 @@ MISMATCH = Section(
     charts=(
         Chart(
             id="k3", title="Mismatch K3", unit="nats per token", form="exponent", log=True,
-            note="Flat and near the floor is healthy. A rise against its own past is the earliest warning there is. "
-            "Single tokens can jump far above the floor, which covers the head only: where a prefix is "
-            "ill-conditioned, a small change of the hidden state moves the logits a lot.",
+            note="K3 and its floor rise and fall together while the model changes. A rise of K3 away from its floor is "
+            "the earliest warning there is. Single tokens can jump far above the floor, which covers the head only. "
+            "Quantised engines and samples of older weights lie far above it by design.",
             series=(Series("mismatch/k3", "K3", 0), Series("mismatch/k3_floor", "floor", 6, dash=Dash.dashed)),
         ),
         Chart(
             id="worst", title="Worst token", form="exponent", log=True,
-            note="A probability difference near 1 means the engines disagree completely on some token: a bug.",
+            note="With the same weights on both sides, a probability difference near 1 is a bug: they disagree "
+            "completely on some token. Quantised or older weights can come near it without one.",
             series=(
                 Series("mismatch/k3_max", "largest K3", 1),
                 Series("mismatch/prob_diff_max", "largest probability difference", 3),
@@ -115,7 +123,8 @@ OPTIMISATION = Section(
     charts=(
         Chart(
             id="entropy", title="Policy entropy", unit="nats per token", from_zero=True,
-            note="A slow fall is learning. A fall to zero is collapse; a sudden rise is a policy that comes apart.",
+            note="A slow fall is learning. A fall to zero before the reward is high is collapse; a sudden rise is a "
+            "policy that comes apart.",
             series=(Series("policy/entropy", "entropy", 2),),
         ),
         Chart(
@@ -125,7 +134,8 @@ OPTIMISATION = Section(
         ),
         Chart(
             id="ppl", title="Perplexity of the responses",
-            note="The same responses, scored by both engines: the two curves should be one.",
+            note="The same responses, scored on both sides. The gap is the mismatch: a visible one needs quantised or "
+            "older weights, or is a bug.",
             series=(
                 Series("mismatch/ppl/train", "trainer", 0),
                 Series("mismatch/ppl/rollout", "rollout engine", 1, dash=Dash.dashed),
@@ -133,12 +143,15 @@ OPTIMISATION = Section(
         ),
         Chart(
             id="clip", title="Tokens at the PPO clip", form="percent", from_zero=True,
-            note="Zero with one optimizer step per rollout. Many: steps too large, or too many on old samples.",
+            note="With pi_old as the anchor and one optimizer step per rollout it is zero. Many: steps too large, or "
+            "too many on old samples.",
             series=(Series("loss/clip_frac_high", "above", 1), Series("loss/clip_frac_low", "below", 0)),
         ),
         Chart(
             id="loss", title="Policy loss",
-            note="Near zero by construction and no measure of success; only jumps mean something.",
+            note="No measure of success: where advantages have mean zero it is near zero whatever is learnt. Only "
+            "jumps mean something.",
+            least_span=0.01,
             series=(Series("loss/policy", "loss", 5),),
         ),
         Chart(
@@ -176,7 +189,8 @@ CRITIC = Section(
 
 TIME = Section(
     title="Where the time goes",
-    text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed.",
+    text="Wall-clock seconds of each step by phase. What no phase accounts for is shown as unattributed. Where engines "
+    "sample while the policy trains, rollout is the time that the training waited for samples.",
     charts=(
         Chart(
             id="time", title="Seconds per step", unit="s", kind=ChartKind.stack, from_zero=True, wide=True,
@@ -189,8 +203,8 @@ TIME = Section(
         ),
         Chart(
             id="limits", title="Share of the hardware's limit", form="percent", from_zero=True, wide=True,
-            note="100 % is as fast as this hardware could be. A low curve of a phase that takes long is where time can "
-            "be won.",
+            note="100 % is as fast as this hardware could be; a small model stays at a few percent, because launches "
+            "and Python take its time. A low curve of a phase that takes long is where time can be won.",
             series=(
                 Series("perf/step_floor_frac", "step", 6, dash=Dash.dashed),
                 Series("perf/rollout_floor_frac", "rollout", 0),
@@ -201,7 +215,8 @@ TIME = Section(
         ),
         Chart(
             id="speed", title="Speed", unit="tokens/s", from_zero=True,
-            note="Response tokens sampled, and tokens trained on with their prompts. A slow fall is a leak.",
+            note="Response tokens sampled, and tokens trained on with their prompts. A slow fall "
+            "at the same response length is a leak.",
             series=(Series("rollout/tokens_per_s", "rollout", 0), Series("perf/train_tokens_per_s", "train", 1)),
         ),
         Chart(
@@ -234,9 +249,15 @@ ROLLOUTS = Section(
         ),
         Chart(
             id="groups", title="Groups sampled", kind=ChartKind.stack, from_zero=True, wide=True,
-            note="Dropped groups cost as much as kept ones and teach nothing.",
+            note="Dropped groups cost sampling and teach nothing.",
             series=(Series("rollout/groups_kept", "kept", 2),),
             each="rollout/groups_dropped/", each_label="dropped: ",
+        ),
+        Chart(
+            id="no_spread", title="Groups whose rewards are all equal", form="percent", from_zero=True,
+            note="They teach nothing where the group is the baseline (GRPO, RLOO). Near 100 %: the prompts are too "
+            "hard or too easy, or the reward does not tell the answers apart.",
+            series=(Series("rollout/zero_variance_frac", "before any is dropped", 3),),
         ),
     ),
 )  # fmt: skip

@@ -88,6 +88,8 @@ class Chart:
     log: bool = False
     from_zero: bool = False
     """True if the axis starts at 0."""
+    least_span: float | None = None
+    """Least length of the axis, so that it does not magnify what is no difference; None for that of `form`."""
     wide: bool = False
     note: str = ""
     """Explanation of the chart, with the signs of a problem."""
