@@ -127,29 +127,36 @@ def _figure(chart: Chart, sources: Mapping[str, ColumnDataSource], steps: Range1
 
 
 def _value_range(chart: Chart, values: np.ndarray) -> DataRange1d:
-    """The vertical axis of finite values [n]; where they hardly differ, an axis of the least span around them."""
+    """The vertical axis of a chart with these finite values [n]."""
     made = DataRange1d(only_visible=True, range_padding=0.08)
+    low, high = _axis_ends(chart, values)
+    if low is not None:
+        made.start = low
+    if high is not None:
+        made.end = high
+    return made
+
+
+def _axis_ends(chart: Chart, values: np.ndarray) -> tuple[float | None, float | None]:
+    """The ends of the vertical axis that do not follow the values [n]: both where they hardly differ."""
     if chart.log:
         values = values[values > 0]
-        if len(values) and values.max() < _LEAST_RATIO * values.min():
-            middle, half = math.sqrt(values.min() * values.max()), math.sqrt(_LEAST_RATIO)
-            made.start, made.end = float(middle / half), float(middle * half)
-        return made
-    if chart.from_zero:
-        made.start = 0
+        if not len(values) or values.max() >= _LEAST_RATIO * values.min():
+            return None, None
+        middle, half = math.sqrt(values.min() * values.max()), math.sqrt(_LEAST_RATIO)
+        return middle / half, middle * half
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     least = chart.least_span
     if least is None:
         least = _LEAST_SHARE if chart.form == "percent" else _LEAST_PART * max(abs(low), abs(high))
     if chart.from_zero:
-        if low >= 0 and high < least:
-            made.end = least
-    elif high - low < least:
-        start = (low + high - least) / 2
-        if chart.form == "percent" and high <= 1:  # no room above 100 %
-            start = min(start, 1 + _EDGE * least - least)
-        made.start, made.end = start, start + least
-    return made
+        return 0.0, least if low >= 0 and high < least else None
+    if high - low >= least:
+        return None, None
+    start = (low + high - least) / 2
+    if chart.form == "percent" and high <= 1:  # no room above 100 %
+        start = min(start, 1 + _EDGE * least - least)
+    return start, start + least
 
 
 def _values(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> np.ndarray:
@@ -194,10 +201,10 @@ def _formatter(chart: Chart, sources: Mapping[str, ColumnDataSource]) -> TickFor
     if chart.form == "exponent":
         return PrintfTickFormatter(format="%.1e")
     values = _values(chart, sources)
-    axis = _value_range(chart, values)
+    low, high = _axis_ends(chart, values)
     span = float(np.ptp(values)) if len(values) else 0.0
-    if math.isfinite(axis.start) and math.isfinite(axis.end):
-        span = axis.end - axis.start
+    if low is not None and high is not None:
+        span = high - low
     # As many decimals as distinguish two neighbouring ticks.
     decimals = max(3, math.ceil(1 - math.log10(span))) if span > 0 else 3
     return NumeralTickFormatter(format=f"0,0.[{'0' * min(decimals, 8)}]")
