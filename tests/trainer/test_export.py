@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,9 @@ from trainer.rundir.weights_source import SourceKind, WeightsSource
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
-def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estimator) -> None:
+def test_the_exported_model_is_the_trained_one(
+    tmp_path: Path, estimator: Estimator, capfd: pytest.CaptureFixture[str]
+) -> None:
     start = save_policy(tmp_path / "start")
     words = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(start)
@@ -43,7 +46,11 @@ def test_the_exported_model_is_the_trained_one(tmp_path: Path, estimator: Estima
         state = RunState(step=1, policy_version=1, stream=stream, evaluation={"eval/accuracy": 0.5})
         commit_checkpoint(unfinished, state, keep=2)
         trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
-    assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
+    capfd.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert export_model(config, tmp_path / "run", tmp_path / "out").state.step == 1
+    assert capfd.readouterr().err == "", "no bars and no warnings of libraries"
     (tmp_path / "plain").touch()  # what is exported is for sharing, as any new file is
     modes = {path.stat().st_mode for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert modes == {(tmp_path / "plain").stat().st_mode}

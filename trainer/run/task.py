@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import limit_silence
@@ -40,6 +42,7 @@ class Task:
 
 def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     """The model as a local directory: built, converted, found, or fetched from the hub at its pinned revision."""
+    _hide_bars()
     model = config.model
     if isinstance(model, ArithmeticModelConfig):
         return build_base_model(model, progress=progress)
@@ -48,6 +51,14 @@ def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
     if not isinstance(model, HFModelConfig):
         raise ValueError(f"model={model.kind!r} is unknown; use model=hf, model=smollm2 or model=arithmetic")
     return _directory("model.path", model.path, model.revision)
+
+
+def _hide_bars() -> None:
+    """Let transformers draw no bars while it reads and writes files of this machine; downloads keep theirs."""
+    shows_downloads = not are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()  # of downloads too
+    if shows_downloads:
+        enable_progress_bars()
 
 
 def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
