@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import queue
@@ -33,6 +34,11 @@ from rollout.processes.keeper import (
 from rollout.processes.secret_names import is_secret_name
 
 logger = logging.getLogger(__name__)
+printed = logging.getLogger("rollout.printed")
+"""What children print, in records of whole lines with the level INFO. `trainer/rundir/printed.py` writes the records to
+a file; without a handler they are lost."""
+printed.propagate = False
+printed.setLevel(logging.INFO)
 
 START_TIMEOUT_S = 120.0
 """Seconds until a child must have loaded its function, which may import torch."""
@@ -82,7 +88,8 @@ def python_module(module: str, *arguments: str) -> list[str]:
 class ChildProcess:
     """A process in a session of its own, which is sent lines and sends lines.
 
-    A thread for each direction moves the lines, so that neither a full nor an empty pipe stops the caller.
+    A thread for each direction moves the lines, so that neither a full nor an empty pipe stops the caller. A third one
+    logs what the process prints, for its prints and its messages have pipes of their own.
     """
 
     def __init__(
@@ -120,25 +127,29 @@ class ChildProcess:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
             env=child_environment(),
         )
-        if process.stdin is None or process.stdout is None:
+        if process.stdin is None or process.stdout is None or process.stderr is None:
             raise RuntimeError("the pipes of a child process are missing")
         # The threads hold the pipes, not this object: each closes its own when it ends.
+        self._prints = prints = threading.Thread(target=_log, args=(process.stderr,), name="parity-child-prints")
         writes = threading.Thread(target=_write, args=(process.stdin, self._outbox), name="parity-child-writes")
         reads = threading.Thread(
             target=_read, args=(process.stdout, hear, unheard, self._killed), name="parity-child-reads"
         )
         try:
-            for thread in (writes, reads):  # the one that reads comes last: it tells the caller of the end
+            for thread in (prints, writes, reads):  # the one that reads comes last: it tells the caller of the end
                 thread.daemon = True
                 thread.start()
         except RuntimeError:
             process.kill()
             process.wait()  # it has run no code of the user yet, so it ends at once
             process.stdout.close()
+            if prints.ident is None:
+                process.stderr.close()
             if writes.ident is None:
                 process.stdin.close()
             else:
@@ -151,7 +162,7 @@ class ChildProcess:
         self._outbox.put(line)
 
     def kill(self) -> None:
-        """End the process and all its descendants; safe to call twice. Waits at most 2 END_S seconds for their end."""
+        """End the process and all its descendants; safe to call twice. Waits at most 2 END_S + DEATH_S seconds."""
         self._killed.set()
         self._outbox.put(None)
         for signum in (signal.SIGTERM, signal.SIGCONT):  # to the keeper, which may have been suspended
@@ -161,6 +172,7 @@ class ChildProcess:
         except subprocess.TimeoutExpired:
             logger.warning("process %d did not end its descendants in %g s", self._process.pid, 2 * END_S)
             self._process.kill()
+        self._prints.join(timeout=DEATH_S)  # nothing holds the output any more: this takes no time
 
     def death(self) -> Death:
         """Describe the end of a process whose output has ended."""
@@ -204,6 +216,21 @@ def _read(
     hear(None)
 
 
+def _log(output: IO[bytes]) -> None:
+    """Log what a process prints until all holders of this output have ended; whole lines together, so that nothing that
+    must be read as one is divided, unless a line is longer than READ_BYTES."""
+    rest = b""
+    with output:
+        while chunk := output.read(READ_BYTES):
+            rest += chunk
+            end = rest.rfind(b"\n") + 1 if len(rest) < READ_BYTES else len(rest)
+            if end:
+                printed.info("%s", rest[:end].decode(errors="replace"))
+                rest = rest[end:]
+    if rest:
+        printed.info("%s", rest.decode(errors="replace"))
+
+
 def _write(to: IO[bytes], outbox: queue.SimpleQueue[bytes | None]) -> None:
     """Write every line of `outbox` to a process until the line is None or the process has ended."""
     with suppress(BrokenPipeError), to:  # the reading side reports the end
@@ -227,7 +254,8 @@ def become_child(*, memory_bytes: int) -> Pipes:
 
     The child dies with the thread that started it, also if that thread is killed; ignores Ctrl-C, which the parent
     handles; is bounded in address space, files and, by its keeper, in processes and their memory; reads an empty
-    standard input, and prints to stderr, so that neither it nor a program that it starts mixes with the messages.
+    standard input, and prints to stderr, line by line, so that neither it nor a program that it starts mixes with the
+    messages.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fork_below_keeper(memory_bytes=memory_bytes)
@@ -247,6 +275,8 @@ def become_child(*, memory_bytes: int) -> Pipes:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a worker may be killed at any time
 
     def say(message: object) -> None:
         answers.write(orjson.dumps(message) + b"\n")

@@ -269,6 +269,16 @@ def check_interrupted(run_dir: Path, *, last: int) -> None:
     assert json.loads((run_dir / "status.json").read_text("utf-8"))["status"] == "interrupted"
 
 
+def check_said(run_dir: Path, shown: str) -> None:
+    """What the function printed is in its log and not among the lines `shown`; its partial credit is never correct."""
+    assert "scored" not in shown and "scored" in (run_dir / "logs" / "printed.log").read_text("utf-8")
+    row = metrics_of(run_dir)[0]
+    assert row["reward/max"] <= 0.5 and row["eval/accuracy"] == row["reward/accuracy"] == 0
+    assert row["eval/reward_mean"] is not None and 0 <= row["rollout/zero_variance_frac"] <= 1
+    lines = [line for line in shown.splitlines() if line.startswith(("step ", "held-out before step 1 "))]
+    assert len(lines) >= 3 and all(len(line) <= 120 for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.scenario(9)
 @pytest.mark.scenario(34)
@@ -277,7 +287,9 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, ba
     # The README's own example is a file of the user beside the run; rollout.py and trainer.py are as natural.
     for name in ("rollout", "trainer", "algorithms"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported from the working directory')\n")
-    (tmp_path / "my_reward.py").write_text("def reward(response, answer): return float(answer in response)\n")
+    (tmp_path / "my_reward.py").write_text(
+        "def reward(response, answer): return print('scored', response) or 0.5 * (answer in response)\n"
+    )
     words = [*QUICK, *SMALL, *ENDLESS, ONE_RANK, "reward.function=my_reward.py:reward", "run.dir=run"]
     process = subprocess.Popen(
         [str(Path(sys.executable).parent / "parity"), "train", "arithmetic_grpo", *words],
@@ -295,6 +307,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, ba
     last = metrics_of(tmp_path / "run")[-1]["step"]
     assert f"asked to end (SIGINT), after step {last}; go on with parity resume {tmp_path / 'run'}" in error
     check_interrupted(tmp_path / "run", last=last)
+    check_said(tmp_path / "run", error)
 
 
 @pytest.mark.sglang

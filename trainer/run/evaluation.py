@@ -31,9 +31,10 @@ from trainer.config.train import TrainConfig
 from trainer.run.export import chosen_checkpoint, write_model
 from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at
+from trainer.rundir.printed import printed_log
 from trainer.rundir.provenance import config_record, environment_record, group_choices
 from trainer.rundir.resume import changed_keys
-from trainer.rundir.run_dir import make_private, write_whole
+from trainer.rundir.run_dir import LOGS, make_private, write_whole
 from trainer.rundir.weights_source import SourceKind, WeightsSource
 
 RESULT_FILE, ROWS_FILE = "eval.json", "eval.jsonl"
@@ -87,13 +88,14 @@ def evaluate_model(
     started = time.perf_counter()
     make_private(run_dir)
     # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
-    with tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
+    logs = run_dir / LOGS
+    with printed_log(logs), tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
         task = load_task(config, progress=lambda done, total, detail: None, model_path=model_path)
         for note in data_notes(task.dataset, run_dir):
             say(note)
         say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")
-        with closing(task.scorer), Cluster(engines_only(config), log_dir=run_dir / "logs") as cluster:
+        with closing(task.scorer), Cluster(engines_only(config), log_dir=logs) as cluster:
             engines = cluster.spawn_engines(task.model_path)
             infos = engines.wait_ready()
             for info in infos:

@@ -50,8 +50,9 @@ from trainer.run.saving import Saver
 from trainer.run.step_timer import StepTimer
 from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint, RunState
+from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
-from trainer.rundir.run_dir import RunDirectoryError, needs_no_step
+from trainer.rundir.run_dir import LOGS, RunDirectoryError, needs_no_step
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.samples import TokenLog, sample_rows
@@ -127,7 +128,8 @@ def run_steps(
 ) -> None:
     """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
     resumed = None if checkpoint is None else checkpoint.state
-    with Tracker(config, run_dir=run_dir, resumed=resumed) as tracker, termination.named():
+    logs = run_dir / LOGS
+    with Tracker(config, run_dir=run_dir, resumed=resumed) as tracker, termination.named(), printed_log(logs):
         termination.last_words = tracker.record_interrupted
         task = load_task(config, progress=tracker.console.base_model_progress)
         for line in data_notes(task.dataset, run_dir):
@@ -167,7 +169,7 @@ def open_run(
     within: ExitStack,
 ) -> Run:
     """Start Ray, the policy and the engines; leaving `within` ends them, last in, first out."""
-    cluster = within.enter_context(Cluster(config, log_dir=run_dir / "logs"))
+    cluster = within.enter_context(Cluster(config, log_dir=run_dir / LOGS))
     saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
     within.enter_context(closing(task.scorer))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
@@ -175,7 +177,7 @@ def open_run(
     policy.wait_ready()
     for info in engines.wait_ready():
         tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")
-    stacks = run_dir / "logs" / STACKS_FILE
+    stacks = run_dir / LOGS / STACKS_FILE
     within.enter_context(
         Watchdog(policy, engines, file=stacks, longest_s=longest_call_s(config), say=tracker.console.line)
     )

@@ -28,6 +28,7 @@ SAMPLES_FILE = "samples.jsonl"
 HISTOGRAMS_FILE = "histograms.jsonl"
 EVENTS_FILE = "events.jsonl"
 REPORT_FILE = "report.html"
+LOGS = "logs"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""

@@ -12,6 +12,7 @@ an error there is one warning and a count. The directory of a run:
     events.jsonl       what happened beside the numbers (trainer/rundir/events.py)
     wandb_run.json     and wandb/: the W&B side (wandb_run.py, wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
+    logs/              of the engines; printed.log: what your functions print (trainer/rundir/printed.py)
     status.json        how the run ended; its status is null until then, and stays null if the run is killed
 """
 
