@@ -59,7 +59,7 @@ def test_prints_go_to_one_file_without_secrets_and_not_to_the_terminal(
     inbox: Inbox = queue.SimpleQueue()
     with printed_log(logs):
         assert not logs.exists(), "no prints, no file"
-        score(tmp_path / "own.py", ["7"])  # its worker ends without flushing anything
+        score(tmp_path / "own.py", ["7", *"12345"])  # the worker of 7 ends without flushing anything
         function = f"{tmp_path}/turns.py:rollout@{tmp_path}/tokenizer.json"
         worker = EpisodeWorker(function, memory_bytes=2**33, inbox=inbox)
         assert inbox.get(timeout=60).message == {"ready": True}
