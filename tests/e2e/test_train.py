@@ -279,10 +279,27 @@ def check_said(run_dir: Path, shown: str) -> None:
     assert len(lines) >= 3 and all(len(line) <= 120 for line in lines)
 
 
+def suspended_in_training(parent: int) -> psutil.Process:
+    """The rank of the run in process `parent`, suspended while it trains a step."""
+    below = psutil.Process(parent).children(recursive=True)
+    [rank] = [each for each in below if "ray::PolicyWorker" in " ".join(each.cmdline())]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if ".train" not in " ".join(rank.cmdline()):  # Ray names the process after the call that it answers
+            continue
+        rank.suspend()
+        if ".train" in " ".join(rank.cmdline()):
+            return rank
+        rank.resume()
+    raise AssertionError("the rank did not train within a minute")
+
+
 @pytest.mark.slow
 @pytest.mark.scenario(9)
 @pytest.mark.scenario(34)
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, base_model_cache: Path) -> None:
+def test_ctrl_c_in_training_finishes_the_step_saves_and_says_how_to_go_on(
+    tmp_path: Path, base_model_cache: Path
+) -> None:
     """The working directory holds files with the names of packages, which break no process of the run."""
     # The README's own example is a file of the user beside the run; rollout.py and trainer.py are as natural.
     for name in ("rollout", "trainer", "algorithms"):
@@ -291,23 +308,29 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path: Path, ba
         "def reward(response, answer): return print('scored', response) or 0.5 * (answer in response)\n"
     )
     words = [*QUICK, *SMALL, *ENDLESS, ONE_RANK, "reward.function=my_reward.py:reward", "run.dir=run"]
-    process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "parity"), "train", "arithmetic_grpo", *words],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert has_taken_steps(tmp_path / "run", 2)
+    run_dir, said = tmp_path / "run", tmp_path / "stderr.txt"
+    with said.open("wb") as stderr:
+        process = subprocess.Popen(
+            [str(Path(sys.executable).parent / "parity"), "train", "arithmetic_grpo", *words],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    assert has_taken_steps(run_dir, 2)
+    rank = suspended_in_training(process.pid)
+    before = metrics_of(run_dir)[-1]["step"]
     # It reaches every process of the group, Ray's too: as by Ctrl-C in a terminal, `timeout`, a job scheduler.
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 130
-    last = metrics_of(tmp_path / "run")[-1]["step"]
-    assert f"asked to end (SIGINT), after step {last}; go on with parity resume {tmp_path / 'run'}" in error
-    check_interrupted(tmp_path / "run", last=last)
-    check_said(tmp_path / "run", error)
+    deadline = time.monotonic() + 30
+    while "the next signal ends the run at once" not in said.read_text("utf-8") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    rank.resume()
+    assert process.wait(120) == 130
+    error = said.read_text("utf-8")
+    assert f"asked to end (SIGINT), after step {before + 1}; go on with parity resume {run_dir}" in error
+    check_interrupted(run_dir, last=before + 1)
+    check_said(run_dir, error)
 
 
 @pytest.mark.sglang
