@@ -256,4 +256,4 @@ def test_the_trainer_of_trl_takes_the_corrections(
         weight = torch.where(mask, ratio.clamp(max=1.01), 0.0)
         per_response = batch["advantages"].sum(1, keepdim=True) / weight.sum(1, keepdim=True)
         torch.testing.assert_close(batch["advantages"], per_response * weight)
-        assert (ratio[mask] > 1.01).any() and (ratio[mask].log().abs() < 0.3).all(), "bfloat16 against float32"
+        assert (ratio[mask] > 1.01).any() and ratio[mask].log().abs().mean() < 0.15, "bfloat16 against float32"
