@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
-from trainer.batch.planner import plan
+from trainer.batch.planner import DEFAULT_COST, plan
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 
@@ -145,7 +145,7 @@ def main() -> None:
             scratch, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
         ).eval()
     ours = ScoringModel(packing, chunk_tokens=512)
-    [bins] = plan(lengths, cap=CAP, num_ranks=1)
+    [bins] = plan(lengths, [DEFAULT_COST.of(length) for length in lengths], cap=CAP, num_ranks=1)
     variants: dict[str, tuple[list[list[int]], Callable[[list[list[Sample]]], list[list[Tensor]]]]] = {
         "padded": ([list(range(len(samples)))], lambda batches: padded_step(plain, batches)),
         "sorted": (sorted_batches(samples, len(bins)), lambda batches: padded_step(plain, batches)),

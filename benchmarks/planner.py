@@ -106,7 +106,7 @@ def measure(planned: Sequence[tuple[Ranks, float]], lengths: Sequence[int], cap:
 def ours(lengths: Sequence[int], cap: int, num_ranks: int) -> tuple[Ranks, float]:
     """Our plan and its seconds."""
     started = time.process_time()
-    ranks = plan(lengths, cap=cap, num_ranks=num_ranks)
+    ranks = plan(lengths, [DEFAULT_COST.of(length) for length in lengths], cap=cap, num_ranks=num_ranks)
     return ranks, time.process_time() - started
 
 

@@ -21,7 +21,7 @@ from trainer.batch.packing import pack
 from trainer.batch.planner import DEFAULT_COST
 from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings
-from trainer.limits.floors import Lengths, Rates, prefill_floor, replay_decode, training_flops
+from trainer.limits.floors import GroupLengths, Lengths, Rates, prefill_floor, replay_decode, training_flops
 from trainer.policy.train_report import RankReport, TrainReport
 from trainer.run.accounting import Hardware, StepAccounting
 
@@ -69,7 +69,7 @@ def step(
 def test_every_share_by_hand() -> None:
     config = make_config(Path("nowhere"), num_workers=2)
     found = step(config, KNOWN, TIMES)
-    trained = [Lengths(3, 4)] * 4
+    trained = [GroupLengths(3, (4, 4), 8)] * 2
     # float32, two ranks; the optimizer moves 28 bytes per parameter over both.
     train_s = training_flops(TINY, trained) / 2e6
     update_s = 1000 * 28 / 2e6

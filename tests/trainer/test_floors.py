@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.limits.floors import (
+    GroupLengths,
     Lengths,
     Rates,
     kv_bytes_per_token,
@@ -65,12 +66,18 @@ def test_parameters_by_hand() -> None:
 
 
 def test_forward_and_training_by_hand() -> None:
-    lengths = [Lengths(3, 2), Lengths(1, 4)]
+    groups = [GroupLengths(3, (2,), 2), GroupLengths(1, (4,), 4)]
     # 10 tokens meet the body, 6 the head; two sequences of 5 tokens in 2 layers of width 8.
     forward = 2 * 600 * 10 + 2 * 200 * 6 + 2 * 2 * 8 * (25 + 25)
-    assert sequence_flops(TINY, lengths) == forward
-    assert training_flops(TINY, lengths) == 3 * forward
-    assert training_flops(TINY, lengths, full_recompute=True) == 4 * forward
+    assert sequence_flops(TINY, groups) == forward
+    assert training_flops(TINY, groups) == 3 * forward
+    assert training_flops(TINY, groups, full_recompute=True) == 4 * forward
+
+
+def test_a_shared_prompt_is_counted_once() -> None:
+    # Sequences of 5 and 7 tokens with the same 3: 9 tokens, of which 5 were sampled; 9 + (25 - 9) + (49 - 9) cells.
+    shared = sequence_flops(TINY, [GroupLengths(3, (2, 4), 5)])
+    assert shared == 2 * 600 * 9 + 2 * 200 * 5 + 2 * 2 * 8 * (9 + 16 + 40)
 
 
 def test_optimizer_sync_and_prefill_by_hand() -> None:

@@ -13,8 +13,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from algorithms.kl import k3
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
+from trainer.batch.train_batch import Branch
 from trainer.policy import attention
-from trainer.policy.attention import PACKED_ATTENTION, attend_by_run, packed_attention
+from trainer.policy.attention import PACKED_ATTENTION, Segments, attend_by_run, packed_attention
 from trainer.policy.forward import ScoringModel
 
 VOCAB = 40
@@ -165,7 +166,7 @@ def random_states(tokens: int, *, kv_heads: int, dtype: torch.dtype = torch.floa
 def test_attention_by_run_is_that_of_each_sequence_by_itself(lengths: list[int], kv_heads: int) -> None:
     states = random_states(sum(lengths), kv_heads=kv_heads)
     alone = attend_alone(*(each.squeeze(0) for each in states), lengths, scale=0.3)
-    by_run = attend_by_run(*states, lengths, scaling=0.3)
+    by_run = attend_by_run(*states, Segments(lengths), scaling=0.3)
     torch.testing.assert_close(by_run, alone[None])
     upstream = torch.randn(by_run.shape, generator=torch.Generator().manual_seed(4))
     gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, alone[None]))
@@ -173,9 +174,38 @@ def test_attention_by_run_is_that_of_each_sequence_by_itself(lengths: list[int],
         torch.testing.assert_close(found, expected)
 
 
+SHARED = Segments([3, 6, 2], [Branch(0, 3, 4), Branch(0, 3, 4), Branch(0, 3, 1), Branch(9, 2, 5)])
+"""A shared prompt of 3 tokens with three branches, a whole sequence of 6, and a prompt of 2 with one branch."""
+
+
+def attend_segments_alone(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """[H, I, D] -> [I, H, D] by definition: each sequence laid out whole, then attended to by itself."""
+    outs = [attend_alone(*(states[:, : segments.root_tokens] for states in (query, key, value)), segments.roots, scale)]
+    end = segments.root_tokens
+    for prompt_start, prompt_length, length in segments.branches:
+        own = [*range(prompt_start, prompt_start + prompt_length), *range(end, end + length)]
+        whole = attend_alone(*(states[:, own] for states in (query, key, value)), [len(own)], scale)
+        outs.append(whole[prompt_length:])
+        end += length
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_branch_attends_to_its_prompt_and_to_itself(kv_heads: int) -> None:
+    states = random_states(25, kv_heads=kv_heads)
+    alone = attend_segments_alone(*(each.squeeze(0) for each in states), SHARED, scale=0.3)
+    by_run = attend_by_run(*states, SHARED, scaling=0.3)
+    torch.testing.assert_close(by_run, alone[None])
+    upstream = torch.randn(by_run.shape, generator=torch.Generator().manual_seed(4))
+    gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, alone[None]))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("segments", [Segments([5, 20]), SHARED])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_flash_attention_gets_each_token_its_boundaries_and_the_causal_window(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, segments: Segments
 ) -> None:
     """On a CPU: by the definition of `torch.nn.attention.varlen.varlen_attn` in the place of its kernel."""
 
@@ -192,21 +222,61 @@ def test_flash_attention_gets_each_token_its_boundaries_and_the_causal_window(
         window_size: tuple[int, int],
         enable_gqa: bool,
     ) -> Tensor:
-        assert [states.shape for states in (query, key)] == [(13, 4, 8), (13, kv_heads, 8)]
-        assert cu_seq_q is cu_seq_k and cu_seq_q.dtype == torch.int32
-        assert (max_q, max_k, window_size, enable_gqa) == (8, 8, (-1, 0), kv_heads < 4)
-        lengths = cu_seq_q.diff().tolist()
-        return attend_alone(*(states.transpose(0, 1) for states in (query, key, value)), lengths, scale)
+        assert query.shape[1:] == (4, 8) and key.shape[1:] == value.shape[1:] == (kv_heads, 8)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert (window_size, enable_gqa) == ((-1, 0), kv_heads < 4)
+        queries, keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+        assert (len(query), len(key), max_q, max_k) == (sum(queries), sum(keys), max(queries), max(keys))
+        outs, q_end, k_end = [], 0, 0
+        for q_length, k_length in zip(queries, keys, strict=True):
+            q, k, v = query[q_end : q_end + q_length], *(states[k_end : k_end + k_length] for states in (key, value))
+            q_end, k_end = q_end + q_length, k_end + k_length
+            # Aligned at the end: queries before the first one are padding.
+            padded = torch.cat([q.new_zeros(k_length - q_length, 4, 8), q])
+            whole = attend_alone(*(each.transpose(0, 1) for each in (padded, k, v)), [k_length], scale)
+            outs.append(whole[k_length - q_length :])
+        return torch.cat(outs)
 
     arguments = set(signature(varlen_attn).parameters)
     assert arguments <= set(signature(attention.varlen_attn).parameters)
-    states = random_states(13, kv_heads=kv_heads, dtype=torch.float64)
-    options = {"scaling": 0.3, "cu_seqlens": torch.tensor([0, 5, 13], dtype=torch.int32), "max_seqlen": 8}
-    by_run, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    states = random_states(25, kv_heads=kv_heads, dtype=torch.float64)
+    by_run, _ = packed_attention(torch.nn.Identity(), *states, None, scaling=0.3, segments=segments)
     monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "flash_runs", lambda *states: True)
-    at_once, _ = packed_attention(torch.nn.Identity(), *states, None, **options)
+    at_once, _ = packed_attention(torch.nn.Identity(), *states, None, scaling=0.3, segments=segments)
     torch.testing.assert_close(at_once, by_run)
+
+
+def make_group(prompt: int, responses: Sequence[int], *, prompt_id: int = 0) -> list[Sample]:
+    """Samples with the same prompt."""
+    samples = make_samples([(prompt, response) for response in responses])
+    for index, sample in enumerate(samples):
+        sample.prompt_id, sample.sample_index = prompt_id, index
+        sample.token_ids[:prompt] = torch.arange(prompt).numpy() + 3 * prompt_id
+    return samples
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_shared_prompts_change_neither_log_probs_nor_gradients(entropy_grad: bool) -> None:
+    groups = [make_group(6, (5, 1, 9, 5)), make_group(1, (3, 8), prompt_id=1), make_group(4, (7,), prompt_id=2)]
+    turn = make_group(5, (9, 9), prompt_id=3)
+    for sample in turn:
+        sample.response_mask[8:11] = False  # what a tool said
+    samples = [sample for group in [*groups, turn] for sample in group]
+    found = []
+    for batches in ([samples], [[sample] for sample in samples]):
+        model = make_model()
+        scores = [model(micro_batch(batch), temperature=0.7, entropy_grad=entropy_grad) for batch in batches]
+        logprobs = torch.cat([score.logprobs for score in scores])
+        entropy = torch.cat([score.entropy for score in scores])
+        weights = torch.linspace(-1, 2, len(logprobs))
+        (weights * logprobs + (weights**2 * entropy if entropy_grad else 0)).sum().backward()
+        found.append([logprobs, entropy, *(parameter.grad for parameter in model.parameters())])
+    shared, alone = found
+    assert micro_batch(samples).inputs.num_tokens < micro_batch(samples).num_tokens
+    largest = max(float(gradient.abs().max()) for gradient in alone[2:])
+    for index, (mine, expected) in enumerate(zip(shared, alone, strict=True)):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6 * (10 if index < 2 else largest))
 
 
 def test_a_processor_has_no_flash_attention_for_packed_sequences() -> None:
@@ -216,26 +286,26 @@ def test_a_processor_has_no_flash_attention_for_packed_sequences() -> None:
 def test_attention_by_run_is_float32_within() -> None:
     generator = torch.Generator().manual_seed(3)
     states = [torch.randn(1, 2, 24, 8, generator=generator, dtype=torch.bfloat16) for _ in range(3)]
-    out = attend_by_run(*states, [16, 8])
-    exact = attend_by_run(*(state.float() for state in states), [16, 8])
+    out = attend_by_run(*states, Segments([16, 8]))
+    exact = attend_by_run(*(state.float() for state in states), Segments([16, 8]))
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, exact.to(torch.bfloat16))
 
 
-def test_sliding_windows_shorter_than_a_sequence_are_refused() -> None:
+@pytest.mark.parametrize("segments", [Segments([5]), Segments([2], [Branch(0, 2, 3)])])
+def test_sliding_windows_shorter_than_a_sequence_are_refused(segments: Segments) -> None:
     tensors = [torch.zeros(1, 2, 5, 4) for _ in range(3)]
     with pytest.raises(ValueError, match="5 tokens exceed the model's sliding window of 3"):
         packed_attention(
             torch.nn.Identity(),
             *tensors,
             None,
-            cu_seqlens=torch.tensor([0, 5]),
-            max_seqlen=5,
+            segments=segments,
             sliding_window=3,
         )
 
 
 def test_dropout_is_refused() -> None:
-    states, options = random_states(5, kv_heads=4), {"cu_seqlens": torch.tensor([0, 5]), "max_seqlen": 5}
+    states, options = random_states(5, kv_heads=4), {"segments": Segments([5])}
     with pytest.raises(ValueError, match=r"no dropout, got 0\.1: put the model into eval mode"):
         packed_attention(torch.nn.Identity(), *states, None, dropout=0.1, **options)

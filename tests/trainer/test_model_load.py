@@ -11,6 +11,7 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy, sa
 from safetensors.torch import load_file, save_file
 
 from trainer.batch.packing import micro_batch
+from trainer.policy.attention import Segments
 from trainer.policy.model import empty_causal_lm, full_tensors, load_causal_lm, weight_files
 
 
@@ -40,8 +41,7 @@ def test_shards_have_the_bits_of_the_whole_model(tmp_path: Path, tied: bool) -> 
         with torch.no_grad():
             logits = whole(
                 tokens[None],
-                cu_seqlens=torch.tensor([0, len(tokens)]),
-                max_seqlen=len(tokens),
+                segments=Segments([len(tokens)]),
                 position_ids=torch.arange(len(tokens))[None],
                 use_cache=False,
             ).logits[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.batch.packing import micro_batch, pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
+from trainer.batch.train_batch import Branch
 
 
 def make_sample(
@@ -64,11 +66,73 @@ def test_packed_tensors_describe_their_tokens() -> None:
     [minis] = pack([samples], num_ranks=1, max_tokens=100, policy_version=0).ranks
     [micro] = minis[0].micro_batches
     assert micro.cu_seqlens.tolist() == [0, 7, 10]
-    assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    assert micro.inputs.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     assert micro.response_index.tolist() == [3, 4, 5, 6, 9]
     assert micro.advantages is None
-    assert micro.max_seqlen == 7
+    assert (micro.inputs.roots, micro.inputs.branches) == ([7, 3], [])
     assert (minis[0].num_response_tokens, minis[0].num_sequences) == (5, 2)
+
+
+def same_prompt(
+    count: int, *, prompt: int = 3, rests: Sequence[int] = (4, 2, 5, 2), prompt_id: int = 0
+) -> list[Sample]:
+    """Samples of one prompt."""
+    samples = [
+        make_sample(prompt_id=prompt_id, index=i, prompt=prompt, response=rests[i % len(rests)]) for i in range(count)
+    ]
+    for sample in samples:
+        sample.token_ids[:prompt] = samples[0].token_ids[:prompt]
+    return samples
+
+
+def test_the_decoder_computes_a_shared_prompt_once() -> None:
+    alone = make_sample(prompt_id=9, index=5, prompt=2, response=1)
+    samples = [*same_prompt(3), alone]
+    micro = micro_batch(samples)
+    inputs = micro.inputs
+    # The prompt, the sample that shares nothing, then the responses of 5, 4 and 2 tokens.
+    assert (inputs.roots, inputs.branches) == ([3, 3], [Branch(0, 3, 5), Branch(0, 3, 4), Branch(0, 3, 2)])
+    assert inputs.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 6, 3, 4]
+    of_prompt, rests = samples[0].token_ids[:3].tolist(), [samples[i].token_ids[3:].tolist() for i in (2, 0, 1)]
+    assert inputs.token_ids.tolist() == [*of_prompt, *alone.token_ids.tolist(), *rests[0], *rests[1], *rests[2]]
+    # The first token of every response is predicted from the end of the prompt; 4, 2, 5 and 1 tokens were sampled.
+    assert inputs.before_response.tolist() == [2, 11, 12, 13, 2, 15, 2, 6, 7, 8, 9, 4]
+    assert micro.num_tokens == 7 + 5 + 8 + 3 and inputs.num_tokens == 17
+
+
+def test_a_turn_of_the_environment_belongs_to_its_branch() -> None:
+    samples = same_prompt(2, rests=(5, 5))
+    for sample in samples:
+        sample.response_mask[5:7] = False  # tool output in the middle of the response
+    inputs = micro_batch(samples).inputs
+    assert inputs.branches == [Branch(0, 3, 5), Branch(0, 3, 5)]
+    assert inputs.before_response.tolist() == [2, 3, 6, 2, 8, 11]
+
+
+def test_packing_counts_what_is_computed() -> None:
+    batch = pack([same_prompt(4)], num_ranks=1, max_tokens=100, policy_version=0)
+    assert batch.stats.num_tokens == 3 + 4 + 2 + 5 + 2
+    metrics = batch.stats.metrics()
+    assert (metrics["perf/train_tokens"], metrics["perf/train_tokens_shared"]) == (16, 3 * 3)
+    assert metrics["perf/fill_frac"] == pytest.approx(0.16)
+
+
+def test_a_group_over_the_cap_is_cut_and_every_part_has_the_prompt() -> None:
+    samples = same_prompt(4, rests=(6, 6, 6, 6))
+    batch = pack([samples], num_ranks=1, max_tokens=15, policy_version=0)
+    micros = batch.ranks[0][0].micro_batches
+    assert [(micro.inputs.roots, len(micro.inputs.branches)) for micro in micros] == [([3], 2), ([3], 2)]
+    assert sorted(key for micro in micros for key in micro.sample_keys) == [(0, i) for i in range(4)]
+
+
+def test_ranks_divide_a_group_when_whole_groups_would_leave_one_idle() -> None:
+    groups = [sample for p in range(3) for sample in same_prompt(4, rests=(40, 40, 40, 40), prompt_id=p)]
+    batch = pack([groups], num_ranks=2, max_tokens=1000, policy_version=0)
+    counts = [sum(len(micro.sample_keys) for micro in minis[0].micro_batches) for minis in batch.ranks]
+    assert counts == [6, 6] and batch.stats.imbalance < 0.01
+    # Two whole groups divide without a cut.
+    batch = pack([groups[:8]], num_ranks=2, max_tokens=1000, policy_version=0)
+    assert batch.stats.num_shared == 2 * 3 * 3
 
 
 def test_denominators_are_global_over_ranks_and_microbatches() -> None:
@@ -124,15 +188,19 @@ def test_a_micro_batch_arrives_as_it_was_sent_and_can_be_written_to() -> None:
     sent = micro_batch([make_sample(), lagging], [3, 4], policy_version=2)
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(sent, 5, buffer_callback=buffers.append)
-    assert len(buffers) >= 6, "the tensors are not in the text"
+    assert len(buffers) >= 9, "the tensors are not in the text"
     # As Ray does it: arrays stay in shared memory, and writing to what one got must not change what another gets.
     held = [bytes(buffer) for buffer in buffers]
-    pickle.loads(text, buffers=held).token_ids.zero_()
+    overwritten = pickle.loads(text, buffers=held)
+    overwritten.token_ids.zero_()
+    overwritten.inputs.position_ids.zero_()
     got = pickle.loads(text, buffers=held)
     for each in fields(sent):
         mine, theirs = getattr(sent, each.name), getattr(got, each.name)
         if isinstance(mine, torch.Tensor):
             assert theirs.dtype == mine.dtype and torch.equal(theirs, mine), each.name
+        elif each.name == "inputs":
+            assert all(np.array_equal(one, other) for one, other in zip(mine, theirs, strict=True))
         else:
             assert theirs == mine, each.name
     assert sent.token_lags is not None and sent.token_lags.tolist()[-2:] == [1, 0]
@@ -140,7 +208,9 @@ def test_a_micro_batch_arrives_as_it_was_sent_and_can_be_written_to() -> None:
 
 def test_tensors_of_a_micro_batch_by_hand() -> None:
     two = micro_batch([make_sample(prompt=1, response=2), make_sample(index=2, prompt=2, response=1)], [5, 7])
-    assert two.token_ids.tolist() == [0, 1, 2, 14, 15, 16] and two.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert two.token_ids.tolist() == [0, 1, 2, 14, 15, 16] and two.inputs.position_ids.tolist() == [0, 1, 2, 0, 1, 2]
+    assert two.inputs.token_ids.tolist() == two.token_ids.tolist()
+    assert two.inputs.before_response.tolist() == [0, 1, 4]
     assert two.cu_seqlens.tolist() == [0, 3, 6] and two.cu_seqlens.dtype == torch.int32
     assert two.response_index.tolist() == [1, 2, 5] and two.response_mask.dtype == torch.bool
     assert two.rollout_logprobs.tolist() == pytest.approx([0.0, -0.5, -0.51, 0.0, 0.0, -0.5])

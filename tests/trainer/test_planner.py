@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trainer.batch.planner import DEFAULT_COST, SequenceCost, best_fit_decreasing, plan
+from trainer.batch import planner
+from trainer.batch.planner import DEFAULT_COST, SequenceCost, best_fit_decreasing
 
 CAP = 100
 CELLS = SequenceCost(per_token=1.0, per_cell=1.0)
@@ -31,6 +33,13 @@ def bins_of(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 def rounded_up(bins: int, num_ranks: int) -> int:
     return -(-bins // num_ranks) * num_ranks
+
+
+def plan(
+    lengths: Sequence[int], *, cap: int, num_ranks: int, cost: SequenceCost = DEFAULT_COST
+) -> list[list[planner.Bin]]:
+    """The plan of whole sequences."""
+    return planner.plan(lengths, [cost.of(length) for length in lengths], cap=cap, num_ranks=num_ranks)
 
 
 def costs_of(ranks: list[list[list[int]]], lengths: list[int], cost: SequenceCost) -> list[list[float]]:
@@ -107,7 +116,10 @@ def test_nothing_to_plan_gives_ranks_without_bins() -> None:
 
 
 def test_costs_by_hand() -> None:
-    assert SequenceCost(per_token=7.0, per_cell=2.0).of(3) == 7 * 3 + 2 * 9
+    cost = SequenceCost(per_token=7.0, per_cell=2.0)
+    assert cost.of(3) == 7 * 3 + 2 * 9
+    # Tokens after a prefix cost what they add to a sequence.
+    assert cost.of(3, prefix=5) == cost.of(8) - cost.of(5)
     # One layer of width 4, ten parameters: 20 FLOPs per token; scores and values 16 per cell, half of them masked.
     of_model = SequenceCost.of_model(num_parameters=10, num_layers=1, attention_size=4)
     assert of_model == SequenceCost(per_token=20.0, per_cell=8.0)

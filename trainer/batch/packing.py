@@ -1,14 +1,15 @@
 """Rewarded groups -> TrainBatch: packed micro-batches for every rank.
 
-`trainer/batch/planner.py` chooses the sequences that share a micro-batch; no sequence is ever split or truncated. This
-file counts the denominators (response tokens, sequences) over the whole optimizer step, so that no later split can
+`trainer/batch/prompt_groups.py` and `trainer/batch/planner.py` choose the sequences that share a micro-batch; no
+sequence is ever split or truncated. Sequences with the same prompt share its computation (`decoder_inputs`). This file
+counts the denominators (response tokens, sequences) over the whole optimizer step, so that no later split can
 change them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout.types import Sample, SampleGroup
-from trainer.batch.planner import DEFAULT_COST, SequenceCost, plan
-from trainer.batch.train_batch import MicroBatch, PackingStats, RankMiniBatch, StepSamples, TrainBatch
+from trainer.batch.planner import DEFAULT_COST, SequenceCost
+from trainer.batch.prompt_groups import PromptGroup, plan_groups
+from trainer.batch.train_batch import (
+    Branch,
+    DecoderInputs,
+    MicroBatch,
+    PackingStats,
+    RankMiniBatch,
+    StepSamples,
+    TrainBatch,
+)
 
 
 def micro_batch(
@@ -26,24 +36,76 @@ def micro_batch(
 ) -> MicroBatch:
     """Concatenate samples. Without samples: one masked token, so that the rank still takes part in collectives.
 
-    `numbers` are the positions of the samples in the step; None counts them from 0. `policy_version` is the version of
-    the weights at the start of the step; None leaves out the lags of single tokens.
+    Neighbours with the same prompt share it: the decoder computes it once. `numbers` are the positions of the samples
+    in the step; None counts them from 0. `policy_version` is the version of the weights at the start of the step; None
+    leaves out the lags of single tokens.
     """
     lengths = [len(sample.token_ids) for sample in samples] or [1]
-    ends = np.cumsum([0, *lengths])
+    token_ids = _joined([sample.token_ids for sample in samples], np.int64)
     mask = _joined([sample.response_mask for sample in samples], np.bool_)
     response_mask = torch.from_numpy(mask)
     return MicroBatch(
-        token_ids=torch.from_numpy(_joined([sample.token_ids for sample in samples], np.int64)),
-        position_ids=torch.from_numpy(np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)),
-        cu_seqlens=torch.from_numpy(ends).to(torch.int32),
-        max_seqlen=max(lengths),
+        token_ids=torch.from_numpy(token_ids),
+        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths])).to(torch.int32),
+        inputs=decoder_inputs(token_ids, mask, lengths, prompt_runs(samples) or [(0, 1)]),
         response_index=response_mask.nonzero().flatten(),
         response_mask=response_mask,
         rollout_logprobs=torch.from_numpy(_joined([sample.rollout_logprobs for sample in samples], np.float32)),
         sample_keys=[(sample.prompt_id, sample.sample_index) for sample in samples],
         sample_numbers=torch.tensor(list(range(len(samples)) if numbers is None else numbers) or [0]),
         token_lags=None if policy_version is None else _token_lags(samples, policy_version),
+    )
+
+
+def prompt_runs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
+    """(tokens of the prompt, number of samples) of each run of neighbours with the same prompt."""
+    prompts = (sample.token_ids[: sample.num_prompt_tokens].tolist() for sample in samples)
+    return [(len(prompt), len(list(run))) for prompt, run in groupby(prompts)]
+
+
+def decoder_inputs(
+    token_ids: NDArray[np.int64],
+    response_mask: NDArray[np.bool_],
+    lengths: Sequence[int],
+    runs: Sequence[tuple[int, int]],
+) -> DecoderInputs:
+    """The inputs of the decoder for packed sequences [T].
+
+    Args:
+        token_ids: [T] tokens of all sequences, end to end.
+        response_mask: [T] True where the engine sampled the token.
+        lengths: tokens of each sequence.
+        runs: (tokens of the prompt, number of sequences) of each run of neighbours that share their prompt.
+    """
+    starts = np.cumsum([0, *lengths])
+    firsts = np.cumsum([0, *(count for _, count in runs)])
+    place = np.empty(starts[-1], np.int64)  # of every packed token among the inputs
+    roots: list[int] = []
+    shared: list[tuple[int, int, int]] = []  # start of the prompt among the inputs, its length, sequence
+    end = 0
+    for (prompt, count), first in zip(runs, firsts.tolist(), strict=False):
+        root = lengths[first] if count == 1 else prompt
+        for sequence in range(first, first + count):
+            place[starts[sequence] : starts[sequence] + root] = np.arange(end, end + root)
+        if count > 1:
+            # Branches of equal length stand side by side, where attention takes them in one call.
+            shared += [(end, prompt, i) for i in sorted(range(first, first + count), key=lambda i: -lengths[i])]
+        roots.append(root)
+        end += root
+    branches = [Branch(start, prompt, lengths[sequence] - prompt) for start, prompt, sequence in shared]
+    for branch, (_, prompt, sequence) in zip(branches, shared, strict=True):
+        place[starts[sequence] + prompt : starts[sequence + 1]] = np.arange(end, end + branch.length)
+        end += branch.length
+    input_ids, positions = np.empty(end, np.int64), np.empty(end, np.int64)
+    input_ids[place] = token_ids
+    positions[place] = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    return DecoderInputs(
+        token_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(positions),
+        # Token t is predicted from position t - 1; a response never starts a sequence.
+        before_response=torch.from_numpy(place[np.flatnonzero(response_mask) - 1]),
+        roots=roots,
+        branches=branches,
     )
 
 
@@ -78,15 +140,14 @@ def pack(
     costs = [0.0] * num_ranks
     first = 0
     for mini_batch in mini_batches:
-        lengths = [len(sample.token_ids) for sample in mini_batch]
         num_response_tokens = sum(sample.num_response_tokens for sample in mini_batch)
-        for rank, bins in enumerate(plan(lengths, cap=max_tokens, num_ranks=num_ranks, cost=cost)):
-            costs[rank] += sum(cost.of(lengths[i]) for indices in bins for i in indices)
+        planned = plan_groups(_prompt_groups(mini_batch), cap=max_tokens, num_ranks=num_ranks, cost=cost)
+        for rank, bins in enumerate(planned):
+            costs[rank] += sum(group.cost(cost) for groups in bins for group in groups)
+            orders = [[i for group in groups for i in group.samples] for groups in bins]
             micros = [
-                micro_batch(
-                    [mini_batch[i] for i in indices], [first + i for i in indices], policy_version=policy_version
-                )
-                for indices in bins
+                micro_batch([mini_batch[i] for i in order], [first + i for i in order], policy_version=policy_version)
+                for order in orders
             ]
             ranks[rank].append(
                 RankMiniBatch(
@@ -95,17 +156,30 @@ def pack(
             )
         first += len(mini_batch)
     micros = [micro for minis in ranks for mini in minis for micro in mini.micro_batches]
-    num_tokens = sum(micro.num_tokens for micro in micros)
+    num_tokens = sum(micro.inputs.num_tokens for micro in micros)
     return TrainBatch(
         ranks=ranks,
         samples=step_samples([sample for part in mini_batches for sample in part], policy_version=policy_version),
         stats=PackingStats(
             num_micro_batches=len(micros) // num_ranks,
             num_tokens=num_tokens,
+            num_shared=sum(micro.num_tokens for micro in micros) - num_tokens,
             fill_frac=num_tokens / (len(micros) * max_tokens),
             imbalance=max(costs) * num_ranks / sum(costs) - 1,
         ),
     )
+
+
+def _prompt_groups(samples: Sequence[Sample]) -> list[PromptGroup]:
+    """The samples of a mini-batch by their prompt; samples of one prompt are neighbours."""
+    groups: list[PromptGroup] = []
+    first = 0
+    for prompt, count in prompt_runs(samples):
+        members = range(first, first + count)
+        rests = tuple(len(samples[number].token_ids) - prompt for number in members)
+        groups.append(PromptGroup(prompt=prompt, samples=tuple(members), rests=rests))
+        first += count
+    return groups
 
 
 def step_samples(samples: Sequence[Sample], *, policy_version: int) -> StepSamples:

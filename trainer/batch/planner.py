@@ -1,7 +1,8 @@
 """Plan of forwards: lengths of sequences -> bins of indices per rank. Does not import torch.
 
 A bin is one micro-batch. Attention does not pad (`trainer/policy/attention.py`), so a sequence of s tokens costs
-per_token * s + per_cell * s^2 in any bin. The plan is made in three steps:
+per_token * s + per_cell * s^2 in any bin. What is planned here are sequences, or several with one prompt together
+(`trainer/batch/prompt_groups.py`). The plan is made in three steps:
 
     1. number   best-fit-decreasing finds how many bins of at most `cap` tokens are needed; every rank runs equally
                 many, or collectives would not match, so the number is rounded up to a multiple of the ranks
@@ -43,32 +44,34 @@ class SequenceCost:
         """
         return cls(per_token=2.0 * num_parameters, per_cell=2.0 * num_layers * attention_size)
 
-    def of(self, length: int) -> float:
-        """Cost of a sequence of `length` tokens."""
-        return self.per_token * length + self.per_cell * length**2
+    def of(self, length: int, *, prefix: int = 0) -> float:
+        """Cost of `length` tokens that attend to themselves and to `prefix` tokens before them.
+
+        Both together cost as much as a sequence of prefix + length tokens, if the prefix itself is counted as well.
+        """
+        return self.per_token * length + self.per_cell * (length**2 + 2 * prefix * length)
 
 
 DEFAULT_COST = SequenceCost.of_model(num_parameters=494_032_768, num_layers=24, attention_size=896)
 """Qwen2.5-0.5B: one token costs as much as 22,974 cells. Larger models weigh tokens more (7B: 70,000)."""
 
 
-def plan(lengths: Sequence[int], *, cap: int, num_ranks: int, cost: SequenceCost = DEFAULT_COST) -> list[list[Bin]]:
+def plan(lengths: Sequence[int], costs: Sequence[float], *, cap: int, num_ranks: int) -> list[list[Bin]]:
     """[num_ranks][bins] indices into `lengths`: every index once, equally many bins per rank, most expensive bin first.
 
     If there are fewer sequences than bins, some bins are empty.
 
     Args:
         lengths: tokens of each sequence.
+        costs: cost of each sequence, in any unit; they are evened out.
         cap: maximum of tokens of one bin.
         num_ranks: data-parallel ranks.
-        cost: estimate that is evened out.
 
     Raises:
         ValueError: one sequence alone exceeds the cap; names its length.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    costs = [cost.of(length) for length in lengths]
     tight = best_fit_decreasing(lengths, cap)
     num_bins = -(-len(tight) // num_ranks) * num_ranks
     bins = _fill_evenly(lengths, costs, cap, num_bins) or _split(tight, costs, num_bins)

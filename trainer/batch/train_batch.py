@@ -17,18 +17,48 @@ from torch import Tensor
 from algorithms.tokens import Tokens
 
 
+class Branch(NamedTuple):
+    """Tokens of one sequence after a prompt that other sequences share. All counts are in tokens."""
+
+    prompt_start: int
+    """First token of the prompt among the inputs of the decoder."""
+    prompt_length: int
+    length: int
+
+
+class DecoderInputs(NamedTuple):
+    """The tokens that the decoder computes for a micro-batch: a prompt that several sequences share comes once.
+
+    The roots come first, end to end: whole sequences, and shared prompts. The branches follow, end to end: the rest of
+    each sequence whose prompt is shared. A token attends to its own root, or to the prompt of its branch and its own
+    branch. I: tokens of roots and branches.
+    """
+
+    token_ids: Tensor
+    """[I] int64."""
+    position_ids: Tensor
+    """[I] int64, position of each token in its sequence."""
+    before_response: Tensor
+    """[R] int64, index into the I tokens of the token from which each response token is predicted."""
+    roots: list[int]
+    """Tokens of each root."""
+    branches: list[Branch]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.numel())
+
+
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
     """One forward of concatenated sequences. Index t of every [T] tensor describes token t."""
 
     token_ids: Tensor
     """[T] int64."""
-    position_ids: Tensor
-    """[T] int64, restarts at 0 in each sequence."""
     cu_seqlens: Tensor
     """[N+1] int32, first token of each sequence; the last entry is T."""
-    max_seqlen: int
-    """Tokens of the longest sequence."""
+    inputs: DecoderInputs
+    """What the decoder computes for these sequences."""
     response_index: Tensor
     """[R] int64, positions where response_mask is True, ascending."""
     response_mask: Tensor
@@ -56,7 +86,8 @@ class MicroBatch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as arrays, which Ray passes on without a copy; torch would write each tensor to a file first."""
         values = [getattr(self, each.name) for each in fields(self)]
-        return _received, ([value.cpu().numpy() if isinstance(value, Tensor) else value for value in values],)
+        inputs = [_as_array(value) for value in self.inputs]
+        return _received, ([inputs if value is self.inputs else _as_array(value) for value in values],)
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +105,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        return replace(self, **_tensors_on(device, self))
+        inputs = DecoderInputs(*(value.to(device) if isinstance(value, Tensor) else value for value in self.inputs))
+        return replace(self, inputs=inputs, **_tensors_on(device, self))
 
 
 def present(tensor: Tensor | None, name: str) -> Tensor:
@@ -90,11 +122,21 @@ def _tensors_on(device: torch.device, record: MicroBatch | StepSamples) -> dict[
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
 
+def _as_array(value: Any) -> Any:
+    """A tensor as an array; anything else as it is."""
+    return value.cpu().numpy() if isinstance(value, Tensor) else value
+
+
+def _as_tensor(value: Any) -> Any:
+    """A copy of an array as a tensor, because Ray's arrays are read-only; anything else as it is."""
+    return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+
+
 def _received(values: Sequence[Any]) -> MicroBatch:
-    """A micro-batch from the values of `MicroBatch.__reduce__`; copies the arrays, because Ray's are read-only."""
-    known: dict[str, Any] = {each.name: value for each, value in zip(fields(MicroBatch), values, strict=True)}
-    arrays = {name: value for name, value in known.items() if isinstance(value, np.ndarray)}
-    return MicroBatch(**known | {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()})
+    """A micro-batch from the values of `MicroBatch.__reduce__`."""
+    known = {each.name: _as_tensor(value) for each, value in zip(fields(MicroBatch), values, strict=True)}
+    known["inputs"] = DecoderInputs(*(_as_tensor(value) for value in known["inputs"]))
+    return MicroBatch(**known)
 
 
 class TokenScores(NamedTuple):
@@ -158,9 +200,12 @@ class PackingStats:
     num_micro_batches: int
     """Forwards of one rank, over all mini-batches."""
     num_tokens: int
-    """Tokens of all ranks, prompts included."""
+    """Tokens of all ranks that the decoder computes, prompts included."""
+    num_shared: int
+    """Prompt tokens of all ranks that are not computed again, because another sequence of the micro-batch has the same
+    prompt."""
     fill_frac: float
-    """Tokens / (micro-batches of all ranks x cap)."""
+    """Computed tokens / (micro-batches of all ranks x cap)."""
     imbalance: float
     """Estimated FLOPs of the most expensive rank / mean over ranks - 1, all mini-batches together: what
     `trainer/batch/planner.py` evens out, not tokens."""
@@ -169,6 +214,7 @@ class PackingStats:
         return {
             "perf/microbatches": float(self.num_micro_batches),
             "perf/train_tokens": float(self.num_tokens),
+            "perf/train_tokens_shared": float(self.num_shared),
             "perf/fill_frac": self.fill_frac,
             "perf/dp_imbalance": self.imbalance,
         }

@@ -57,22 +57,33 @@ class IdealDecode(NamedTuple):
     """Share of the seconds in steps with fewer than `TAIL_BUSY` of the slots busy."""
 
 
-def sequence_flops(shape: ModelShape, lengths: Sequence[Lengths]) -> float:
-    """FLOPs of a forward that scores every response token of these sequences.
+class GroupLengths(NamedTuple):
+    """Tokens of sequences that share a prompt."""
 
-    2 * body * tokens + 2 * head * response tokens + 2 * L * A * s^2 per sequence: attention has s^2 / 2 pairs of query
-    and key, each 2 * A FLOPs for the score and 2 * A for the value, in every layer.
+    prompt: int
+    rests: tuple[int, ...]
+    """Tokens of each sequence after the prompt."""
+    scored: int
+    """Tokens of all of them together that were sampled."""
+
+
+def sequence_flops(shape: ModelShape, groups: Sequence[GroupLengths]) -> float:
+    """FLOPs of a forward that scores every response token of these groups and computes each prompt once.
+
+    2 * body * tokens + 2 * head * response tokens + 2 * L * A * cells. A sequence of s tokens has s^2 cells: attention
+    has s^2 / 2 pairs of query and key, each 2 * A FLOPs for the score and 2 * A for the value, in every layer. r tokens
+    after a shared prompt of p tokens add (p + r)^2 - p^2 cells.
     """
-    tokens = sum(each.prompt + each.response for each in lengths)
-    squares = sum((each.prompt + each.response) ** 2 for each in lengths)
-    scored = sum(each.response for each in lengths)
+    tokens = sum(each.prompt + sum(each.rests) for each in groups)
+    squares = sum(each.prompt**2 + sum(rest**2 + 2 * each.prompt * rest for rest in each.rests) for each in groups)
+    scored = sum(each.scored for each in groups)
     matrices = 2.0 * shape.body_parameters * tokens + 2.0 * shape.head_parameters * scored
     return matrices + 2.0 * shape.num_layers * shape.attention_size * squares
 
 
-def training_flops(shape: ModelShape, lengths: Sequence[Lengths], *, full_recompute: bool = False) -> float:
+def training_flops(shape: ModelShape, groups: Sequence[GroupLengths], *, full_recompute: bool = False) -> float:
     """FLOPs of forward and backward: 6 * M * tokens + 6 * L * A * s^2, 8 instead of 6 with full recomputation."""
-    return sequence_flops(shape, lengths) * (1 + BACKWARD_FORWARDS + full_recompute)
+    return sequence_flops(shape, groups) * (1 + BACKWARD_FORWARDS + full_recompute)
 
 
 def optimizer_floor(num_parameters: int, rates: Rates, *, cast_bytes: int = 0) -> float:
@@ -87,7 +98,7 @@ def sync_floor(num_parameters: int, number_bytes: int, rates: Rates) -> float:
 
 def prefill_floor(shape: ModelShape, prompts: Sequence[int], rates: Rates) -> float:
     """Seconds of reading distinct prompts (tokens of each): body everywhere, head at the last token."""
-    flops = sequence_flops(shape, [Lengths(tokens, 0) for tokens in prompts])
+    flops = sequence_flops(shape, [GroupLengths(tokens, (), 0) for tokens in prompts])
     return (flops + 2.0 * shape.head_parameters * len(prompts)) / rates.flops
 
 

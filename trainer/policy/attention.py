@@ -1,15 +1,20 @@
 """Causal attention over packed sequences for any Hugging Face decoder, chosen by name instead of by mask.
 
 Transformers recognises packed sequences only in some configurations; with a cache in eval mode it lets packed
-sequences attend to each other without a word. Here the boundaries are explicit: `cu_seqlens` travels with the
-call, each sequence is attended to by itself, no [T, T] mask is ever built, and nothing is padded.
+sequences attend to each other without a word. Here the boundaries are explicit: `Segments` travel with the call, no
+[I, I] mask is ever built, and nothing is padded. Two kinds of segments (`DecoderInputs`): a root attends to itself; a
+branch attends to the prompt that it shares with others, and to itself. I: tokens that the decoder computes.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.varlen import varlen_attn
@@ -17,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rollout.torch.model_limits import check_attention
+from trainer.batch.train_batch import Branch
 
 PACKED_ATTENTION = "parity_packed"
 """Value of `attn_implementation` that selects this function."""
@@ -32,22 +38,49 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention interface of transformers: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+    """Attention interface of transformers: query [1, H, I, D], key and value [1, H_kv, I, D] -> [1, I, H, D].
 
-    Needs `cu_seqlens` [N+1] int32 and `max_seqlen` as keyword arguments of the model's forward. Raises ValueError for a
-    mask, dropout, or an option of the layer that this attention does not compute.
+    Needs `segments` (Segments) as a keyword argument of the model's forward. Raises ValueError for a mask, dropout, or
+    an option of the layer that this attention does not compute.
     """
-    cu_seqlens, max_seqlen = kwargs["cu_seqlens"], kwargs["max_seqlen"]
-    if not isinstance(cu_seqlens, Tensor) or not isinstance(max_seqlen, int):
-        raise TypeError("packed attention needs cu_seqlens (Tensor) and max_seqlen (int)")
+    segments = kwargs["segments"]
+    if not isinstance(segments, Segments):
+        raise TypeError("packed attention needs segments (Segments)")
     if attention_mask is not None:
-        raise ValueError("packed attention takes cu_seqlens, not an attention mask")
+        raise ValueError("packed attention takes segments, not an attention mask")
     if dropout:
         raise ValueError(f"packed attention has no dropout, got {dropout}: put the model into eval mode")
-    check_attention(kwargs, longest=max_seqlen, name="packed")
-    if flash_runs(query, key, value):
-        return attend_at_once(query, key, value, cu_seqlens, longest=max_seqlen, scaling=scaling), None
-    return attend_by_run(query, key, value, cu_seqlens.diff().tolist(), scaling=scaling), None
+    check_attention(kwargs, longest=segments.longest, name="packed")
+    attend = attend_at_once if flash_runs(query, key, value) else attend_by_run
+    return attend(query, key, value, segments, scaling=scaling), None
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Roots and branches of a micro-batch, as in `DecoderInputs`."""
+
+    roots: list[int]
+    """Tokens of each root."""
+    branches: list[Branch] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.roots + [branch.prompt_length + branch.length for branch in self.branches])
+
+    @cached_property
+    def root_tokens(self) -> int:
+        return sum(self.roots)
+
+    @cached_property
+    def branch_keys(self) -> NDArray[np.int64]:
+        """[K] index of every key of every branch among the I tokens: those of its prompt, then its own."""
+        starts = np.cumsum([self.root_tokens, *(branch.length for branch in self.branches)])
+        parts = [
+            np.r_[branch.prompt_start : branch.prompt_start + branch.prompt_length, start : start + branch.length]
+            for branch, start in zip(self.branches, starts[:-1].tolist(), strict=True)
+        ]
+        return np.concatenate(parts)
 
 
 def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -59,42 +92,78 @@ def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend_at_once(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *, longest: int, scaling: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None = None
 ) -> Tensor:
-    """[1, H, T, D] -> [1, T, H, D]: all sequences in one call of flash attention. Not yet run on a GPU."""
+    """[1, H, I, D] -> [1, I, H, D]: all roots in one call of flash attention, all branches in another.
+
+    Not yet run on a GPU.
+    """
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    roots, count = segments.roots, segments.root_tokens
+    out = flash_attention(q[:count], k[:count], v[:count], query_lengths=roots, key_lengths=roots, scaling=scaling)
+    if segments.branches:
+        keys = torch.from_numpy(segments.branch_keys).to(q.device)
+        own = [branch.length for branch in segments.branches]
+        seen = [branch.prompt_length + branch.length for branch in segments.branches]
+        rest = flash_attention(q[count:], k[keys], v[keys], query_lengths=own, key_lengths=seen, scaling=scaling)
+        out = torch.cat([out, rest])
+    return out.unsqueeze(0)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, query_lengths: list[int], key_lengths: list[int], scaling: float | None
+) -> Tensor:
+    """[Q, H, D], [K, H_kv, D] -> [Q, H, D]: the last query of each segment sees all of its keys, the one before it all
+    but the last, and so on."""
+    cu_queries, cu_keys = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=q.device)
+        for lengths in (query_lengths, key_lengths)
+    )
     out = varlen_attn(
         q,
         k,
         v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
+        cu_queries,
+        cu_keys,
+        max(query_lengths),
+        max(key_lengths),
         scale=scaling,
-        window_size=(-1, 0),  # causal
+        window_size=(-1, 0),  # causal, aligned at the end of each segment
         enable_gqa=q.shape[1] != k.shape[1],
     )
     assert isinstance(out, Tensor)  # nothing else was asked for
-    return out.unsqueeze(0)
+    return out
 
 
 def attend_by_run(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], *, scaling: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None = None
 ) -> Tensor:
-    """[1, H, T, D] -> [1, T, H, D]: neighbours of the same length in one call, without a copy, on any device.
+    """[1, H, I, D] -> [1, I, H, D]: neighbours of the same shape in one call, on any device.
 
     In float32 if the dtype is narrower: on a CPU torch's backward of attention takes three times as long in bfloat16.
     """
-    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
-    sizes = [length * number for length, number in runs]
     wide = torch.promote_types(query.dtype, torch.float32)
-    split = (states.to(wide).squeeze(0).split(sizes, dim=1) for states in (query, key, value))
-    outs = []
-    for (length, number), *parts in zip(runs, *split, strict=True):
+    q, k, v = (states.to(wide).squeeze(0) for states in (query, key, value))
+    outs: list[Tensor] = []
+    end = 0
+    # Neighbouring roots of one length; neighbouring branches of one prompt and one length.
+    for branch, run in groupby([*(Branch(0, 0, length) for length in segments.roots), *segments.branches]):
+        number = len(list(run))
+        start, end = end, end + number * branch.length
         # [H, number * length, D] -> [number, H, length, D]
-        q, k, v = (part.unflatten(1, (number, length)).transpose(0, 1) for part in parts)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        queries, *own = (
+            states[:, start:end].unflatten(1, (number, branch.length)).transpose(0, 1) for states in (q, k, v)
+        )
+        mask = None
+        if branch.prompt_length:
+            prompt = slice(branch.prompt_start, branch.prompt_start + branch.prompt_length)
+            shared = (states[:, prompt].expand(number, -1, -1, -1) for states in (k, v))
+            own = [torch.cat(parts, dim=2) for parts in zip(shared, own, strict=True)]
+            # is_causal would align queries and keys at their starts.
+            mask = q.new_ones(branch.length, own[0].shape[2], dtype=torch.bool).tril(branch.prompt_length)
+        out = scaled_dot_product_attention(
+            queries, *own, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[0] != k.shape[0]
+        )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).to(query.dtype).unsqueeze(0)
 

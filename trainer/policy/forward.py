@@ -1,4 +1,4 @@
-"""MicroBatch -> log-probs and entropy of its response tokens. The only place where tokens shift by one.
+"""MicroBatch -> log-probs and entropy of its response tokens, each predicted from the token before it.
 
 The full-vocabulary logits of at most `chunk_tokens` tokens exist at a time, in the forward and in the backward
 pass: `trainer/policy/logprob_head.py`.
@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from trainer.batch.train_batch import MicroBatch, TokenScores
+from trainer.policy.attention import Segments
 from trainer.policy.logprob_head import HeadOptions, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
@@ -22,15 +23,14 @@ FLOOR_VOCAB_ROWS = 8192
 
 def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
     """Hidden state [R, H] from which each response token is predicted, sequences not seeing each other."""
+    inputs = micro.inputs
     hidden: Tensor = decoder(
-        input_ids=micro.token_ids[None],
-        position_ids=micro.position_ids[None],
+        input_ids=inputs.token_ids[None],
+        position_ids=inputs.position_ids[None],
         use_cache=False,  # with a cache, packed sequences would attend to each other
-        cu_seqlens=micro.cu_seqlens,
-        max_seqlen=micro.max_seqlen,
+        segments=Segments(inputs.roots, inputs.branches),
     ).last_hidden_state[0]
-    # Token t is predicted from position t - 1; a response never starts a sequence.
-    return hidden[micro.response_index - 1]
+    return hidden[inputs.before_response]
 
 
 def head_floor(

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer.batch.packing import decoder_inputs
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples, TokenScores
 from trainer.policy.recorder import OF_BATCH, OF_SCORES, SAMPLES
 from trainer.rundir.dump import Dump, RankFile
@@ -96,13 +97,12 @@ def _read_micro(tensors: Mapping[str, Tensor]) -> MicroBatch:
     wide = {name: _wide(tensors[name], mask, index) for name in OF_BATCH if name in tensors}
     if "token_lags" in wide:
         wide["token_lags"] = wide["token_lags"].to(torch.int64)
-    lengths = cu_seqlens.diff().tolist()
+    token_ids, lengths = tensors["token_ids"].to(torch.int64), cu_seqlens.diff().tolist()
     keys = tensors["sample_keys"].tolist()
     return MicroBatch(
-        token_ids=tensors["token_ids"].to(torch.int64),
-        position_ids=torch.cat([torch.arange(length) for length in lengths]),
+        token_ids=token_ids,
         cu_seqlens=cu_seqlens,
-        max_seqlen=max(lengths),
+        inputs=decoder_inputs(token_ids.numpy(), mask.numpy(), lengths, [(0, 1)] * len(lengths)),
         response_index=index,
         response_mask=mask,
         sample_keys=[(prompt_id, sample_index) for prompt_id, sample_index in keys],

@@ -18,6 +18,7 @@ from rollout.group.actor_calls import WorkerError
 from rollout.group.balance import split_by_load
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.process_memory import private_bytes
+from rollout.types import SampleGroup
 from trainer.batch.planner import DEFAULT_COST, SequenceCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.policy_group import PolicyGroup
@@ -25,6 +26,7 @@ from trainer.config.train import TrainConfig
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.estimate import DTYPE_BYTES
 from trainer.limits.floors import (
+    GroupLengths,
     Lengths,
     Rates,
     optimizer_floor,
@@ -79,6 +81,16 @@ def _slow_type(key: str, dtype: DType, ceilings: Ceilings) -> list[str]:
     return [f"note: {key}={dtype.name} is multiplied {rates} here: {key}=float32 is likely to be faster"]
 
 
+def group_lengths(group: SampleGroup) -> GroupLengths:
+    """Lengths of the samples of a group, which share a prompt."""
+    prompt = group.samples[0].num_prompt_tokens
+    return GroupLengths(
+        prompt=prompt,
+        rests=tuple(len(sample.token_ids) - prompt for sample in group.samples),
+        scored=sum(sample.num_response_tokens for sample in group.samples),
+    )
+
+
 class StepAccounting:
     """Metrics of how a step stands to the limits of its hardware; one per run."""
 
@@ -116,8 +128,8 @@ class StepAccounting:
         factor = 6 * self._config.batch.passes
         lines = [
             f"MFU: {factor} x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head "
-            f"parameters x response tokens) + {factor} x {shape.num_layers} layers x {shape.attention_size} x sum of "
-            f"length^2, over train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
+            f"parameters x response tokens) + {factor} x {shape.num_layers} layers x {shape.attention_size} x cells of "
+            f"attention, over train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
             f"{'rank' if ranks == 1 else 'ranks'}",
             f"limits of a rank, measured: {policy}",
         ]
@@ -149,11 +161,7 @@ class StepAccounting:
             "perf/train_tokens_per_s": passes * batch.stats.num_tokens / train_s if train_s else None,
             "perf/exposed_sync_frac": seconds("sync") / step_s if step_s else None,
         }
-        trained = [
-            Lengths(len(sample.token_ids) - sample.num_response_tokens, sample.num_response_tokens)
-            for group in collected.groups
-            for sample in group.samples
-        ]
+        trained = [group_lengths(group) for group in collected.groups]
         floors = self._rollout_floors(collected.stats, found)
         floors |= self._train_floor(trained, report.num_optimizer_steps, passes=passes)
         for phase, floor_s in floors.items():
@@ -199,7 +207,9 @@ class StepAccounting:
 
     # ---------------------------------------------------------------- floors of the phases
 
-    def _train_floor(self, trained: Sequence[Lengths], num_optimizer_steps: int, *, passes: float) -> dict[str, float]:
+    def _train_floor(
+        self, trained: Sequence[GroupLengths], num_optimizer_steps: int, *, passes: float
+    ) -> dict[str, float]:
         """Forward and backward of every pass, what else is scored, and the optimizer."""
         shape, rates, config = self._hardware.shape, self._policy_rates, self._config
         if shape is None or rates is None:
@@ -210,7 +220,7 @@ class StepAccounting:
         flops = own + more * sequence_flops(shape, trained)
         if config.has_critic and config.critic.path is None:
             # It has no head over the vocabulary: nothing of it is scored.
-            without_head = [Lengths(each.prompt + each.response, 0) for each in trained]
+            without_head = [each._replace(scored=0) for each in trained]
             flops += (1 + 3 * config.batch.passes) * sequence_flops(shape, without_head)
         compute_bytes = DTYPE_BYTES[config.policy.dtype]
         cast_bytes = compute_bytes if compute_bytes < 4 else 0
