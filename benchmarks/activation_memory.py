@@ -28,7 +28,7 @@ from trainer.config.training import (
     Offload,
     PolicyConfig,
 )
-from trainer.limits.estimate import dry_run_lengths, model_shape, rank_memory
+from trainer.limits.estimate import largest_micro_batch, model_shape, rank_memory
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 VARIANTS = {
@@ -80,10 +80,10 @@ def measure(_: int, path: Path, variant: str, tokens: int, result: Path) -> None
     )
     worker = PolicyWorker(setup)
     worker.setup()
-    lengths = dry_run_lengths(config)
-    report = worker.dry_run(lengths)
+    groups = largest_micro_batch(config)
+    report = worker.dry_run(groups)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    worker.dry_run(lengths)
+    worker.dry_run(groups)
     seconds = resource.getrusage(resource.RUSAGE_SELF).ru_utime - before
     memory = rank_memory(config, model_shape(config))
     planned = memory.working + memory.gradients

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from rollout.config import DType
@@ -45,10 +46,10 @@ def draw_groups(count: int, size: int, *, prompt: int, response: int, rng: rando
                 Sample(
                     prompt_id=number,
                     sample_index=index,
-                    token_ids=given + [rng.randrange(VOCAB) for _ in range(length)],
-                    response_mask=[False] * prompt + [True] * length,
-                    rollout_logprobs=[0.0] * prompt + [-1.0] * length,
-                    token_versions=[0] * (prompt + length),
+                    token_ids=np.array(given + [rng.randrange(VOCAB) for _ in range(length)]),
+                    response_mask=np.arange(prompt + length) >= prompt,
+                    rollout_logprobs=np.zeros(prompt + length),
+                    token_versions=np.zeros(prompt + length, np.int64),
                     finish_reason=FinishReason.stop,
                 )
             )
@@ -79,7 +80,7 @@ def seconds_of(model: ScoringModel, micros: Sequence[MicroBatch]) -> float:
 
 def logprobs_by_sample(model: ScoringModel, micros: Sequence[MicroBatch]) -> dict[tuple[int, int], torch.Tensor]:
     """Log-probs of each sample."""
-    found = {}
+    found: dict[tuple[int, int], torch.Tensor] = {}
     with torch.no_grad():
         for micro in micros:
             parts = model(micro, temperature=1.0).logprobs.split(micro.cu_seqlens.diff().tolist())

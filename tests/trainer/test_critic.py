@@ -146,9 +146,9 @@ def test_a_value_is_that_of_the_state_before_its_token_and_sees_no_neighbour() -
     with torch.no_grad():
         values = model(micro)
         alone = torch.cat([model(micro_batch([sample])) for sample in samples])
-        changed = replace(micro, token_ids=micro.token_ids.clone())
+        changed = replace(micro, inputs=micro.inputs._replace(token_ids=micro.inputs.token_ids.clone()))
         first = int(micro.response_index[0])
-        changed.token_ids[first] += 1
+        changed.inputs.token_ids[micro.inputs.before_response[1]] += 1  # the first token of the first response
         moved = model(changed) != values
     torch.testing.assert_close(values, alone, rtol=1e-5, atol=1e-6)
     assert values.dtype == torch.float32 and (values[~micro.response_mask] == 0).all()

@@ -29,10 +29,10 @@ from trainer.config.training import (
     Residency,
 )
 from trainer.limits import machine
-from trainer.limits.estimate import activation_bytes, dry_run_lengths, model_shape, rank_memory
+from trainer.limits.estimate import activation_bytes, largest_micro_batch, model_shape, rank_memory
 from trainer.limits.machine import CPUS_PER_WORKER, usable_memory
 from trainer.limits.memory_plan import PROCESS_BYTES, USABLE, may_take_turns, memory_plan
-from trainer.policy.dry_run import _sample
+from trainer.policy.dry_run import group_samples
 
 
 def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainConfig:
@@ -138,9 +138,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(tmp_path: Path,
     config = make_config(path, num_workers=1)
     config = replace(config, policy=replace(config.policy, dtype=dtype, activation_checkpoint_every=every))
     config.sampling.max_new_tokens = 100
-    lengths = dry_run_lengths(config)
     with lone_worker(config, path) as worker:
-        micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)])
+        micro = micro_batch(group_samples(largest_micro_batch(config)))
         with saved_bytes() as sizes:
             worker._training.score(micro)
     measured, planned = sum(sizes), activation_bytes(config, model_shape(config))

@@ -19,7 +19,8 @@ from rollout.config import DType
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
-from trainer.limits.estimate import dry_run_lengths
+from trainer.limits.estimate import largest_micro_batch
+from trainer.limits.floors import GroupLengths
 from trainer.policy.host_copy import HostCopy, local_part
 from trainer.policy.worker import PolicyWorker
 
@@ -222,24 +223,33 @@ def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:
     expected = outcome(with_policy(model_path), model_path)
     config = with_policy(model_path)
     config.sampling.max_new_tokens = 20
-    lengths = dry_run_lengths(config)
-    assert lengths == [26] * 16  # 4 x 4 samples of 6 + 20 tokens are less than the cap
+    groups = largest_micro_batch(config)
+    assert groups == [GroupLengths(6, (20,) * 4, 80)] * 4  # less than the cap
     with lone_worker(config, model_path) as worker:
-        report = worker.dry_run(lengths)
-        assert report.num_tokens == 16 * 26
+        report = worker.dry_run(groups)
+        assert report.num_tokens == 4 * (6 + 4 * 20)
         assert all(parameter.grad is None for parameter in worker._policy.model.parameters())
         train(worker, 1)
-        worker.dry_run(lengths)
+        worker.dry_run(groups)
         train(worker, 2)
         found = [whole(parameter) for parameter in worker._policy.model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(found, expected[26:52], strict=True))
-    config.batch.max_tokens_per_microbatch = 100
-    assert dry_run_lengths(config) == [26, 26, 26, 22]
+    # The cap cuts the second group: a part of it, and what is left.
+    config.batch.max_tokens_per_microbatch = 140
+    assert largest_micro_batch(config) == [
+        GroupLengths(6, (20,) * 4, 80),
+        GroupLengths(6, (20, 20), 40),
+        GroupLengths(6, (2,), 2),
+    ]
+    assert largest_micro_batch(config, longest_prompt=3)[0] == GroupLengths(3, (20,) * 4, 80)
+    # An optimizer step has half of the samples, a rank half of these.
+    config.batch.mini_batch_prompts, config.policy.num_workers = 2, 2
+    assert largest_micro_batch(config) == [GroupLengths(6, (20,) * 4, 80)]
 
 
 def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:
     with lone_worker(with_policy(model_path), model_path) as worker:
-        worker.dry_run([20])
+        worker.dry_run([GroupLengths(1, (19,), 19)])
         limits = resource.getrlimit(resource.RLIMIT_AS)
         used = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, limits[1]))
@@ -247,7 +257,7 @@ def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:
             with pytest.raises(
                 RuntimeError, match=r"phase memory trial: .* does not fit \(batch.max_tokens_per_microbatch"
             ):
-                worker.dry_run([100] * 5000)
+                worker.dry_run([GroupLengths(1, (99,) * 5000, 99 * 5000)])
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
-        worker.dry_run([20])
+        worker.dry_run([GroupLengths(1, (19,), 19)])

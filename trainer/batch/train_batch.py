@@ -48,6 +48,14 @@ class DecoderInputs(NamedTuple):
     def num_tokens(self) -> int:
         return int(self.token_ids.numel())
 
+    def to(self, device: torch.device) -> DecoderInputs:
+        """The same inputs with every tensor on `device`."""
+        return self._replace(
+            token_ids=self.token_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            before_response=self.before_response.to(device),
+        )
+
 
 @dataclass(kw_only=True, slots=True)
 class MicroBatch:
@@ -105,8 +113,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with every tensor on `device`."""
-        inputs = DecoderInputs(*(value.to(device) if isinstance(value, Tensor) else value for value in self.inputs))
-        return replace(self, inputs=inputs, **_tensors_on(device, self))
+        return replace(self, inputs=self.inputs.to(device), **_tensors_on(device, self))
 
 
 def present(tensor: Tensor | None, name: str) -> Tensor:

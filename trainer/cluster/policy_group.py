@@ -20,6 +20,7 @@ from rollout.types import SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
+from trainer.limits.floors import GroupLengths
 from trainer.policy.dry_run import DryRunReport
 from trainer.policy.shards import ShardReport
 from trainer.policy.train_report import TrainReport
@@ -99,9 +100,9 @@ class PolicyGroup:
             logger.warning(text, step, skipped, norm, kept, bad)
         return report
 
-    def dry_run(self, lengths: Sequence[int]) -> DryRunReport:
-        """Forward and backward of a micro-batch of sequences of these lengths on every rank; the highest peak."""
-        reports: list[DryRunReport] = self._all("dry_run", list(lengths), phase="dry run")
+    def dry_run(self, groups: Sequence[GroupLengths]) -> DryRunReport:
+        """Forward and backward of a micro-batch of groups of these lengths on every rank; the highest peak."""
+        reports: list[DryRunReport] = self._all("dry_run", list(groups), phase="dry run")
         return max(reports, key=lambda report: report.peak_bytes)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:

@@ -15,6 +15,7 @@ from rollout.data.arithmetic import MAX_OPERAND
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, Offload, SmolLM2ModelConfig
+from trainer.limits.floors import GroupLengths
 from trainer.limits.model_shape import SMOLLM2_SHAPE, ModelShape, UnknownShapeError, arithmetic_shape, directory_shape
 
 DTYPE_BYTES = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
@@ -42,7 +43,7 @@ class BatchShape:
     tokens_per_step: int
     samples_per_optimizer_step: int
     microbatches: int
-    """Forwards per rank and optimizer step, if every sample had the same length."""
+    """Forwards per rank and optimizer step, if every sample had the same length and no prompt were shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,13 +144,25 @@ def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | Non
     )
 
 
-def dry_run_lengths(config: TrainConfig) -> list[int]:
-    """Lengths of the sequences of a step's largest micro-batch: the cap, or all samples of a rank if they are fewer."""
-    tokens = batch_shape(config).tokens_per_sample
-    per_rank = math.ceil(config.batch.samples_per_step / config.policy.num_workers)
-    count = max(1, min(config.batch.max_tokens_per_microbatch // tokens, per_rank))
-    rest = config.batch.max_tokens_per_microbatch - count * tokens if count < per_rank else 0
-    return [tokens] * count + ([rest] if rest >= 2 else [])
+def largest_micro_batch(config: TrainConfig, *, longest_prompt: int | None = None) -> list[GroupLengths]:
+    """The groups of the largest micro-batch that a rank can get: up to the cap, or all of its optimizer step.
+
+    Every response has its maximum length, every prompt `longest_prompt` tokens; None stands for the cap of prompts.
+    """
+    batch, shape = config.batch, batch_shape(config)
+    prompt = shape.prompt_tokens if longest_prompt is None else longest_prompt
+    response = shape.tokens_per_sample - shape.prompt_tokens
+    left = math.ceil(shape.samples_per_optimizer_step / config.policy.num_workers)
+    room = max(batch.max_tokens_per_microbatch, prompt + response)
+    groups: list[GroupLengths] = []
+    while left and prompt + response <= room:
+        count = min(left, batch.group_size, (room - prompt) // response)
+        groups.append(GroupLengths(prompt, (response,) * count, response * count))
+        left -= count
+        room -= prompt + response * count
+    if left and room > prompt:
+        groups.append(GroupLengths(prompt, (room - prompt,), room - prompt))
+    return groups
 
 
 def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
@@ -173,7 +186,7 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     # After the last layer: a norm, its output and the scored rows of the output.
     after = hidden * (MASTER_BYTES + 3 * number)
     per_token = in_full * (norms + products) + checkpointed * hidden * number + after
-    return sum(dry_run_lengths(config)) * per_token
+    return sum(group.prompt + sum(group.rests) for group in largest_micro_batch(config)) * per_token
 
 
 def _whole_parameters(shape: ModelShape) -> int:

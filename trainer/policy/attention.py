@@ -151,18 +151,26 @@ def attend_by_run(
         number = len(list(run))
         start, end = end, end + number * branch.length
         # [H, number * length, D] -> [number, H, length, D]
-        queries, *own = (
+        queries, keys, values = (
             states[:, start:end].unflatten(1, (number, branch.length)).transpose(0, 1) for states in (q, k, v)
         )
         mask = None
         if branch.prompt_length:
             prompt = slice(branch.prompt_start, branch.prompt_start + branch.prompt_length)
-            shared = (states[:, prompt].expand(number, -1, -1, -1) for states in (k, v))
-            own = [torch.cat(parts, dim=2) for parts in zip(shared, own, strict=True)]
+            keys, values = (
+                torch.cat([states[:, prompt].expand(number, -1, -1, -1), own], dim=2)
+                for states, own in ((k, keys), (v, values))
+            )
             # is_causal would align queries and keys at their starts.
-            mask = q.new_ones(branch.length, own[0].shape[2], dtype=torch.bool).tril(branch.prompt_length)
+            mask = q.new_ones(branch.length, keys.shape[2], dtype=torch.bool).tril(branch.prompt_length)
         out = scaled_dot_product_attention(
-            queries, *own, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[0] != k.shape[0]
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=q.shape[0] != k.shape[0],
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs).to(query.dtype).unsqueeze(0)

@@ -1,4 +1,5 @@
-"""One forward and backward at the token cap before the first step: too little memory shows at once, not in step 37.
+"""One forward and backward of the largest micro-batch before the first step: too little memory shows at once, not in
+step 37.
 
 Called by `trainer/policy/worker.py` on every rank. Gradients are dropped and no weight changes.
 """
@@ -16,6 +17,7 @@ from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
+from trainer.limits.floors import GroupLengths
 from trainer.limits.memory_plan import memory_plan
 from trainer.policy.forward import ScoringModel
 from trainer.policy.trainable import Trainable
@@ -27,7 +29,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRunReport:
-    """Tokens, seconds and memory of a micro-batch at the cap."""
+    """Tokens, seconds and memory of the largest micro-batch."""
 
     num_tokens: int
     seconds: float
@@ -45,16 +47,17 @@ class DryRunReport:
 
 
 def dry_run(
-    policy: Trainable[ScoringModel], config: TrainConfig, lengths: Sequence[int], *, device: torch.device
+    policy: Trainable[ScoringModel], config: TrainConfig, groups: Sequence[GroupLengths], *, device: torch.device
 ) -> DryRunReport:
-    """Score and differentiate sequences of these lengths, >= 2 tokens each; a collective.
+    """Score and differentiate a micro-batch of groups of these lengths; a collective.
 
     Raises RuntimeError if the memory does not suffice, with the keys that change it.
     """
     started = time.perf_counter()
+    num_tokens = sum(group.prompt + sum(group.rests) for group in groups)
     before = start_peak(device)
     try:
-        micro = micro_batch([_sample(index, length) for index, length in enumerate(lengths)]).to(device)
+        micro = micro_batch(group_samples(groups)).to(device)
         scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
         policy.zero_grad()
         policy.backward(scores.logprobs.sum() + scores.entropy.sum(), last=True)
@@ -63,7 +66,7 @@ def dry_run(
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):
             raise
         raise RuntimeError(
-            f"phase memory trial: a micro-batch of {sum(lengths):,} tokens does not fit "
+            f"phase memory trial: a micro-batch of {num_tokens:,} tokens does not fit "
             f"(batch.max_tokens_per_microbatch={config.batch.max_tokens_per_microbatch}): {error}. Lower that key, or "
             "set policy.activation_checkpoint_every=1 or policy.offload=parameters."
         ) from error
@@ -72,21 +75,25 @@ def dry_run(
     peak = (read_peak(device) or before) - before
     planned = memory_plan(config, device_bytes=None).rank
     return DryRunReport(
-        num_tokens=sum(lengths),
+        num_tokens=num_tokens,
         seconds=time.perf_counter() - started,
         peak_bytes=max(0, peak),
         planned_bytes=None if planned is None else planned.working + planned.gradients,
     )
 
 
-def _sample(index: int, length: int) -> Sample:
-    """A sequence whose first token is the prompt: scoring it costs as much as any of that length."""
-    return Sample(
-        prompt_id=index,
-        sample_index=0,
-        token_ids=np.zeros(length, dtype=np.int64),
-        response_mask=np.arange(length) > 0,
-        rollout_logprobs=np.zeros(length),
-        token_versions=np.zeros(length, dtype=np.int64),
-        finish_reason=FinishReason.length,
-    )
+def group_samples(groups: Sequence[GroupLengths]) -> list[Sample]:
+    """Samples of these lengths; every token after the prompt is scored."""
+    return [
+        Sample(
+            prompt_id=number,
+            sample_index=index,
+            token_ids=np.full(group.prompt + rest, number % 2),  # neighbours must not share a prompt by chance
+            response_mask=np.arange(group.prompt + rest) >= group.prompt,
+            rollout_logprobs=np.zeros(group.prompt + rest),
+            token_versions=np.zeros(group.prompt + rest, dtype=np.int64),
+            finish_reason=FinishReason.length,
+        )
+        for number, group in enumerate(groups)
+        for index, rest in enumerate(group.rests)
+    ]

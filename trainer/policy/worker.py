@@ -27,6 +27,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.ceilings import Ceilings, find_ceilings
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
+from trainer.limits.floors import GroupLengths
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
@@ -159,12 +160,12 @@ class PolicyWorker:
         """
         return self._training.run(mini_batches, samples, step, dump_dir=dump_dir)
 
-    def dry_run(self, lengths: list[int]) -> DryRunReport:
-        """Forward and backward of one micro-batch of sequences of these lengths; nothing is learnt from it.
+    def dry_run(self, groups: list[GroupLengths]) -> DryRunReport:
+        """Forward and backward of one micro-batch of groups of these lengths; nothing is learnt from it.
 
         Raises RuntimeError if the memory does not suffice.
         """
-        return dry_run(self._policy, self._config, lengths, device=self._device)
+        return dry_run(self._policy, self._config, groups, device=self._device)
 
     def logprobs(self, micro_batches: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
         """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient.

@@ -37,7 +37,7 @@ from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
-from trainer.limits.estimate import dry_run_lengths
+from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.report.page import write_report
 from trainer.run.accounting import StepAccounting, look_at_hardware
@@ -142,8 +142,9 @@ def run_steps(
         with ExitStack() as within:
             run = open_run(config, task, tracker, termination, limit, run_dir=run_dir, within=within)
             done, policy_version = restore(run, checkpoint)
+            longest = max(len(prompt.token_ids) for prompt in task.dataset.train)
             with run.policy.resident():  # what does not fit into memory shows in the first minute
-                tracker.console.line(str(run.policy.dry_run(dry_run_lengths(config))))
+                tracker.console.line(str(run.policy.dry_run(largest_micro_batch(config, longest_prompt=longest))))
             tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
             probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
             tracker.console.line(str(probe))
