@@ -186,7 +186,11 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     # After the last layer: a norm, its output and the scored rows of the output.
     after = hidden * (MASTER_BYTES + 3 * number)
     per_token = in_full * (norms + products) + checkpointed * hidden * number + after
-    return sum(group.prompt + sum(group.rests) for group in largest_micro_batch(config)) * per_token
+    groups = largest_micro_batch(config)
+    # Every sample of a group has a copy of the keys and values of its prompt and of its own.
+    copied = sum(group.prompt + rest for group in groups if len(group.rests) > 1 for rest in group.rests)
+    computed = sum(group.prompt + sum(group.rests) for group in groups)
+    return computed * per_token + copied * in_full * shape.kv_size * attention_number
 
 
 def _whole_parameters(shape: ModelShape) -> int:

@@ -8,7 +8,7 @@ branch attends to the prompt that it shares with others, and to itself. I: token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
 
@@ -55,13 +55,17 @@ def packed_attention(
     return attend(query, key, value, segments, scaling=scaling), None
 
 
-@dataclass(frozen=True, eq=False)
 class Segments:
-    """Roots and branches of a micro-batch, as in `DecoderInputs`."""
+    """Roots and branches of a micro-batch, as in `DecoderInputs`.
 
-    roots: list[int]
-    """Tokens of each root."""
-    branches: list[Branch] = field(default_factory=list)
+    Not a dataclass: FSDP would copy it for every layer, with what it has computed already.
+    """
+
+    def __init__(self, roots: list[int], branches: Sequence[Branch] = ()) -> None:
+        self.roots = roots
+        """Tokens of each root."""
+        self.branches = branches
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
     @property
     def longest(self) -> int:
@@ -81,6 +85,17 @@ class Segments:
             for branch, start in zip(self.branches, starts[:-1].tolist(), strict=True)
         ]
         return np.concatenate(parts)
+
+    def mask(self, branch: Branch, *, like: Tensor) -> Tensor:
+        """[length, prompt + length] of the type and device of `like`: 0 where a token of the branch attends, else -inf.
+
+        Causal, aligned at the end: torch's own causal mask aligns queries and keys at their starts. Every layer and
+        every branch of this shape gets the same tensor, which autograd keeps until the backward pass.
+        """
+        shape = (branch.length, branch.prompt_length + branch.length)
+        if shape not in self._masks:
+            self._masks[shape] = like.new_full(shape, -torch.inf).triu(branch.prompt_length + 1)
+        return self._masks[shape]
 
 
 def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -161,8 +176,7 @@ def attend_by_run(
                 torch.cat([states[:, prompt].expand(number, -1, -1, -1), own], dim=2)
                 for states, own in ((k, keys), (v, values))
             )
-            # is_causal would align queries and keys at their starts.
-            mask = q.new_ones(branch.length, keys.shape[2], dtype=torch.bool).tril(branch.prompt_length)
+            mask = segments.mask(branch, like=q)
         out = scaled_dot_product_attention(
             queries,
             keys,
