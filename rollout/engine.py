@@ -202,6 +202,7 @@ def whole_response(request: GenerateRequest, rest: Generation) -> Generation:
         logprobs=[*(begun.logprobs or ()), *(rest.logprobs or ())] if complete else None,
         token_versions=begun.token_versions + rest.token_versions,
         finish_reason=rest.finish_reason,
+        shared_prompt_tokens=min(rest.shared_prompt_tokens, len(request.prompt_token_ids)),
     )
 
 

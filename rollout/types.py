@@ -104,6 +104,8 @@ class Generation:
     finish_reason: FinishReason
     sampled: list[bool] | None = None
     """[R] False where a rollout function wrote the token (its log-prob is 0); None: the model sampled all tokens."""
+    shared_prompt_tokens: int = 0
+    """Tokens of the prompt that the engine did not compute for this response, because another one has the same."""
 
     @property
     def policy_version(self) -> int:

@@ -65,6 +65,10 @@ class CollectStats:
     """Groups among `groups_compared` whose rewards are all equal."""
     generated_tokens: int = 0
     """Response tokens that the engines returned for the first time."""
+    prompt_tokens: int = 0
+    """Prompt tokens of all responses that came back."""
+    shared_prompt_tokens: int = 0
+    """Tokens among `prompt_tokens` that the engines did not compute, because another response has the same prompt."""
     wasted_tokens: int = 0
     """Response tokens, of this step and earlier ones, that were discarded."""
     all_lengths: list[int] = field(default_factory=list)
@@ -128,6 +132,8 @@ class CollectStats:
             "truncated_frac": np.mean(truncated),
             "generated_tokens": self.generated_tokens,
             "wasted_tokens": self.wasted_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_shared": self.shared_prompt_tokens,
             "tokens_per_s": self.generated_tokens / max(self.sampling_s, 1e-9),
             "duplicate_frac": 1 - len(distinct) / len(samples),
             **_lags(samples, policy_version=self.policy_version),

@@ -151,6 +151,8 @@ class Dispatcher:
         num_begun = 0 if request.resumed is None else len(request.resumed.token_ids)
         num_new = max(0, generation.num_sampled - num_begun)
         stats.generated_tokens += num_new
+        stats.prompt_tokens += len(request.prompt_token_ids)
+        stats.shared_prompt_tokens += generation.shared_prompt_tokens
         if not stats.served:
             stats.served.append(Served())
         stats.served[-1].add(request, num_new)

@@ -67,6 +67,7 @@ def generation_of(
         logprobs=_logprobs(meta, token_ids),
         token_versions=_versions(meta, len(token_ids), sent_version=sent_version, newest_version=newest_version),
         finish_reason=finish_reason,
+        shared_prompt_tokens=int(meta.get("cached_tokens") or 0),
     )
 
 

@@ -67,6 +67,8 @@ class _Sequence:
     """Log-probs of the tokens sampled here, the last ones of `tokens`."""
     versions: list[int] = field(default_factory=list)
     """Policy versions of the tokens sampled here."""
+    shared_tokens: int = 0
+    """Tokens of its prompt, if they were read for another sequence."""
 
     @property
     def text(self) -> list[int]:
@@ -89,7 +91,11 @@ class _Sequence:
         """The response so far as an answer to the request."""
         first = len(self.tokens) - len(self.versions)
         rest = Generation(
-            token_ids=self.tokens[first:], logprobs=self.logprobs, token_versions=self.versions, finish_reason=reason
+            token_ids=self.tokens[first:],
+            logprobs=self.logprobs,
+            token_versions=self.versions,
+            finish_reason=reason,
+            shared_prompt_tokens=self.shared_tokens,
         )
         return Completion(self.ticket, whole_response(self.request, rest))
 
@@ -197,6 +203,11 @@ class Batch:
                 Prefill(self._slots, first_slot=first + part.start, prompt_of_slot=text_of_slot, longest=width),
             )
             logits.append(read[text_of_slot])
+            seen: set[int] = set()
+            for sequence, text in zip(self._sequences[first + part.start :], index, strict=False):
+                if text in seen:
+                    sequence.shared_tokens = len(sequence.request.prompt_token_ids)
+                seen.add(text)
         return torch.cat(logits)
 
     def _sample(self) -> list[Completion]:

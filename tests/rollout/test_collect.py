@@ -150,6 +150,9 @@ def test_metrics_of_a_fixed_step(engine):
         "rollout/truncated_frac": pytest.approx(truncated / 24),
         "rollout/generated_tokens": float(sum(lengths)),
         "rollout/wasted_tokens": 0.0,
+        "rollout/prompt_tokens": float(sum(len(group.prompt.token_ids) * 3 for group in collected.groups)),
+        # The engine reads the 24 prompts together, each of them once.
+        "rollout/prompt_tokens_shared": float(sum(len(group.prompt.token_ids) * 2 for group in collected.groups)),
         "rollout/tokens_per_s": pytest.approx(sum(lengths) / collected.stats.sampling_s),
         "rollout/duplicate_frac": pytest.approx(1 - len(distinct) / 24),
         "rollout/lag_mean": 0.0,
