@@ -34,11 +34,14 @@ ADMIN_ROUTES = frozenset({
 
 
 class ClientError(RuntimeError):
-    """A call failed. `status` is the HTTP status of the reply, or None without a reply."""
+    """A call failed."""
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, is_refused: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        """HTTP status of the reply; None without a reply."""
+        self.is_refused = is_refused
+        """True if nobody listens at the address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +105,8 @@ class SGLangClient:
         except (aiohttp.ClientError, OSError) as error:
             # The error of the system below says more: a refused connection, an unknown host.
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            raise ClientError(f"{what}: {type(cause).__name__}: {cause}") from error
+            refused = isinstance(cause, ConnectionRefusedError)
+            raise ClientError(f"{what}: {type(cause).__name__}: {cause}", is_refused=refused) from error
         return parse_reply(what, bytes(raw), status=response.status, content_type=response.content_type)
 
 

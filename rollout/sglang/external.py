@@ -19,6 +19,9 @@ API_KEY = "PARITY_SGLANG_API_KEY"
 ADMIN_API_KEY = "PARITY_SGLANG_ADMIN_API_KEY"
 READY_INTERVAL_S = 0.5
 ANSWER_TIMEOUT_S = 10.0
+REFUSED_S = 10.0
+"""Seconds after which a server that refuses the connection is given up: nobody listens there. One that accepts it may
+still load its model, and is waited for."""
 UNAUTHORIZED = 401
 
 REFUSED_OPTIONS = ("dp_size", "pp_size", "ep_size", "quantization", "speculative_algorithm", "enable_lora")
@@ -54,8 +57,8 @@ class ExternalServer:
         return self._client
 
     def start(self, *, timeout_s: float) -> None:
-        """Wait until the server answers. Raises EngineError."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until the server answers, for REFUSED_S where nobody listens. Raises EngineError."""
+        begin = time.monotonic()
         while True:
             try:
                 self.client().call("/model_info", timeout_s=min(ANSWER_TIMEOUT_S, timeout_s))
@@ -65,8 +68,10 @@ class ExternalServer:
                     raise EngineError(
                         self.error("start", f"{error}; set {API_KEY} and {ADMIN_API_KEY}", policy_version=0)
                     ) from error
-                if time.monotonic() > deadline:
-                    cause = f"no answer within rollout.start_timeout_s={timeout_s}: {error}"
+                waited_s = time.monotonic() - begin
+                if waited_s > (min(REFUSED_S, timeout_s) if error.is_refused else timeout_s):
+                    limit = f"{waited_s:.0f} s" if error.is_refused else f"rollout.start_timeout_s={timeout_s}"
+                    cause = f"no answer within {limit}: {error}"
                     raise EngineError(self.error("start", cause, policy_version=0)) from error
             time.sleep(READY_INTERVAL_S)
 

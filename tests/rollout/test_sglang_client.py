@@ -12,7 +12,10 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from rollout.engine import EngineError
+from rollout.sglang import external
 from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.external import ExternalServer
 
 
 @contextmanager
@@ -197,3 +200,31 @@ def test_a_name_that_is_looked_up_for_ever_ends_at_the_deadline(monkeypatch: pyt
         assert time.monotonic() - begin < 5
     finally:
         given_up.set()
+
+
+def test_a_server_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external, "REFUSED_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        address = f"http://127.0.0.1:{ended.getsockname()[1]}"
+    begin = time.monotonic()
+    with pytest.raises(
+        EngineError, match=rf"start: no answer within \d s: .*ConnectionRefused.* The server at {address} is not ours"
+    ):
+        ExternalServer(address, index=0).start(timeout_s=300.0)
+    assert 1.0 <= time.monotonic() - begin < 5.0
+
+
+def test_a_server_that_still_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts the connection and answers only later."""
+    monkeypatch.setattr(external, "REFUSED_S", 0.1)
+    monkeypatch.setattr(external, "READY_INTERVAL_S", 0.1)
+    asked: list[float] = []
+
+    def respond(connection: socket.socket, request: bytes) -> None:
+        asked.append(time.monotonic())
+        status = "200 OK" if asked[-1] - asked[0] > 1.0 else "503 Service Unavailable"
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+
+    with answering(respond) as (client, _):
+        ExternalServer(client.address, index=0).start(timeout_s=30.0)
+    assert asked[-1] - asked[0] > 1.0
