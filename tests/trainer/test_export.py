@@ -69,6 +69,10 @@ def test_the_exported_model_is_the_trained_one(
             continue
         with pytest.raises(CheckpointError, match=r"no checkpoint of .* has eval/accuracy_sampled"):
             export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True)
+    step = tmp_path / "run" / "checkpoints" / "step_000001"
+    assert export_model(config, tmp_path / "run", tmp_path / "named", path=step).path == step
+    modes = {path.stat().st_mode for path in (tmp_path / "named").iterdir()}
+    assert len(modes) == 1, "the weights have the mode of the other files"
     with pytest.raises(CheckpointError, match="exists"):
         export_model(config, tmp_path / "run", tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
