@@ -136,13 +136,16 @@ class Checked:
     def problems(self) -> Iterator[Problem]:
         """Yield every broken rule: of each field, of each nested config, then between fields.
 
-        A conflict about a key whose own rule is broken is left out: the value has to change anyway.
+        A conflict about a key whose own rule is broken, or that names such a key, is left out: the value has to change
+        anyway.
         """
         reported = set()
         for problem in self._field_problems():
             reported.add(problem.key)
             yield problem
-        yield from (problem for problem in self.conflicts() if problem.key not in reported)
+        for problem in self.conflicts():
+            if not any(key == problem.key or key in problem.rule for key in reported):
+                yield problem
 
     def conflicts(self) -> Iterator[Problem]:
         """Yield every broken rule between several fields; subclasses override."""

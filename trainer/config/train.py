@@ -207,7 +207,8 @@ class TrainConfig(Checked):
                 f"({self.sampling.max_new_tokens}) response tokens",
             )
         if self.batch.samples_per_step < self.policy.num_workers:
-            yield self.broken("policy.num_workers", f"must be <= samples per step ({self.batch.samples_per_step})")
+            samples = f"batch.prompts_per_step x batch.group_size = {self.batch.samples_per_step} samples per step"
+            yield self.broken("policy.num_workers", f"must be <= {samples}")
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (
