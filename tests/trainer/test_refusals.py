@@ -96,6 +96,12 @@ REFUSALS = {
     ],
     "what must be given": [("model=hf", "model.path must be set, got ''. A local directory or a hub name.")],
     "words": [
+        ("eval.every = 3", "eval.every must have no spaces around =, got 'eval.every = 3'. Write eval.every=3."),
+        (
+            "reward.function=it's",
+            """reward.function cannot be read (reward.function=it's), got "reward.function=it's". A text with an """
+            'apostrophe stands in double quotes: "reward.function=\\"it\'s\\"".',
+        ),
         ("loss.clip_low", "loss.clip_low is not an override, got 'loss.clip_low'. Write key=value."),
         ("a=b=c", "a cannot be read (mismatched input '=' expecting <EOF>), got 'a=b=c'. Quote a value that holds"),
         ("optim.lr=1e-3,1e-4", "optim.lr must be one value, got '1e-3,1e-4'. Add -m for one run per value"),
@@ -296,3 +302,16 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert start_problems(resolved(f"run.dir={tmp_path}/absent")) == []
     swept = start_problems(resolved(f"hydra.sweep.dir={tmp_path}/used", "run.seed=0,1", multirun=True))
     assert [problem.key for problem in swept] == ["hydra.sweep.dir"]
+
+
+@pytest.mark.parametrize("words", [("optim.lr", "=", "1e-3"), ("optim.lr=", "1e-3"), ("optim.lr", "=1e-3")])
+def test_a_key_apart_from_its_value_is_one_problem(words: tuple[str, ...]) -> None:
+    expected = "optim.lr must have no spaces around =, got 'optim.lr = 1e-3'. Write optim.lr=1e-3."
+    assert messages("run.seed=1", *words, "run.num_steps=3") == [expected]
+    assert messages(*words) == [expected]
+
+
+@pytest.mark.parametrize("word", ["batch.group_size=-8", "batch.prompts_per_step=0", "sampling.max_new_tokens=-1"])
+def test_one_mistake_is_one_problem(word: str) -> None:
+    [found] = messages(word)
+    assert found.startswith(word.partition("=")[0])

@@ -57,6 +57,8 @@ def wrong_value(key: str, value: object, hint: Any) -> Problem:
     names = [member.name for option in options if issubclass(option, Enum) for member in option]
     close = nearest(str(value), names)
     remedy = f"Did you mean {key}={close}?" if close else ""
+    if get_origin(hint) is list and isinstance(value, str):
+        remedy = f"Write {key}=[{value}]."
     if isinstance(hint, type) and issubclass(hint, Checked):
         remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
     elif get_origin(hint) is list and isinstance(value, str) and "[" not in value:

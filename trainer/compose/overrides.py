@@ -6,6 +6,7 @@ Each word is parsed by itself, so that an unreadable word does not hide the othe
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -20,6 +21,8 @@ from trainer.config.train import GROUPS
 
 SWEEP_DIR = "hydra.sweep.dir"
 """Key of the directory of a sweep, the only key of Hydra's own config that has an effect."""
+_APART = re.compile(r"(?:^|\0)([^\0= ]+)(?: +=|\0=|=\0)[ \0]*([^\0=]*)(?=\0|$)")
+"""In words joined by NUL: a key, and its value, that are apart as in `optim.lr = 1e-3`."""
 _SHORT, _LONG = "resume=", "run.resume="
 
 
@@ -61,7 +64,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     """Parse `words` -> (overrides, problems of the words that are unreadable or have no effect)."""
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
-    problems: list[Problem] = []
+    words, problems = _spaced(words)
     for word in words:
         try:
             override = parser.parse_overrides([word])[0]
@@ -74,6 +77,20 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
         else:
             problems.append(found)
     return parsed, problems
+
+
+def _spaced(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """(The other words, a Problem for each key with spaces around its =, in one word of the shell or in three)."""
+    problems: list[Problem] = []
+
+    def refuse(found: re.Match[str]) -> str:
+        key, value = found.groups()
+        rule, remedy = "must have no spaces around =", f"Write {key}={value}."
+        problems.append(Problem(key=key, rule=rule, value=f"{key} = {value}", remedy=remedy))
+        return ""
+
+    rest = _APART.sub(refuse, "\0".join(words)).split("\0")
+    return [word for word in rest if word or word in words], problems
 
 
 def expand(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
@@ -116,12 +133,16 @@ def _quoted(text: str) -> str:
 
 def _refused(word: str, error: HydraException) -> Problem:
     """The Problem of a word that Hydra cannot parse."""
-    key, is_set, _ = word.partition("=")
+    key, is_set, value = word.partition("=")
     if not is_set:
         return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
     # Hydra writes the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
+    reason = reason.removeprefix("LexerNoViableAltException: ")
     remedy = "Quote a value that holds special characters: \"key='a=b, c'\"."
+    if "'" in value:
+        text = value.removeprefix("'").removesuffix("'")
+        remedy = f'A text with an apostrophe stands in double quotes: "{key}=\\"{text}\\"".'
     return Problem(key=key, rule=f"cannot be read ({reason})", value=word, remedy=remedy)
 
 
