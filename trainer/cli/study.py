@@ -17,7 +17,7 @@ from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
-from trainer.compose.catalog import find_recipe
+from trainer.compose.catalog import find_recipe, recipe_name
 from trainer.compose.outcome import DONE, FAILED, REFUSED, refuse, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
@@ -63,7 +63,7 @@ def run_study(words: Sequence[str]) -> int:
         problems += recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
         return report(problems, command=f"{NAME} {arguments.recipe}")
     study, of_runs = compose_study(recipe, arguments.overrides, config, own_dir=arguments.own_dir)
-    study_dir = _directory(config, recipe.stem, resumes=any(word in RESUME_WORDS for word in words))
+    study_dir = _directory(config, recipe_name(recipe), resumes=any(word in RESUME_WORDS for word in words))
     unusable = unusable_problem("study.dir", study_dir)
     problems += [*of_runs, *([unusable] if unusable else study_problems(study_dir, study.cells))]
     problems += [*parallel_problems(study, this_machine()), *shared_id_problems(len(study.cells))]

@@ -7,16 +7,22 @@ cards; `compose.py` composes a recipe.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from yaml import YAMLError
 
 from algorithms.config import Problem
 from trainer.compose.keys import nearest
 from trainer.config.paths import MAIN_CONFIG, recipe_dir
+from trainer.rundir.run_dir import CONFIG_FILE
+from trainer.rundir.yaml_text import load_yaml
 
 SUFFIX = ".yaml"
 CONTINUED = "#   "
 UNSTATED = "not stated"
+_NAME = re.compile(r"\w[\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +95,17 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
             remedy="Rename the file.",
         )
     return path.resolve()
+
+
+def recipe_name(path: Path) -> str:
+    """Name of the recipe in the file `path`: of the file, or for the config.yaml of a run the one that the run had."""
+    try:
+        record = load_yaml(path.read_text(encoding="utf-8")) if path.name == CONFIG_FILE else None
+    except (OSError, ValueError, YAMLError):  # the composition reports it
+        record = None
+    run = record.get("run") if isinstance(record, dict) else None
+    name = str(run.get("recipe", "")) if isinstance(run, dict) else ""
+    return name if _NAME.fullmatch(name) else path.stem
 
 
 def _known(own_dir: Path | None) -> dict[str, Path]:

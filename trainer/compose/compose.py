@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from algorithms.config import Problem
+from trainer.compose.catalog import recipe_name
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
@@ -151,7 +152,7 @@ def _compose(
         return None, []
     found += _about_hydra(defaults, loader)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
-    words = [*choices.values(), *values, recipe_override(recipe.stem)]
+    words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
     return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
 
 
