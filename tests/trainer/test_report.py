@@ -405,7 +405,9 @@ def test_runs_are_compared_curve_by_curve(run_dir: Path, tmp_path: Path) -> None
 
 
 def test_a_key_that_one_run_does_not_have_differs() -> None:
-    first = make_run([], config={"a": {"b": 1, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}})
+    first = make_run(
+        [], config={"a": {"b": 1, "c": None, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}}
+    )
     second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
     assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
 

@@ -126,11 +126,14 @@ def _phase(run: RunData, name: str) -> PhaseCell:
 
 
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(key, value in each run) of every key that differs, chosen group members first; "" where a run lacks the key."""
+    """(key, value in each run) of every key that differs, chosen group members first.
+
+    The value is "" where a run lacks the key, which is no difference from null.
+    """
     flat = [run.choices | flat_config(run.config) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "run.dir")
     rows = [(key, [values.get(key, "") for values in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    return [(key, values) for key, values in rows if len(set(values)) > 1 and not set(values) <= {"", "null"}]
 
 
 def status_of(run: RunData) -> StatusLabel:
