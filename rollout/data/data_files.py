@@ -86,6 +86,12 @@ def read_rows(source: str) -> Iterator[RawRow]:
     return _shallow(_line_rows(path) if suffix == ".jsonl" else _file_rows(path, suffix))
 
 
+def is_local(source: str) -> bool:
+    """True if no network is needed to read `source`."""
+    hub = HUB_SOURCE.fullmatch(source)
+    return Path(source).is_file() or hub is None or Path(hub["repo"]).expanduser().is_dir()
+
+
 def _shallow(rows: Iterator[RawRow]) -> Iterator[RawRow]:
     """The rows; a row that is nested too deep for the code that reads it later is marked as unreadable."""
     for row in rows:
@@ -230,10 +236,12 @@ def _header(path: Path) -> list[str]:
 def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterator[RawRow]:
     """Rows of a split of a data set on the hub, or of a local directory in the form of one."""
     import datasets
+    from huggingface_hub import logging as hub_logging
 
     from rollout.data.hub import limit_silence
 
     limit_silence()  # the `datasets` library gives up after seven minutes without an answer
+    hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
     is_local = Path(repo).expanduser().is_dir()
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
     with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:

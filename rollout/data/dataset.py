@@ -19,8 +19,8 @@ import xxhash
 
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import ChatTemplate
-from rollout.data.data_files import BadRow, DataError
-from rollout.data.file_prompts import file_prompts, tokenize
+from rollout.data.data_files import BadRow, DataError, is_local, plain
+from rollout.data.file_prompts import SourceReport, file_prompts, source_rows, tokenize
 from rollout.task_config import ArithmeticDataConfig, DataConfig, FileDataConfig, OnBadRow
 from rollout.types import Prompt
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LISTED_ROWS = 20
 """Number of bad rows that an error lists; further rows are only counted."""
+CHECKED_ROWS = 10_000
+"""Rows per source that are read before anything is loaded, a second's work; the run itself reads all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +80,7 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
         for name, source in {"": config.eval_path, **eval_sets}.items():
             held[name], report = file_prompts(source, config, tokenizer, template)
             reports.append(report)
-    bad = [row for report in reports for row in report.bad]
-    if bad and config.on_bad_row is OnBadRow.fail:
-        shown = [str(row) for row in bad[:LISTED_ROWS]]
-        more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
-        way_out = "Mend them, or leave them out with data.on_bad_row=skip."
-        raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, *more, way_out]))
+    bad = _bad_rows(reports, config)
     if empty := [report.source for report in reports if not report.num_prompts]:
         raise ValueError(f"no usable rows are left of {', '.join(empty)}")
     if config.instruction and not any(report.has_text for report in reports):
@@ -97,6 +94,40 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
         if shared := sum(prompt.text in trained for prompt in prompts):
             notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
     return Dataset(train=train, heldout=held.pop(""), eval_sets=held, notes=notes, skipped=bad)
+
+
+def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None:
+    """Read up to CHECKED_ROWS rows of every source on this disk -> the first training prompt, not tokenized.
+
+    None if the training rows are not on this disk. Raises DataError like `load_dataset`, for what can be seen without a
+    tokenizer.
+    """
+    if not isinstance(config, FileDataConfig):
+        problem = arithmetic_problems().train[0]
+        return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer)
+    paths = (config.train_path, config.eval_path, *eval_sets.values())
+    try:
+        read = {path: source_rows(path, config, most=CHECKED_ROWS) for path in dict.fromkeys(paths) if is_local(path)}
+        _bad_rows([report for _, report in read.values()], config)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    rows, _ = read.get(config.train_path, ([], None))
+    if not rows:
+        return None
+    prompt = rows[0].prompt
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return Prompt(prompt_id=0, token_ids=[], text=text, answer=rows[0].answer, row=plain(rows[0].others))
+
+
+def _bad_rows(reports: Sequence[SourceReport], config: FileDataConfig) -> list[BadRow]:
+    """The bad rows of all sources. Raises ValueError with a line for each, unless data.on_bad_row=skip."""
+    bad = [row for report in reports for row in report.bad]
+    if bad and config.on_bad_row is OnBadRow.fail:
+        shown = [str(row) for row in bad[:LISTED_ROWS]]
+        more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
+        way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+        raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, *more, way_out]))
+    return bad
 
 
 def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:

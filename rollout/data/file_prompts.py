@@ -71,7 +71,7 @@ class SourceReport:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class Row:
     """A usable row, not yet tokenized."""
 
     number: int
@@ -90,7 +90,19 @@ def file_prompts(
 
     Raises ValueError if the source is not readable or has unknown columns, or if the template hangs.
     """
-    rows = read_rows(source)
+    chosen, report = source_rows(source, config)
+    prompts = _tokenized(_templated(chosen, config, template, report), config, tokenizer, report)
+    report.bad.sort(key=lambda bad: bad.number)
+    report.num_prompts = len(prompts)
+    return prompts, report
+
+
+def source_rows(source: str, config: FileDataConfig, *, most: int | None = None) -> tuple[list[Row], SourceReport]:
+    """The usable rows of a source without duplicates, not yet tokenized; at most `most` rows are read.
+
+    Raises ValueError if the source is not readable or has unknown columns.
+    """
+    rows = itertools.islice(read_rows(source), most)
     first = list(itertools.islice(rows, LOOKED_AT))
     if not first:
         raise ValueError(f"{source} has no rows")
@@ -100,14 +112,10 @@ def file_prompts(
     report = SourceReport(source=source, columns=choose_columns(readable, config, source=source))
     # Row by row: all rows of DAPO do not fit into memory, the unique rows do.
     usable = _usable_rows(itertools.chain(first, rows), report)
-    chosen = remove_duplicates(usable, report)
-    prompts = _tokenized(_templated(chosen, config, template, report), config, tokenizer, report)
-    report.bad.sort(key=lambda bad: bad.number)
-    report.num_prompts = len(prompts)
-    return prompts, report
+    return remove_duplicates(usable, report), report
 
 
-def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]:
+def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[Row]:
     """Rows that have a prompt and an answer; other rows go to the report."""
     columns = report.columns
     for row in rows:
@@ -120,21 +128,21 @@ def _usable_rows(rows: Iterator[RawRow], report: SourceReport) -> Iterator[_Row]
         except ValueError as error:
             report.refuse(row.number, str(error), row.values)
             continue
-        yield _Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
+        yield Row(number=row.number, prompt=prompt, answer=answer, others=columns.others(row.values))
 
 
 @dataclass(kw_only=True, slots=True)
 class _Same:
     """Rows that share one prompt."""
 
-    first: _Row
+    first: Row
     answer: str
     """Key of the first row's answer."""
     numbers: list[int] = field(default_factory=list)
     contradict: bool = False
 
 
-def remove_duplicates(rows: Iterable[_Row], report: SourceReport) -> list[_Row]:
+def remove_duplicates(rows: Iterable[Row], report: SourceReport) -> list[Row]:
     """The first row of each prompt; no row of a prompt whose rows have different answers.
 
     Source: DAPO's published parquet repeats every problem, see https://arxiv.org/abs/2503.14476; a prompt with two
@@ -161,8 +169,8 @@ def same_answer_key(answer: str) -> str:
 
 
 def _templated(
-    rows: list[_Row], config: FileDataConfig, template: ChatTemplate | None, report: SourceReport
-) -> list[_Row]:
+    rows: list[Row], config: FileDataConfig, template: ChatTemplate | None, report: SourceReport
+) -> list[Row]:
     """The rows with their text in the form that the engine reads. Raises ValueError if the template hangs on a row."""
     chats: list[Messages] = []
     for row in rows:
@@ -174,7 +182,7 @@ def _templated(
             report.has_messages = row.templated = True
         if row.templated:
             chats.append([{"role": "user", "content": row.text}] if isinstance(row.prompt, str) else row.prompt)
-    done: list[_Row] = []
+    done: list[Row] = []
     rendered = itertools.repeat(NO_TEMPLATE) if template is None else template.render(chats)
     for row in rows:
         if row.templated:
@@ -190,7 +198,7 @@ def _templated(
 
 
 def _tokenized(
-    rows: list[_Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
+    rows: list[Row], config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, report: SourceReport
 ) -> list[Prompt]:
     prompts: list[Prompt] = []
     for templated in (True, False):

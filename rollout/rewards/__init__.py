@@ -5,6 +5,6 @@
 """
 
 from rollout.rewards.rules import RULES
-from rollout.rewards.scorer import RewardError, Scorer, ScoreStats
+from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, call_once
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "call_once"]

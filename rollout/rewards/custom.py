@@ -20,6 +20,7 @@ import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,19 @@ from rollout.processes.custom_code import load_function
 ONE = {"response": "response", "answer": "answer", "prompt": "prompt", "row": "row"}
 MANY = {"responses": "response", "answers": "answer", "prompts": "prompt", "rows": "row"}
 """List parameter of a custom function -> key of an item; the values of all items make up the list."""
+ELSEWHERE = {
+    "solution_str": "response",
+    "ground_truth": "answer",
+    "data_source": "row['data_source']",
+    "extra_info": "row['extra_info']",
+    "completion": "response",
+    "completions": "responses",
+    "solution": "answer",
+    "label": "answer",
+    "labels": "answers",
+}
+"""Parameter of a reward function of verl or TRL -> the parameter here. TRL passes the other columns by name: here they
+are in `row`, or `rows`."""
 VERDICT = ("score", "correct")
 """Keys of a returned dict that make up the verdict; every other key is a metric."""
 MAX_SCORE = 1e15
@@ -165,6 +179,13 @@ def load_custom(function: str) -> CustomReward:
             parameters = {name: table[name] for name in given}
             return CustomReward(function=found, calling=calling, parameters=parameters)
     raise ValueError(
-        f"reward.function={function}: its parameters must be some of {', '.join(ONE)}, or of {', '.join(MANY)} for "
-        f"many responses at once (not async); got {', '.join([*given, *needed]) or 'none'}"
+        f"its parameters must be some of {', '.join(ONE)}, or of {', '.join(MANY)} for many responses at once (not "
+        f"async); got {', '.join([*given, *needed]) or 'none'}. {_here(needed)}".strip()
     )
+
+
+def _here(names: Sequence[str]) -> str:
+    """Sentences with the parameter that takes the place of each of `names`, which are unknown."""
+    known = {name: ELSEWHERE.get(name) or next(iter(get_close_matches(name, [*ONE, *MANY], n=1)), "") for name in names}
+    found = [f"{name} is {here}" for name, here in known.items() if here]
+    return f"Here {', '.join(found)}." if found else ""

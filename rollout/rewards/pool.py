@@ -128,10 +128,6 @@ class RewardPool:
         """Outcomes for the next `poll`."""
         weakref.finalize(self, self._state.close, num_workers)
 
-    def check(self) -> None:
-        """Load the function once, in a process that ends at once. Raises RewardPoolError when it cannot be loaded."""
-        _started(self._state).kill()
-
     def submit(self, key: int, item: Mapping[str, Any]) -> None:
         """Queue `item`, a mapping with response, answer and prompt; `key` comes back with its outcome."""
         if not self._unanswered:

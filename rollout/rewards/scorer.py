@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.data.data_files import plain_text
-from rollout.processes.custom_code import function_problem
-from rollout.rewards.pool import Failure, Outcome, RewardPool
+from rollout.processes.custom_code import function_problem, is_custom
+from rollout.rewards.pool import Failure, Outcome, RewardPool, RewardPoolError
 from rollout.rewards.rules import RULES
 from rollout.task_config import RewardConfig
 from rollout.types import Prompt, Sample, SampleGroup
@@ -90,9 +91,7 @@ class Scorer:
         self._rule = RULES.get(config.function)
         self._max_new_tokens = max_new_tokens
         self._decode = decode
-        self._pool = RewardPool(
-            config.function, num_workers=config.num_workers, timeout_s=config.timeout_s, memory_bytes=MEMORY_BYTES
-        )
+        self._pool = _pool(config, num_workers=config.num_workers)
         self._keys = itertools.count()
         self._waiting: dict[int, Sample] = {}
         self._early: list[Sample] = []
@@ -113,23 +112,13 @@ class Scorer:
         """The answer that a response states; equal answers are equal text, None is no answer."""
         return None if self._rule is None else self._rule.extract(text)
 
-    def check_function(self) -> None:
-        """Try to load a custom function before any engine starts. Raises RewardPoolError."""
-        if self._rule is None:
-            self._pool.check()
-
     def submit(self, prompt: Prompt, sample: Sample) -> None:
         """Begin to score `sample`; `poll` returns the sample when it is scored."""
         # The text begins at the first sampled token: outputs of tools belong to the response too.
         sample.text = self._decode(sample.token_ids[sample.num_prompt_tokens :].tolist())
         key = next(self._keys)
         self._waiting[key] = sample
-        item: dict[str, Any] = {"response": sample.text, "answer": prompt.answer, "prompt": prompt.text}
-        item = {name: plain_text(text) for name, text in item.items()}
-        if self._rule is None:
-            # Rows can be large, and the built-in rules do not read them.
-            item["row"] = prompt.row
-        self._pool.submit(key, item)
+        self._pool.submit(key, _item(prompt, sample.text, with_row=self._rule is None))
 
     def poll(self, timeout_s: float) -> list[Sample]:
         """The samples that were scored since the last call; waits at most `timeout_s` seconds for the first.
@@ -216,6 +205,32 @@ class Scorer:
             correct = outcome.score >= config.correct if outcome.correct is None else outcome.correct
             return correct, outcome.score
         return (True, config.correct) if outcome.correct else (False, config.incorrect)
+
+
+def call_once(config: RewardConfig, prompt: Prompt) -> str:
+    """Call the function once, in its usual process, with the prompt's own answer as the response.
+
+    Returns the reason why it cannot be used; "" if it gave a reward.
+    """
+    with closing(_pool(config, num_workers=1)) as pool:
+        pool.submit(0, _item(prompt, prompt.answer, with_row=is_custom(config.function)))
+        try:
+            while not (outcomes := pool.poll(POLL_S)):
+                pass  # the pool has a deadline of its own
+        except RewardPoolError as error:
+            return str(error.__cause__ or error)
+        return outcomes[0][1].message
+
+
+def _pool(config: RewardConfig, *, num_workers: int) -> RewardPool:
+    return RewardPool(config.function, num_workers=num_workers, timeout_s=config.timeout_s, memory_bytes=MEMORY_BYTES)
+
+
+def _item(prompt: Prompt, response: str, *, with_row: bool) -> dict[str, Any]:
+    """The message to a worker. Rows can be large, and the built-in rules do not read them."""
+    texts = {"response": response, "answer": prompt.answer, "prompt": prompt.text}
+    item: dict[str, Any] = {name: plain_text(text) for name, text in texts.items()}
+    return item | ({"row": prompt.row} if with_row else {})
 
 
 def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:

@@ -22,7 +22,7 @@ from rollout.data import chat_template
 from rollout.data.data_files import MAX_LINE_BYTES, plain, read_rows
 from rollout.data.data_layouts import choose_columns
 from rollout.data.dataset import bad_rows_text, load_dataset, prompts_digest
-from rollout.data.file_prompts import SourceReport, _Row, file_prompts, remove_duplicates, same_answer_key
+from rollout.data.file_prompts import Row, SourceReport, file_prompts, remove_duplicates, same_answer_key
 from rollout.task_config import FileDataConfig, OnBadRow
 
 REAL = pytest.mark.skipif("PARITY_TEST_DATA" not in os.environ, reason="PARITY_TEST_DATA is not set")
@@ -117,7 +117,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from("pqrs"), st.sampled_from(["1", "1.0",
 
 @given(PAIRS)
 def test_duplicates_and_contradictions(pairs):
-    rows = [_Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
+    rows = [Row(number=n, prompt=p, answer=a, others={}) for n, (p, a) in enumerate(pairs, start=1)]
     report = SourceReport(source="f", columns=None)
     kept = remove_duplicates(rows, report)
     answers = defaultdict(set)

@@ -238,6 +238,12 @@ def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
         ("def other(response): return 1.0", "has no function 'reward'; it has other"),
         ("def reward(answer, text): return 1.0", "its parameters must be some of response, answer, prompt"),
         ("def reward(response, answers): return 1.0", "its parameters must be some of"),
+        (
+            "def reward(data_source, solution_str, ground_truth): return 1.0",  # verl
+            "Here data_source is row['data_source'], solution_str is response, ground_truth is answer.",
+        ),
+        ("def reward(prompts, completions, **kwargs): return [1.0]", "Here completions is responses."),  # TRL
+        ("def reward(respnse, answer): return 1.0", "Here respnse is response."),
         ("import nothing_of_this_name", "ModuleNotFoundError"),
         ("def reward(:", "SyntaxError"),
     ],
@@ -249,13 +255,6 @@ def test_a_function_that_cannot_be_used_is_an_error_with_its_name(pool_of, sourc
         while True:
             pool.poll(60.0)
     assert message in str(caught.value)
-    with pytest.raises(RewardPoolError, match=r"reward\.function=.*own_reward\.py:reward") as early:
-        pool.check()
-    assert str(early.value) == str(caught.value)
-
-
-def test_a_function_that_can_be_loaded_passes_the_check(pool_of):
-    pool_of("def reward(response): return 1.0").check()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.rewards import RULES, RewardError, Scorer
+from rollout.rewards import RULES, RewardError, Scorer, call_once
 from rollout.rewards.scorer import overlong_penalty
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
@@ -190,7 +190,7 @@ def test_scoring_a_few_groups_leaves_other_samples_to_poll():
     assert [sample.reward for sample in found] == group.rewards == [1.0, 0.0]
 
 
-def test_a_function_may_take_as_long_to_import_as_the_check_allows(tmp_path, monkeypatch):
+def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch):
     """Its worker counts as lost only after the time for the start, whatever the deadline of a call is."""
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(2.5)\ndef reward(response): return 0.25\n")
     monkeypatch.setattr("rollout.rewards.pool.GRACE_S", 1.0)
@@ -198,13 +198,27 @@ def test_a_function_may_take_as_long_to_import_as_the_check_allows(tmp_path, mon
     scorer = Scorer(config, max_new_tokens=5, decode=as_digits)
     group = make_group([[4, 2]], answer="42")
     try:
-        scorer.check_function()
         scorer.submit(group.prompt, group.samples[0])
         while not (found := scorer.poll(0.2)):
             pass
     finally:
         scorer.close()
     assert [sample.reward for sample in found] == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("return float(row['a'] + response == 'x12')", ""),
+        ("return 1 / 0", "ZeroDivisionError"),
+        ("return None", "NoneType"),
+    ],
+)
+def test_a_function_is_called_once_with_the_answer_of_a_prompt(tmp_path, body, reason):
+    (tmp_path / "own.py").write_text(f"def reward(response, row): {body}\n")
+    prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={"a": "x"})
+    said = call_once(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
+    assert reason in said and bool(said) is bool(reason)
 
 
 def test_scorer_refuses_what_it_cannot_do():

@@ -138,6 +138,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         "objective",
         "forwards",
         "memory",
+        "schedule",
+        "engines",
         "placement",
         "evaluation",
         "checkpoints",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compose_cases import config_of as resolve_recipe
 from resume_cases import make, rows, save
 
 from trainer.cli.commands import run as parity
@@ -118,9 +119,10 @@ def test_a_dry_run_says_what_it_would_go_on_with(
     assert "no earlier run" in plan_of("resume=auto")
     leave_run(tmp_path / "run", steps=5)
     assert "moved aside" in plan_of("resume=auto"), "nothing was saved"
-    save(make(tmp_path), 4)
+    config = resolve_recipe("rollout=torch", f"run.dir={tmp_path / 'run'}")
+    save(config, 4)
     assert "after step 4 of 5, if" in plan_of("resume=auto"), "the last step was not saved"
-    save(make(tmp_path), 5)
+    save(config, 5)
     assert "moved aside" in plan_of("resume=clean")
     assert "has taken all 5 steps: nothing is started" in plan_of("resume=auto")
     assert "after step 5 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
@@ -154,3 +156,44 @@ def test_a_dirty_directory_shows_the_command(
         assert "run.resume finds no run of Parity in run.dir" in capsys.readouterr().err
     assert parity(["train", "arithmetic_grpo", "resume=sometimes", *TORCH]) == 2
     assert "run.resume" in capsys.readouterr().err
+
+
+def test_another_seed_ends_a_resume_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "train",
+        "arithmetic_grpo",
+        "rollout=torch",
+        f"run.dir={tmp_path}/run",
+        "run.resume=auto",
+        "run.num_steps=9",
+    ]
+    config = resolve_recipe(*words[2:])
+    with Tracker(config, run_dir=tmp_path / "run") as tracker:
+        tracker.log(1, {})
+    save(config, 1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for more in (["--dry-run"], []):
+        assert parity([*words, "run.seed=4", "advantage.estimator=gae", *more]) == 2
+        err = capsys.readouterr().err
+        assert "run.seed must be 0, as in " in err and "got 4. Or begin a new run in another run.dir." in err
+        assert "advantage.estimator must be grpo, as in " in err and "which holds no critic" in err
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_the_config_of_a_run_is_a_recipe_with_the_name_of_its_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve_recipe("rollout=torch", f"run.dir={tmp_path}/run", "run.resume=auto", "tracking.wandb=disabled")
+    with Tracker(config, run_dir=tmp_path / "run"):
+        pass
+    (tmp_path / "evil").mkdir()
+    text = (tmp_path / "run/config.yaml").read_text()
+    (tmp_path / "evil/config.yaml").write_text(text.replace("recipe: arithmetic_grpo", "recipe: ../../x"))
+    for recipe, name in (("run", "arithmetic_grpo"), ("evil", "config")):
+        assert parity(["train", f"{recipe}/config.yaml", "--dry-run"]) == 0
+        shown = capsys.readouterr()
+        assert f"recipe      {name}, seed 0" in shown.out and f"{tmp_path}/outputs/{name}/20" in shown.out
+        assert "resume" not in shown.out

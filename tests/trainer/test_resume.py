@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from resume_cases import RECIPES, make, rows, save, state_of
 
-from algorithms.config import AdvantageConfig, Estimator
+from algorithms.config import AdvantageConfig, Estimator, MISConfig
 from rollout.types import FinishReason
 from trainer.cli.commands import run as parity
 from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
 from trainer.run.loop import train
-from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.resume import changed_keys, checkpoint_to_resume
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
+    StartError,
     completed_steps,
     needs_no_step,
     newest_saved_step,
@@ -61,12 +62,10 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_keys(tmp_path: Path) ->
     config = make(tmp_path, resume=Resume.auto)
     save(config, 4)
     other = replace(config, run=replace(config.run, seed=7), model=replace(config.model, revision="1a2b"))  # type: ignore[call-arg]
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(StartError) as caught:
         checkpoint_to_resume(other, tmp_path / "run")
-    assert "step_000004 belongs to another run: " in str(caught.value)
-    assert "run.seed 0 -> 7" in str(caught.value)
-    assert "model.revision None -> 1a2b" in str(caught.value)
-    assert "run.dir" in str(caught.value).partition("Set them")[2]
+    assert "run.seed must be 0, as in " in str(caught.value) and "step_000004: with another" in str(caught.value)
+    assert "model.revision must be None, as in " in str(caught.value) and "got '1a2b'" in str(caught.value)
 
 
 def test_a_key_that_is_no_more_does_not_make_another_run(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_checkpoint_with_and_one_without_a_critic_are_not_exchanged(
     save(saved, 4)
     assert checkpoint_to_resume(saved, tmp_path / "run") is not None
     with pytest.raises(
-        CheckpointError, match=f"holds .* critic: advantage.estimator was {before.name} and is {after.name}"
+        StartError, match=rf"advantage\.estimator must be {before.name}, as in .* critic, got {after.name}"
     ):
         checkpoint_to_resume(replace(config, advantage=AdvantageConfig(estimator=after)), tmp_path / "run")
 
@@ -174,9 +173,9 @@ def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in run_dir.rglob("*.json*")} == before
     assert needs_no_step(run_dir, saved=3, num_steps=2) and not needs_no_step(run_dir, saved=3, num_steps=4)
     assert not needs_no_step(run_dir, saved=2, num_steps=3), "its last checkpoint is damaged: step 3 is taken again"
-    with pytest.raises(ValueError, match="there is no such directory"):
+    with pytest.raises(StartError, match="there is no such directory"):
         train(replace(config, run=replace(config.run, num_steps=4)))
-    assert completed_steps(run_dir) is None, "it failed"
+    assert completed_steps(run_dir) == 3, "nothing was written"
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_a_completed_run(
@@ -318,3 +317,15 @@ def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
     assert [row["step"] for row in read_rows(run_dir / "events.jsonl")] == [4, 5]
     assert rows(run_dir / "metrics.jsonl") == list(range(1, 9))
     assert "1 damaged line of metrics.jsonl moved to metrics.jsonl.damaged" in capsys.readouterr().err
+
+
+def test_null_is_no_change_from_a_key_that_was_not_there(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    saved = {key: value for key, value in flat_config(config).items() if not key.startswith("correction.")}
+    other = replace(config, correction=MISConfig())
+    changed = changed_keys(saved, other)
+    assert (
+        changed["correction"] == "correction tis -> mis"
+        and changed["correction.high"] == "correction.high (absent) -> 2.0"
+    )
+    assert not [line for line in changed.values() if "None" in line]

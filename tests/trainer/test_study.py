@@ -132,7 +132,7 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
         assert said in error, said
 
 
-def test_runs_at_a_time_must_fit_the_machine() -> None:
+def test_runs_at_a_time_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(cpus=2, gpus=0, memory=2**34)
     axes = {"modes": ["tis"], "precisions": ["bfloat16"], "seeds": [0]}
     assert parallel_problems(grid_of(**axes, parallel=2), machine) == []
@@ -140,6 +140,7 @@ def test_runs_at_a_time_must_fit_the_machine() -> None:
     assert "study.parallel must be <= 2: this machine has 2 CPU" in str(problem)
     words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
     machine = Machine(cpus=64, gpus=4, memory=2**40)
+    monkeypatch.setattr("trainer.run.task_check.this_machine", lambda: machine)
     assert parallel_problems(grid_of(*words, **axes, parallel=2), machine) == []
     [problem] = parallel_problems(grid_of(*words, **axes, parallel=3), machine)
     assert "must be <= 2: this machine has 4 GPU, and each run needs 2 GPU" in str(problem)
@@ -147,6 +148,7 @@ def test_runs_at_a_time_must_fit_the_machine() -> None:
 
 def test_runs_beside_each_other_see_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("rollout.gpus_per_engine=1", "policy.gpus_per_worker=1", "policy.num_workers=1")
+    monkeypatch.setattr("trainer.run.task_check.this_machine", lambda: Machine(cpus=64, gpus=4, memory=2**40))
     [cell] = grid_of(*words, modes=["tis"], precisions=["bfloat16"], seeds=[0]).cells
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [study_run._devices(cell, slot) for slot in (0, 1)] == [

@@ -122,8 +122,8 @@ USAGES = {
     ),
     "export": (
         "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
-        "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. <directory> must not "
-        "exist.\n"
+        "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. Another one is named "
+        "itself:\n  <run.dir>/checkpoints/step_000020. <directory> must not exist.\n"
     ),
     "report": (
         "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
@@ -224,10 +224,19 @@ def _export(words: list[str]) -> int:
     words = [word for word in words if word != BEST_FLAG]
     if len(words) != 2:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
-    run_dir, directory = (Path(word) for word in words)
+    given, directory = (Path(word) for word in words)
+    from trainer.config.outputs import CHECKPOINTS
+
+    is_step = given.absolute().parent.name == CHECKPOINTS
+    run_dir = given.absolute().parents[1] if is_step else given
     recipe = run_dir / "config.yaml"
-    if not recipe.is_file():
-        return refuse(command, "run.dir", "must be the directory of a run, with its config.yaml", str(run_dir))
+    if not recipe.is_file() or not given.is_dir():
+        saved = ", ".join(sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*")))
+        remedy = f"Checkpoints of the run: {saved}." if saved else ""
+        rule = "must be the directory of a run, with its config.yaml, or a checkpoint of one"
+        return refuse(command, "run.dir", rule, str(given), remedy)
+    if is_step and best:
+        return refuse(command, BEST_FLAG, "needs a run directory", str(given), "Leave it out.")
     from trainer.compose.compose import resolve
     from trainer.rundir.run_dir import unusable_problem
 
@@ -243,7 +252,7 @@ def _export(words: list[str]) -> int:
     from trainer.rundir.checkpoint import CheckpointError
 
     try:
-        checkpoint = export_model(config, run_dir, directory, best=best)
+        checkpoint = export_model(config, run_dir, directory, best=best, path=given if is_step else None)
     except CheckpointError as error:
         to_stderr(f"{command}: {error}\n")
         return FAILED
@@ -302,7 +311,7 @@ def _checked_train(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.cli.job import launch
+    from trainer.cli.job import check_tasks, launch
     from trainer.cli.resume import resolve_start
     from trainer.cli.show import show
     from trainer.cli.sweep import place_in_wandb
@@ -315,13 +324,12 @@ def _checked_train(
             return report(problems, command=command)
         return show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=arguments.own_dir)
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
-    if problems or found:
-        return report([*problems, *found], command=command)
-    if resolution.multirun:
+    if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
-    if arguments.dry_run:
+    if arguments.dry_run and not resolution.problems:
         from trainer.cli.plan import render_plans
 
         to_stdout(render_plans(resolution))
-        return DONE
-    return launch(resolution)
+    if problems or found:
+        return report([*problems, *found], command=command)
+    return check_tasks(resolution, command=command) if arguments.dry_run else launch(resolution)

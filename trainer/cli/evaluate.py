@@ -42,7 +42,7 @@ def run_eval(words: Sequence[str]) -> int:
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
     resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
-    problems += [*resolution.problems, *start_problems(resolution)]
+    problems += [*resolution.problems, *start_problems(resolution, trains=False)]
     [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)

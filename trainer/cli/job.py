@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from rollout.data.data_files import DataError
 from trainer.cli.sweep import Ended, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED
 from trainer.config.train import TrainConfig
+from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
-from trainer.rundir.run_dir import RunDirectoryError, make_private, newest_saved_step
+from trainer.rundir.run_dir import StartError, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout
 from trainer.rundir.time_limit import job_variable
@@ -95,15 +95,30 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
     return DONE
 
 
+def check_tasks(resolution: Resolution, *, command: str) -> int:
+    """Load tokenizer and data as the runs do, where they are on this disk; return the exit code of the dry run."""
+    configs = [run.config for run in resolution.runs if run.config is not None]
+    for config in {task_key(config): config for config in configs}.values():
+        if is_on_disk(config):
+            # Imported late, because this line imports transformers.
+            from trainer.run.task import load_task
+
+            try:
+                load_task(config, progress=lambda done, total, detail: None)
+            except StartError as error:
+                return failed(error, Path(config.run.dir), command=command)
+    return DONE
+
+
 def resume_command(run_dir: Path) -> str:
     """The command line that continues a run."""
     return f"parity resume {shlex.quote(str(run_dir))}"
 
 
 def failed(error: Exception, run_dir: Path, *, command: str) -> int:
-    """Report an error in one paragraph -> the exit code: REFUSED where nothing was started.
+    """Report an error in one paragraph -> the exit code: REFUSED where nothing was started, and nothing is written.
 
-    The traceback is kept in the run directory, unless it belongs to another run.
+    The traceback of another error is kept in the run directory.
     """
     trace = printable(redact_text("".join(traceback.format_exception(error))))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
@@ -112,7 +127,7 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         # The message of a foreign error may say too little: add the place that raised the error.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    if isinstance(error, RunDirectoryError):
+    if isinstance(error, StartError):
         to_stderr(f"{command} failed: {redact_text(message)}\n")
         return REFUSED
     log = run_dir / ERROR_LOG
@@ -123,4 +138,4 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
     except OSError as unwritable:
         kept = f"The traceback cannot be written to {log} ({unwritable}):\n{trace}"
     to_stderr(f"{command} failed: {redact_text(message)}\n{kept}\n")
-    return REFUSED if isinstance(error, DataError) else FAILED
+    return FAILED

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
+from rollout.config import Quantization
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
 from trainer.config.guard import MismatchGuardConfig
@@ -56,6 +57,8 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "forwards", forwards(config)
     for line in memory_plan(config, device_bytes=gpu_bytes()).lines():
         yield "memory", line
+    yield "schedule", _schedule(config)
+    yield "engines", _engines(config)
     for line in _placement(config, machine):
         yield "placement", line
     if isinstance(config.guard, MismatchGuardConfig):
@@ -71,8 +74,24 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
 def _tracking(config: TrainConfig, run_dir: Path) -> str:
     """Mode of W&B, and the place and name of the run there."""
     run = wandb_run(config.tracking, run_dir, name=default_name(config.run.recipe, run_dir))
+    board = ", and TensorBoard" if config.tracking.tensorboard else ""
     group = f", group {run.group}" if run.group else ""
-    return f"W&B {config.tracking.wandb.name}, project {run.project}, name {run.name}{group}"
+    return f"W&B {config.tracking.wandb.name}, project {run.project}, name {run.name}{group}{board}"
+
+
+def _schedule(config: TrainConfig) -> str:
+    """When the engines sample, and how old a sample may be."""
+    lag = config.max_lag_steps
+    older = f", or of up to {counted(lag, 'step')} before" if lag else ""
+    return f"{config.schedule.kind}: a step trains on samples of its own weights{older}"
+
+
+def _engines(config: TrainConfig) -> str:
+    """Kind and number format of the engines."""
+    rollout = config.rollout
+    grid = rollout.quantization
+    quantised = "" if grid is Quantization.none else f", weights quantised to {grid.name} at every sync"
+    return f"{rollout.kind}, {rollout.dtype.name}{quantised}"
 
 
 def _resume(config: TrainConfig, run_dir: Path) -> str:

@@ -79,6 +79,17 @@ class RankMemory:
                 return self.working
 
     @property
+    def held(self) -> int:
+        """Bytes on the training device that no length of a sequence changes."""
+        match self.offload:
+            case Offload.none:
+                return self.weights + self.gradients + self.optimizer
+            case Offload.optimizer:
+                return self.weights + self.gradients
+            case Offload.parameters:
+                return 0
+
+    @property
     def on_host(self) -> int:
         """Bytes on the host that belong to the training device."""
         match self.offload:

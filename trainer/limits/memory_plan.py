@@ -80,6 +80,20 @@ class MemoryPlan:
         return policy.num_workers * (of_rank + PROCESS_BYTES) + rollout.num_engines * (of_engine + PROCESS_BYTES)
 
     @property
+    def least_host_bytes(self) -> int | None:
+        """Bytes of the host's memory that ranks and engines need at any length; None if the model's size is unknown."""
+        if self.rank is None or self.engine is None:
+            return None
+        policy, rollout = self.config.policy, self.config.rollout
+        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.held)
+        return policy.num_workers * of_rank + (0 if rollout.gpus_per_engine else self.engine.weights)
+
+    @property
+    def least_device_bytes(self) -> int | None:
+        """Bytes of its GPU that a rank needs at any length; None without a GPU, or if the model's size is unknown."""
+        return self.rank.held if self.rank is not None and self.config.policy.gpus_per_worker else None
+
+    @property
     def host_verdict(self) -> str:
         """Comparison of the sum with the memory of this machine."""
         if self.host_bytes is None:

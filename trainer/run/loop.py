@@ -52,9 +52,10 @@ from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
-from trainer.rundir.run_dir import LOGS, RunDirectoryError, needs_no_step
+from trainer.rundir.run_dir import LOGS, StartError, needs_no_step
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
+from trainer.tracking.console import Console
 from trainer.tracking.samples import TokenLog, sample_rows
 from trainer.tracking.tracker import Tracker
 
@@ -105,10 +106,10 @@ def train(config: TrainConfig) -> RunResult:
             )
             if not was_complete:
                 run_steps(config, run_dir, checkpoint, termination, limit)
-        except RunDirectoryError:
-            raise  # what is in it belongs to another run
+        except StartError:
+            raise  # nothing was begun, and what is in the directory belongs to another run or an earlier part of it
         except BaseException:
-            if not termination.at_once:
+            if not termination.at_once and run_dir.is_dir():
                 _report(run_dir)
             raise
     return RunResult(run_dir=run_dir, report_path=_report(run_dir), was_complete=was_complete)
@@ -128,10 +129,13 @@ def run_steps(
 ) -> None:
     """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
     resumed = None if checkpoint is None else checkpoint.state
-    logs = run_dir / LOGS
-    with Tracker(config, run_dir=run_dir, resumed=resumed) as tracker, termination.named(), printed_log(logs):
+    console = Console(config.run.num_steps)
+    with console, termination.named():  # a mistake in it leaves no run directory and no W&B run
+        task = load_task(config, progress=console.base_model_progress)
+        prompts = prompt_stream(config, task, resumed)
+    tracking = Tracker(config, run_dir=run_dir, resumed=resumed, console=console)
+    with tracking as tracker, termination.named(), printed_log(run_dir / LOGS):
         termination.last_words = tracker.record_interrupted
-        task = load_task(config, progress=tracker.console.base_model_progress)
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
         for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:
@@ -140,7 +144,7 @@ def run_steps(
         if limit.line:
             tracker.console.line(limit.line)
         with ExitStack() as within:
-            run = open_run(config, task, tracker, termination, limit, run_dir=run_dir, within=within)
+            run = open_run(config, task, prompts, tracker, termination, limit, run_dir=run_dir, within=within)
             done, policy_version = restore(run, checkpoint)
             longest = max(len(prompt.token_ids) for prompt in task.dataset.train)
             with run.policy.resident():  # what does not fit into memory shows in the first minute
@@ -159,9 +163,21 @@ def run_steps(
                 raise termination.leave(RunTerminated(termination.request, step=termination.step)) from None
 
 
+def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> PromptStream:
+    """The training prompts, from where the run `resumed` had come to. Raises StartError for other data than it had."""
+    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
+    try:
+        if resumed is not None:
+            prompts.load_state_dict(resumed.stream)
+    except ValueError as error:
+        raise StartError(f"the checkpoint cannot be resumed: {error}") from error
+    return prompts
+
+
 def open_run(
     config: TrainConfig,
     task: Task,
+    prompts: PromptStream,
     tracker: Tracker,
     termination: Termination,
     limit: TimeLimit,
@@ -182,7 +198,6 @@ def open_run(
     within.enter_context(
         Watchdog(policy, engines, file=stacks, longest_s=longest_call_s(config), say=tracker.console.line)
     )
-    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
     sampler = within.enter_context(with_episodes(engines, config.episode, model_path=task.model_path))
     return Run(
         config=config,
@@ -286,7 +301,6 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     if checkpoint is None:
         return 0, 0
     state = checkpoint.state
-    run.prompts.load_state_dict(state.stream)
     if state.collector is not None:
         run.collector.load_state_dict(state.collector)
     if state.guard is not None:

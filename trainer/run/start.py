@@ -1,4 +1,8 @@
-"""Problems of starting correctly configured runs on this machine: a directory in use, a missing package."""
+"""Problems of starting correctly configured runs on this machine, the same for `--dry-run` and for the run.
+
+A directory in use, a missing package, a model, data or a reward function that cannot be used, too small a machine.
+Imports no torch, no Ray and no transformers.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ from rollout.config import SGLANG_REMEDY, SGLangConfig
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID
 from trainer.config.training import Resume
+from trainer.run.task_check import task_problems
+from trainer.rundir.checkpoint import newest_state
+from trainer.rundir.resume import other_run
 from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
@@ -18,17 +25,21 @@ from trainer.rundir.time_limit import job_problems
 TENSORBOARD_PACKAGE = "tensorboardX"
 
 
-def start_problems(resolution: Resolution) -> list[Problem]:
-    """Problems that prevent the start of the runs: a directory in use, a deadline, a package that is not installed."""
+def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Problem]:
+    """Everything that would end the runs and shows without an engine, each problem once.
+
+    An evaluation, which does not train, has no ranks and may take another model than that of the config.
+    """
     problems = [*_directory_problems(resolution), *job_problems(), *shared_id_problems(len(resolution.runs))]
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = f"{SGLANG_REMEDY}."
         problems.append(
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )
-    if any(run.config is not None and run.config.tracking.tensorboard for run in resolution.runs):
+    configs = [run.config for run in resolution.runs if run.config is not None]
+    if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
-    return problems
+    return [*problems, *task_problems(configs, trains=trains)]
 
 
 def shared_id_problems(num_runs: int) -> list[Problem]:
@@ -69,7 +80,7 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     if ours and any(run.config is None for run in resolution.runs):
         return []  # whether the run resumes is not known before its other problems are solved
     if resumes and ours:
-        return _too_few_steps(resolution, directory)
+        return _not_to_be_continued(resolution, directory)
     if resumes:
         remedy = "Name the directory of the run with run.dir=..."
         rule = "finds no run of Parity in run.dir, which is not empty"
@@ -80,19 +91,20 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     return [Problem(key=key, rule="must be absent or empty", value=str(directory), remedy=remedy)]
 
 
-def _too_few_steps(resolution: Resolution, directory: Path) -> list[Problem]:
-    """The Problem of every run that would continue with fewer steps than it has taken."""
+def _not_to_be_continued(resolution: Resolution, directory: Path) -> list[Problem]:
+    """Problems of a run that would continue as another run, or with fewer steps than it has taken."""
     try:
-        taken = steps_taken(directory)
+        taken, newest = steps_taken(directory), newest_state(directory)
     except (OSError, SealError) as error:
         return [Problem(key="run.dir", rule=f"must hold a run that can be read ({error})", value=str(directory))]
-    return [
-        Problem(
-            key="run.num_steps",
-            rule=f"must be >= the {taken} steps that the run in {directory} has taken",
-            value=run.config.run.num_steps,
-            remedy=f"parity resume {directory} goes on with the settings that the run had.",
-        )
-        for run in resolution.runs
-        if run.config is not None and run.config.run.resume is Resume.auto and run.config.run.num_steps < taken
-    ]
+    problems = []
+    for run in resolution.runs:
+        if run.config is None or run.config.run.resume is not Resume.auto:
+            continue
+        if run.config.run.num_steps < taken:
+            rule = f"must be >= the {taken} steps that the run in {directory} has taken"
+            remedy = f"parity resume {directory} goes on with the settings that the run had."
+            problems.append(run.config.broken("run.num_steps", rule, remedy))
+        if newest is not None:
+            problems += other_run(newest[0], newest[1].config, run.config)
+    return problems

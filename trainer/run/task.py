@@ -10,6 +10,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_ba
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import limit_silence
 from rollout.rewards import Scorer
@@ -17,8 +18,9 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
+from trainer.run.task_check import context_problems
 from trainer.rundir.cache import Progress
-from trainer.rundir.run_dir import write_whole
+from trainer.rundir.run_dir import StartError, write_whole
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
@@ -64,14 +66,14 @@ def _hide_bars() -> None:
 def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """The model that a critic starts from as a local directory: that of the policy if the config names no other.
 
-    Raises ValueError if it has another vocabulary than the policy, whose tokens it must read.
+    Raises StartError if it has another vocabulary than the policy, whose tokens it must read.
     """
     critic = config.critic
     if critic.path is None:
         return model_path
     path = _directory("critic.path", critic.path, None)
     if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
+        raise StartError(
             f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
             "Use a model of the same family, or null for that of the policy."
         )
@@ -79,7 +81,7 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
 
 
 def _directory(key: str, path: str, revision: str | None) -> Path:
-    """A local directory as it is, anything else fetched from the hub. Raises ValueError that names the `key`."""
+    """A local directory as it is, anything else fetched from the hub. Raises StartError that names the `key`."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
@@ -88,7 +90,7 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
         return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(
+        raise StartError(
             f"{key} must be a directory or a repository of the hub that can be read, got {path!r}: there is no such "
             f"directory here, and the hub says {reason}"
         ) from error
@@ -98,23 +100,35 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     """Resolve the model, tokenize the prompts and build the scorer.
 
     A `model_path` takes the place of the config's model, to be evaluated: no critic is looked for then.
+
+    Raises StartError for a model or data that cannot be used, before anything is started or written.
     """
     trains = model_path is None
     model_path = resolve_model(config, progress=progress) if model_path is None else model_path
-    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        stop_ids = stop_token_ids(tokenizer, model_path)
+        dataset = load_dataset(config.data, tokenizer, eval_sets=config.eval.sets)
+    except DataError as error:
+        raise StartError(str(error)) from error
+    except Exception as error:  # transformers raises whatever its readers of files raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise StartError(f"model.path must hold a tokenizer that can be read, got {model_path}: {reason}") from error
+    prompts = [*dataset.train, *dataset.heldout, *(prompt for held in dataset.eval_sets.values() for prompt in held)]
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    for problem in context_problems(config, model_path, longest_prompt=longest):
+        raise StartError(str(problem))
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    scorer = Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode)
-    scorer.check_function()
     return Task(
         model_path=model_path,
         critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
         tokenizer=tokenizer,
-        dataset=load_dataset(config.data, tokenizer, eval_sets=config.eval.sets),
-        stop_token_ids=stop_token_ids(tokenizer, model_path),
-        scorer=scorer,
+        dataset=dataset,
+        stop_token_ids=stop_ids,
+        scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
     )
 
 

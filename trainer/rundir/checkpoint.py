@@ -156,6 +156,12 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
     return None
 
 
+def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
+    """The newest checkpoint and its state, without a look at its other files; None without one. Raises SealError."""
+    path = next(reversed(sealed_steps(run_dir / CHECKPOINTS).values()), None)
+    return None if path is None else (path, _read_state(path))
+
+
 def checkpoint_at(path: Path) -> Checkpoint:
     """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or not a checkpoint."""
     try:

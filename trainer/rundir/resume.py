@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from algorithms.config import Estimator
+from algorithms.config import Estimator, Problem
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
 from trainer.rundir.provenance import config_record, group_choices
+from trainer.rundir.run_dir import StartError
 
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""
@@ -28,43 +29,42 @@ _ABSENT = "(absent)"
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
     """The checkpoint from which the run resumes; None if the run starts anew.
 
-    Raises CheckpointError if all checkpoints are damaged, or the config belongs to another run, with its keys.
+    Raises StartError if all checkpoints are damaged, or the config belongs to another run, with its keys.
     """
     if config.run.resume is not Resume.auto:
         return None
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
-        return None
-    changed, now = changed_keys(checkpoint.state.config, config), flat_config(config)
-    # A key that this version of Parity no longer has cannot be set as it was; the user is told of the change only.
-    if other := [line for key, line in changed.items() if _is_fixed(key) and key in now]:
-        raise CheckpointError(
-            f"{checkpoint.path} belongs to another run: {'; '.join(other)}. "
-            "Set them as they were, or begin a new run in another run.dir."
-        )
-    _require_critic(checkpoint, config)
+    try:
+        checkpoint = newest_checkpoint(run_dir)
+    except CheckpointError as error:
+        raise StartError(str(error)) from error
+    if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
+        raise StartError("\n".join(map(str, problems)))
     return checkpoint
 
 
-def _require_critic(checkpoint: Checkpoint, config: TrainConfig) -> None:
-    """Check that the checkpoint has a critic exactly if the run has one."""
-    record = checkpoint.state.config
-    saved = record.get(ESTIMATOR, config.advantage.estimator.name)
-    had_critic = saved == Estimator.gae.name
-    if had_critic != config.has_critic:
-        raise CheckpointError(
-            f"{checkpoint.path} holds {'a' if had_critic else 'no'} critic: {ESTIMATOR} was {saved} and is "
-            f"{config.advantage.estimator.name}. Set it as it was, or begin a new run from what `parity export` writes."
-        )
+def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of `config` if the checkpoint `path`, whose config was `saved`, belongs to another run."""
+    changed, now = changed_keys(saved, config), flat_config(config)
+    # A key that this version of Parity no longer has cannot be set as it was; the user is told of the change only.
+    for key in [key for key in changed if _is_fixed(key) and key in now]:
+        rule = f"must be {saved.get(key, _ABSENT)!r}, as in {path}: with another value it is another run"
+        yield Problem(key=key, rule=rule, value=now[key], remedy="Or begin a new run in another run.dir.")
+    # A checkpoint has a critic exactly if its run had one.
+    estimator = saved.get(ESTIMATOR, config.advantage.estimator.name)
+    if (estimator == Estimator.gae.name) != config.has_critic:
+        rule = f"must be {estimator}, as in {path}, which holds {'no' if config.has_critic else 'a'} critic"
+        remedy = "Or begin a new run from what `parity export` writes."
+        yield Problem(key=ESTIMATOR, rule=rule, value=config.advantage.estimator, remedy=remedy)
 
 
 def changed_keys(saved: Mapping[str, object], config: TrainConfig) -> dict[str, str]:
-    """Key -> "key saved -> now" for every key whose value differs from the checkpoint."""
+    """Key -> "key saved -> now" for every key whose value differs from the checkpoint; null is as good as no key."""
     now = flat_config(config)
     changed = {}
     for key in [*saved, *(key for key in now if key not in saved)]:
         before, after = saved.get(key, _ABSENT), now.get(key, _ABSENT)
-        if before != after and key not in OWN:
+        says_nothing = all(value in (_ABSENT, None) for value in (before, after))
+        if before != after and not says_nothing and key not in OWN:
             changed[key] = f"{key} {before} -> {after}"
     return changed
 

@@ -48,7 +48,11 @@ class RunStatus(Enum):
     """The guard ended the run."""
 
 
-class RunDirectoryError(RuntimeError):
+class StartError(RuntimeError):
+    """The run cannot begin with what it was given: nothing was started, and nothing was written."""
+
+
+class RunDirectoryError(StartError):
     """The directory belongs to another process or run, or cannot be used; the run must not write to it."""
 
 

@@ -1,0 +1,162 @@
+"""Mistakes in model, data, reward and machine: found before torch is imported, by the dry run and the run alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_process import HEAVY, parity
+from data_cases import byte_tokenizer
+from policy_cases import save_policy
+
+from trainer.cli.commands import run
+from trainer.compose.compose import resolve
+from trainer.config.train import TrainConfig
+from trainer.config.training import Offload
+from trainer.limits.machine import Machine
+from trainer.run import task_check
+from trainer.run.task_check import task_problems
+
+RECIPE = """
+defaults: [/arithmetic_grpo, override /model: hf, override /data: file, override /rollout: torch, _self_]
+model: {path: tiny}
+data: {train_path: rows.jsonl, eval_path: rows.jsonl, prompt_key: q, answer_key: a, max_prompt_tokens: 60}
+reward: {function: "own.py:reward"}
+"""
+REWARDS = """
+def reward(response, answer): return float(response == answer)
+def raises(response, answer): raise KeyError(answer)
+def of_verl(data_source, solution_str, ground_truth): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a recipe of one's own, its model of a context of 128 tokens, its data and its reward."""
+    directory = tmp_path_factory.mktemp("own")
+    byte_tokenizer(save_policy(directory / "tiny"))
+    rows = [{"q": f"{number}?", "a": str(number)} for number in range(30)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "own.py").write_text(REWARDS)
+    (directory / "mine.yaml").write_text(RECIPE)
+    return directory
+
+
+@pytest.fixture
+def own(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(made)
+    return made
+
+
+def config_of(own: Path, *words: str) -> TrainConfig:
+    [found] = resolve(own / "mine.yaml", words, own_dir=None, multirun=False).runs
+    assert found.config is not None, found.problems
+    return found.config
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tuple[str, ...]) -> None:
+    before = sorted(own.rglob("*"))
+    wrong = ("data.prompt_key=question", "model.path=nosuch/a/b", "rollout.gpus_per_engine=1")
+    outcome = parity("train", "mine.yaml", *wrong, *more, cwd=own, watched=HEAVY, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (outcome.code, outcome.loaded) == (2, ()), outcome.err
+    assert outcome.cpu_s < 3
+    title, *problems = outcome.err.splitlines()
+    assert title == "parity train mine.yaml: 3 problems, nothing was started"
+    keys = ["rollout.gpus_per_engine", "model.path", "data"]
+    assert [line.split()[1] for line in problems] == keys
+    assert "data.prompt_key=question is not a column; columns are q, a." in problems[-1]
+    assert sorted(own.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("model.path=.", "model.path must be the directory of a Hugging Face model, with config.json, *.safetensors"),
+        ("model.path=tiny/config.json", "It is a file: model.path=tiny is its directory."),
+        ("sampling.max_new_tokens=200", "sampling.max_new_tokens must be <= 127: the model's context has 128 tokens"),
+        ("eval.max_new_tokens=200", "eval.max_new_tokens must be <= 127: the model's context has 128 tokens"),
+        ("reward.function=own.py:raises", "got 'own.py:raises'. It failed with KeyError: '0' (own.py, line 3)"),
+        ("reward.function=own.py:of_verl", "ground_truth is answer."),
+        ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
+        ("data.answer_key=b", "data.answer_key=b is not a column; columns are q, a."),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_problem_for_the_run_too(
+    own: Path, word: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(own.rglob("*"))
+    assert run(["train", "mine.yaml", word]) == 2
+    title, *problems = capsys.readouterr().err.splitlines()
+    assert title.endswith("1 problem, nothing was started")
+    assert expected in " ".join(problems)
+    assert sorted(path for path in own.rglob("*") if "__pycache__" not in str(path)) == before
+
+
+def test_what_only_a_tokenizer_shows_is_found_by_the_dry_run_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["data.max_prompt_tokens=1"], "more than data.max_prompt_tokens=1"),
+        (["sampling.max_new_tokens=127"], "sampling.max_new_tokens must be <= 1"),
+    ):
+        for more in (["--dry-run"], []):
+            assert run(["train", "mine.yaml", *words, *more]) == 2
+            shown = capsys.readouterr()
+            assert f"parity train{' mine.yaml' * bool(more)} failed: " in shown.err and expected in shown.err
+    assert not (own / "outputs").exists()
+
+
+def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    for words in ([], ["schedule=bounded", "rollout.quantization=int4", "tracking.tensorboard=true"]):
+        assert run(["train", "arithmetic_grpo", "rollout=torch", "run.dir=out", "--dry-run", *words]) == 0
+        plans.append(capsys.readouterr().out.splitlines())
+    differs = [line.split()[0] for line in plans[1] if line not in plans[0]]
+    assert differs == ["schedule", "engines", "tracking"]
+
+
+def test_weights_that_never_fit_are_refused_and_activations_that_may_not_are_not(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(own)
+    for memory, refused in ((2**17, True), (2**21, False)):
+        monkeypatch.setattr(task_check, "this_machine", lambda memory=memory: Machine(cpus=2, gpus=0, memory=memory))
+        problems = [str(problem) for problem in task_problems([config])]
+        assert [line.startswith("model must fit into 128 KiB of memory: weights") for line in problems] == [
+            True
+        ] * refused
+    offloaded = replace(config, policy=replace(config.policy, gpus_per_worker=1.0, offload=Offload.parameters))
+    monkeypatch.setattr(task_check, "this_machine", lambda: Machine(cpus=2, gpus=9, memory=2**30))
+    for on_gpu, fits in ((config.policy, False), (offloaded.policy, True)):
+        monkeypatch.setattr(task_check, "gpu_bytes", lambda: 2**16)
+        policy = replace(on_gpu, gpus_per_worker=1.0)
+        assert bool(task_problems([replace(config, policy=policy)])) is not fits
+
+
+def test_more_workers_than_the_machine_has_room_for_are_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_check, "this_machine", lambda: Machine(cpus=2, gpus=0, memory=2**40))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for num_workers, refused in ((7, False), (8, True)):  # and an engine, a quarter of a CPU each
+        config = config_of(own, f"policy.num_workers={num_workers}")
+        found = [str(problem) for problem in task_problems([config])]
+        assert ["the workers need 2.25 CPU, and it has 2, got 8." in line for line in found] == [True] * refused
+        assert not task_problems([config], trains=False), "an evaluation has no ranks"
+
+
+def test_a_function_that_several_runs_share_is_called_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(task_check, "call_once", lambda config, prompt: called.append(prompt.answer) or "no")
+    config = config_of(own)
+    runs = [replace(config, run=replace(config.run, seed=seed)) for seed in range(3)]
+    [problem] = task_problems(runs)
+    assert problem.key == "reward.function" and called == ["0"]
+
+
+def test_a_model_on_the_hub_is_asked_for_once_and_briefly(own: Path) -> None:
+    """Nobody listens at the address of the hub."""
+    words = ["train", "mine.yaml", "model.path=some/model"]
+    outcome = parity(*words, cwd=own, env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(own / "hf")})
+    assert outcome.code == 2 and outcome.cpu_s < 3
+    [_, problem] = outcome.err.splitlines()
+    assert "model.path must be a directory or a repository of the hub that can be read, got 'some/model'." in problem
