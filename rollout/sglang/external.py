@@ -70,8 +70,9 @@ class ExternalServer:
                     ) from error
                 waited_s = time.monotonic() - begin
                 if waited_s > (min(REFUSED_S, timeout_s) if error.is_refused else timeout_s):
-                    limit = f"{waited_s:.0f} s" if error.is_refused else f"rollout.start_timeout_s={timeout_s}"
-                    cause = f"no answer within {limit}: {error}"
+                    cause = f"no answer within rollout.start_timeout_s={timeout_s}: {error}"
+                    if error.is_refused:
+                        cause = f"nobody listens after {waited_s:.0f} s: {error}"
                     raise EngineError(self.error("start", cause, policy_version=0)) from error
             time.sleep(READY_INTERVAL_S)
 
