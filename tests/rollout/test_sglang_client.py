@@ -208,7 +208,8 @@ def test_a_server_where_nobody_listens_is_given_up_soon(monkeypatch: pytest.Monk
         address = f"http://127.0.0.1:{ended.getsockname()[1]}"
     begin = time.monotonic()
     with pytest.raises(
-        EngineError, match=rf"start: nobody listens after \d+ s: .*ConnectionRefused.* The server at {address} is not ours"
+        EngineError,
+        match=rf"start: nobody listens after \d+ s: .*ConnectionRefused.* The server at {address} is not ours",
     ):
         ExternalServer(address, index=0).start(timeout_s=300.0)
     assert 1.0 <= time.monotonic() - begin < 5.0

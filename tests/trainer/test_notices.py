@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from trainer.config.components import ArithmeticModelConfig
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.task_config import ArithmeticDataConfig, RewardConfig
 from trainer.config.train import TrainConfig
+from trainer.config.training import ArithmeticModelConfig
 from trainer.run.notices import IDLE_STEPS, Notices
 from trainer.rundir.events import Severity
 
