@@ -1,18 +1,21 @@
 """Requests to one SGLang server: jobs in, replies out as they end. One HTTP request per sample.
 
 A thread with its own event loop sends the requests over pooled connections, in the order of submission, as many at a
-time as the server runs together. `rollout/sglang/engine.py` makes the requests and reads the replies
-(`rollout/sglang/replies.py`); the other calls go through `rollout/sglang/client.py`.
+time as the server runs together. Before several requests with one prompt the server reads the prompt once, so that each
+of them finds it in the prefix cache: a scheduler that gets them together would compute it for each.
+`rollout/sglang/engine.py` makes the requests and reads the replies (`rollout/sglang/replies.py`); the other calls go
+through `rollout/sglang/client.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +29,8 @@ from rollout.processes.busy_clock import BusyClock
 from rollout.sglang.client import ClientError, SGLangClient
 from rollout.types import GenerateRequest
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 2.0
 """Seconds after which an idle connection is closed, before the server closes it (5 s) under a new request."""
 CONNECT_TIMEOUT_S = 30.0
@@ -38,6 +43,8 @@ DEFAULT_WINDOW = 256
 """Maximum of unanswered requests to a server that does not report how many it runs together."""
 REFUSED_STATUSES = (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 """Statuses that are about one request; any other error, such as 401 or 503, is about the server."""
+MIN_SHARED_PROMPT = 16
+"""Tokens of a prompt below which computing it for each request costs less than another request."""
 WINDOW_SLACK = 1.125
 """Ratio of sent requests to requests that the server runs together, so that free slots are filled without delay."""
 
@@ -50,6 +57,8 @@ class Job:
     request: GenerateRequest
     body: Mapping[str, Any]
     """Body of /generate, without rid."""
+    prompt: tuple[int, ...] = ()
+    """The prompt in `body`, if other jobs of the same submission have it too and it is worth sharing."""
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     """Id of the request. SGLang aborts by prefix, so all ids have the same length."""
     sent_at: float = 0.0
@@ -102,6 +111,8 @@ class RequestStream:
         # Used by the thread only:
         self._waiting: deque[Job] = deque()
         self._sent: dict[int, Job] = {}
+        self._readings: dict[tuple[int, ...], asyncio.Task[None]] = {}
+        """Prompts that the server reads for several jobs, which wait for it."""
         self._errands: set[asyncio.Task[Any]] = set()
         self._held_since: float | None = None
         self._session: aiohttp.ClientSession
@@ -130,7 +141,7 @@ class RequestStream:
         with self._changed:
             self._num_unfinished += len(jobs)
             self._busy.set(is_busy=self._num_unfinished > 0)
-        self._loop.call_soon_threadsafe(self._send, list(jobs))
+        self._loop.call_soon_threadsafe(self._accept, list(jobs))
 
     def poll(self, timeout_s: float) -> list[Answer]:
         """Jobs that have ended since the last call; waits at most `timeout_s` seconds for the first.
@@ -206,20 +217,46 @@ class RequestStream:
                     continue
             await self._drop(None)
 
-    def _send(self, more: Sequence[Job] = ()) -> None:
-        self._waiting.extend(more)
-        while self._waiting and len(self._sent) < self._window and self._held_since is None:
-            job = self._waiting.popleft()
+    def _accept(self, jobs: Sequence[Job]) -> None:
+        """Queue new jobs; have the server read the prompts that several of them share."""
+        counts = Counter(tuple(job.body["input_ids"]) for job in jobs)
+        for job in jobs:
+            prompt = tuple(job.body["input_ids"])
+            if counts[prompt] > 1 and len(prompt) >= MIN_SHARED_PROMPT and self._held_since is None:
+                job.prompt = prompt
+                if prompt not in self._readings:
+                    self._readings[prompt] = self._loop.create_task(self._read(job))
+        self._waiting.extend(jobs)
+        self._send()
+
+    async def _read(self, job: Job) -> None:
+        """Have the server compute the prompt of `job`, and send the jobs that wait for it.
+
+        If it fails, each job computes the prompt, or fails for the same reason.
+        """
+        sampling = {**job.body["sampling_params"], "max_new_tokens": 0}
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._generate({**job.body, "sampling_params": sampling, "return_logprob": False})
+        except (ClientError, TimeoutError) as error:
+            logger.info("a prompt of %d tokens was not read in advance: %s", len(job.prompt), error)
+        finally:
+            self._readings.pop(job.prompt, None)
+        self._send()
+
+    def _send(self) -> None:
+        while len(self._sent) < self._window and self._held_since is None:
+            job = next((job for job in self._waiting if job.prompt not in self._readings), None)
+            if job is None:
+                return
+            self._waiting.remove(job)
             job.sent_at, job.version = time.monotonic(), self.version
             self._sent[job.ticket] = job
             job.task = self._loop.create_task(self._serve(job))
 
     async def _serve(self, job: Job) -> None:
-        body = {**job.body, "rid": job.rid}
-        if self.extra_key is not None:
-            body["extra_key"] = self.extra_key
         try:
-            reply = await self._client.exchange(self._session, "/generate", body)
+            reply = await self._generate({**job.body, "rid": job.rid})
         except Exception as error:  # whatever it is: nobody looks at this task, and its request must not hang
             cause = error if isinstance(error, ClientError) else ClientError(f"{type(error).__name__}: {error}")
             if cause.status in REFUSED_STATUSES:
@@ -228,6 +265,10 @@ class RequestStream:
                 await self._drop(cause, but=job)
             return
         self._end(Answer(job, reply))
+
+    async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        key = {} if self.extra_key is None else {"extra_key": self.extra_key}
+        return await self._client.exchange(self._session, "/generate", {**body, **key})
 
     def _end(self, answer: Answer) -> None:
         if self._sent.pop(answer.job.ticket, None) is None:
@@ -297,6 +338,8 @@ class RequestStream:
         self._sent.clear()
         self._waiting.clear()
         tasks = [job.task for job in jobs if job.task is not None and job is not but]
+        tasks += self._readings.values()
+        self._readings.clear()
         for task in tasks:
             task.cancel()
         with self._changed:

@@ -73,11 +73,13 @@ def test_a_server_on_a_cpu_attends_in_batches(served: Served) -> None:
     assert served.client.call("/server_info", timeout_s=30)["attention_backend"] == ATTENTION_BACKEND
 
 
-def test_a_prompt_of_the_cache_is_not_computed_again(served: Served) -> None:
-    [request] = make_requests([[3 + i % 40 for i in range(60)]], temperature=1.0, max_new_tokens=4)
-    shared = [served.engine.generate([request])[0].shared_prompt_tokens for _ in range(2)]
-    # The last token of a prompt is always computed: its state predicts the first token.
-    assert shared == [0, 59]
+def test_a_prompt_is_computed_once_for_all_its_responses(served: Served) -> None:
+    prompts = [[3 + (7 * number + i) % 40 for i in range(60)] for number in range(3)]
+    requests = make_requests(prompts, num_samples=4, temperature=1.0, max_new_tokens=4)
+    # The last token of a prompt is computed for every response: its state predicts the first token.
+    assert [answer.shared_prompt_tokens for answer in served.engine.generate(requests)] == [59] * 12
+    alone = make_requests([[5, *prompts[0]]], temperature=1.0, max_new_tokens=4)
+    assert [answer.shared_prompt_tokens for answer in served.engine.generate(alone)] == [0]
 
 
 def test_greedy_equals_transformers_and_repeats(served: Served) -> None:
