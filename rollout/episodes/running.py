@@ -86,6 +86,8 @@ class RunningEpisode:
     token_versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     num_turns: int = 0
+    shared_prompt_tokens: int = 0
+    """Tokens of the prompt that the engine did not compute for the first turn."""
     last: FinishReason = FinishReason.failed
     engine_ticket: int | None = None
     """Ticket of the turn that the engines are sampling; None between turns."""
@@ -121,6 +123,9 @@ class RunningEpisode:
         self.sampled += [True] * len(generation.token_ids)
         known = self.logprobs is not None and generation.logprobs is not None
         self.logprobs = [*(self.logprobs or ()), *(generation.logprobs or ())] if known else None
+        if self.num_turns == 0:
+            shared = generation.shared_prompt_tokens
+            self.shared_prompt_tokens = min(shared, len(self.request.prompt_token_ids))
         self.num_turns += 1
         self.last = generation.finish_reason
 
@@ -142,6 +147,7 @@ class RunningEpisode:
             token_versions=self.token_versions[first : first + 1] * first + self.token_versions[first:],
             finish_reason=reason,
             sampled=self.sampled,
+            shared_prompt_tokens=self.shared_prompt_tokens,
         )
 
 

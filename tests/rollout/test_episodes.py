@@ -127,9 +127,10 @@ def test_an_episode_of_one_turn_is_what_the_engine_alone_gives(engine, episodes)
     requests = make_requests()
     plain = engine.generate(requests)
     for alone, episode in zip(plain, episodes(ONE_TURN).generate(requests), strict=True):
-        # The requests beside it move the last bits of a log-prob.
+        # The requests beside it move the last bits of a log-prob, and decide who reads a shared prompt.
         assert episode.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
-        assert replace(episode, logprobs=None) == replace(alone, logprobs=None, sampled=[True] * len(alone.token_ids))
+        expected = replace(alone, logprobs=None, sampled=[True] * len(alone.token_ids), shared_prompt_tokens=0)
+        assert replace(episode, logprobs=None, shared_prompt_tokens=0) == expected
 
 
 def test_a_function_is_given_the_other_columns_and_the_engine_is_not(episodes):
