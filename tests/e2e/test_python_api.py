@@ -166,7 +166,6 @@ def test_a_run_that_fails_raises_what_the_command_printed(tmp_path: Path, monkey
     assert str(failed.value).startswith("parity train failed: ") and "cache" in str(failed.value)
     assert f"The full traceback is in {run.dir}/error.log." in str(failed.value)
     assert run.status is RunStatus.failed and run.metrics() == [] and run.checkpoints == {}
-    assert trainer.open_run(run.dir).status is RunStatus.failed
     assert "failed" in repr(run)
 
 

@@ -91,7 +91,7 @@ def test_every_share_by_hand() -> None:
 def test_every_pass_counts_and_what_is_scored_once_counts_once() -> None:
     config = make_config(Path("nowhere"), num_workers=2, mini_batch_prompts=2)
     config = replace(config, batch=replace(config.batch, passes=3))
-    trained, times = [Lengths(3, 4)] * 4, {**TIMES, "time/train_s": 80.0}
+    trained, times = [GroupLengths(3, (4, 4), 8)] * 2, {**TIMES, "time/train_s": 80.0}
     one_s = training_flops(TINY, trained) / 2e6
     for taken, passes in ((6, 3.0), (4, 2.0), (1, 1.0)):  # mini-batches without a usable gradient were left out
         found = step(config, KNOWN, times, optimizer_steps=taken)

@@ -46,6 +46,7 @@ from trainer.policy.model import full_tensors
 from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 from trainer.run.task import resolve_critic
+from trainer.rundir.run_dir import StartError
 
 MODES: dict[str, CorrectionConfig] = {
     "recompute": RecomputeConfig(),
@@ -187,7 +188,7 @@ def test_a_critic_of_its_own_needs_the_vocabulary_of_the_policy(model_path: Path
     config = ppo_config(model_path, critic=CriticConfig(path=str(tmp_path / "same")))
     assert resolve_critic(config, policy, tokenizers[0]) == tmp_path / "same"
     config = ppo_config(model_path, critic=CriticConfig(path=str(tmp_path / "other")))
-    with pytest.raises(ValueError, match=r"critic\.path must have the vocabulary of the policy"):
+    with pytest.raises(StartError, match=r"critic\.path must have the vocabulary of the policy"):
         resolve_critic(config, policy, tokenizers[0])
 
 

@@ -185,7 +185,8 @@ def test_nothing_is_written_to_the_directory_of_another_run(
     before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     # The directory is taken between the check of the command line and the start of the run.
     monkeypatch.setattr("trainer.run.start.start_problems", lambda resolution: [])
-    assert run(["train", "arithmetic_grpo", f"run.dir={other}", "tracking.wandb=disabled"]) == 2
+    words = ["train", "arithmetic_grpo", f"run.dir={other}", "tracking.wandb=disabled", "model.num_steps=1"]
+    assert run(words) == 2
     assert "must be absent or empty" in capsys.readouterr().err
     after = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
     assert after == before
