@@ -192,8 +192,8 @@ def rows(run_dir: Path, *, without: set[str]) -> list[dict[str, Any]]:
 def timed(key: str) -> bool:
     """Whether a metric depends on the clock or on the memory of the process."""
     # Shares of estimated seconds stand on the machine's measured rates, which a busy machine measures at every start.
-    timed = ("time/", "perf/", "rollout/tail_frac", "rollout/slots_busy_frac", "rollout/prompt_tokens_shared")
-    return key.startswith(timed) or key.endswith(("_s", "/seconds"))
+    prefixes = ("time/", "perf/", "rollout/tail_frac", "rollout/slots_busy_frac", "rollout/prompt_tokens_shared")
+    return key.startswith(prefixes) or key.endswith(("_s", "/seconds"))
 
 
 def seconds(run_dir: Path, key: str) -> list[float]:
