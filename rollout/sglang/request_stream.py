@@ -15,7 +15,7 @@ import resource
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,8 +57,6 @@ class Job:
     request: GenerateRequest
     body: Mapping[str, Any]
     """Body of /generate, without rid."""
-    prompt: tuple[int, ...] = ()
-    """The prompt in `body`, if other jobs of the same submission have it too and it is worth sharing."""
     rid: str = field(default_factory=lambda: secrets.token_hex(16))
     """Id of the request. SGLang aborts by prefix, so all ids have the same length."""
     sent_at: float = 0.0
@@ -111,8 +109,8 @@ class RequestStream:
         # Used by the thread only:
         self._waiting: deque[Job] = deque()
         self._sent: dict[int, Job] = {}
-        self._readings: dict[tuple[int, ...], asyncio.Task[None]] = {}
-        """Prompts that the server reads for several jobs, which wait for it."""
+        self._readings: dict[asyncio.Task[None], list[Job]] = {}
+        """Requests that have the server read a prompt -> the jobs with the prompt, which wait for it."""
         self._errands: set[asyncio.Task[Any]] = set()
         self._held_since: float | None = None
         self._session: aiohttp.ClientSession
@@ -219,37 +217,49 @@ class RequestStream:
 
     def _accept(self, jobs: Sequence[Job]) -> None:
         """Queue new jobs; have the server read the prompts that several of them share."""
-        counts = Counter(tuple(job.body["input_ids"]) for job in jobs)
+        by_prompt: dict[tuple[int, ...], list[Job]] = {}
         for job in jobs:
-            prompt = tuple(job.body["input_ids"])
-            if counts[prompt] > 1 and len(prompt) >= MIN_SHARED_PROMPT and self._held_since is None:
-                job.prompt = prompt
-                if prompt not in self._readings:
-                    self._readings[prompt] = self._loop.create_task(self._read(job))
-        self._waiting.extend(jobs)
+            by_prompt.setdefault(tuple(job.body["input_ids"]), []).append(job)
+        waits: set[int] = set()
+        for prompt, group in by_prompt.items():
+            if len(group) > 1 and len(prompt) >= MIN_SHARED_PROMPT and self._held_since is None:
+                self._readings[self._loop.create_task(self._read(group))] = group
+                waits.update(job.ticket for job in group)
+        self._waiting.extend(job for job in jobs if job.ticket not in waits)
         self._send()
 
-    async def _read(self, job: Job) -> None:
-        """Have the server compute the prompt of `job`, and send the jobs that wait for it.
+    async def _read(self, group: Sequence[Job]) -> None:
+        """Have the server compute the prompt of a group, and send its jobs, which wait for it.
 
         If it fails, each job computes the prompt, or fails for the same reason.
         """
-        sampling = {**job.body["sampling_params"], "max_new_tokens": 0}
+        body = group[0].body
+        sampling = {**body["sampling_params"], "max_new_tokens": 0}
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._generate({**job.body, "sampling_params": sampling, "return_logprob": False})
-        except (ClientError, TimeoutError) as error:
-            logger.info("a prompt of %d tokens was not read in advance: %s", len(job.prompt), error)
-        finally:
-            self._readings.pop(job.prompt, None)
+                await self._generate({**body, "sampling_params": sampling, "return_logprob": False})
+        except Exception as error:  # whatever it is: nobody looks at this task, and its jobs must not hang
+            logger.info("a prompt of %d tokens was not read in advance: %s", len(body["input_ids"]), error)
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.extend(self._readings.pop(task, ()))
         self._send()
 
+    def _end_readings(self, tickets: set[int] | None = None) -> list[asyncio.Task[None]]:
+        """Give up reading for the jobs of `tickets`, None for all: their groups wait to be sent like other jobs."""
+        ended = [
+            task
+            for task, group in self._readings.items()
+            if tickets is None or any(job.ticket in tickets for job in group)
+        ]
+        for task in ended:
+            task.cancel()
+            self._waiting.extend(self._readings.pop(task))
+        return ended
+
     def _send(self) -> None:
-        while len(self._sent) < self._window and self._held_since is None:
-            job = next((job for job in self._waiting if job.prompt not in self._readings), None)
-            if job is None:
-                return
-            self._waiting.remove(job)
+        while self._waiting and len(self._sent) < self._window and self._held_since is None:
+            job = self._waiting.popleft()
             job.sent_at, job.version = time.monotonic(), self.version
             self._sent[job.ticket] = job
             job.task = self._loop.create_task(self._serve(job))
@@ -284,6 +294,7 @@ class RequestStream:
             self._changed.notify_all()
 
     def _abort(self, tickets: set[int] | None) -> None:
+        self._end_readings(tickets)
         unsent = [job for job in self._waiting if tickets is None or job.ticket in tickets]
         if unsent:
             gone = {job.ticket for job in unsent}
@@ -334,14 +345,14 @@ class RequestStream:
 
     async def _drop(self, cause: ClientError | None, *, but: Job | None = None) -> None:
         """End all jobs; `but` is the job whose own task calls this."""
+        readings = self._end_readings()
         jobs = [*self._sent.values(), *self._waiting]
         self._sent.clear()
         self._waiting.clear()
         tasks = [job.task for job in jobs if job.task is not None and job is not but]
-        tasks += self._readings.values()
-        self._readings.clear()
         for task in tasks:
             task.cancel()
+        tasks += readings
         with self._changed:
             self._num_unfinished -= len(jobs)
             self._busy.set(is_busy=self._num_unfinished > 0)
@@ -353,6 +364,7 @@ class RequestStream:
     async def _hold(self, on: bool) -> None:
         if on and self._held_since is None:
             self._held_since = time.monotonic()
+            self._end_readings()
         elif not on and self._held_since is not None:
             held_s = time.monotonic() - self._held_since
             for job in self._sent.values():
