@@ -59,8 +59,9 @@ def micro_batch(
 
 def prompt_runs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """(tokens of the prompt, number of samples) of each run of neighbours with the same prompt."""
-    prompts = (sample.token_ids[: sample.num_prompt_tokens].tolist() for sample in samples)
-    return [(len(prompt), len(list(run))) for prompt, run in groupby(prompts)]
+    prompts = (sample.token_ids[: sample.num_prompt_tokens] for sample in samples)
+    runs = [list(run) for _, run in groupby(prompts, key=lambda prompt: prompt.tobytes())]
+    return [(len(run[0]), len(run)) for run in runs]
 
 
 def decoder_inputs(
