@@ -200,7 +200,7 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     groups = largest_micro_batch(config)
     # Every sample of a group has a copy of the keys and values of its prompt and of its own.
     copied = sum(group.prompt + rest for group in groups if len(group.rests) > 1 for rest in group.rests)
-    computed = sum(group.prompt + sum(group.rests) for group in groups)
+    computed = sum(group.num_tokens for group in groups)
     return computed * per_token + copied * in_full * shape.kv_size * attention_number
 
 

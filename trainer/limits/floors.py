@@ -66,6 +66,11 @@ class GroupLengths(NamedTuple):
     scored: int
     """Tokens of all of them together that were sampled."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a forward computes."""
+        return self.prompt + sum(self.rests)
+
 
 def sequence_flops(shape: ModelShape, groups: Sequence[GroupLengths]) -> float:
     """FLOPs of a forward that scores every response token of these groups and computes each prompt once.
@@ -74,7 +79,7 @@ def sequence_flops(shape: ModelShape, groups: Sequence[GroupLengths]) -> float:
     has s^2 / 2 pairs of query and key, each 2 * A FLOPs for the score and 2 * A for the value, in every layer. r tokens
     after a shared prompt of p tokens add (p + r)^2 - p^2 cells.
     """
-    tokens = sum(each.prompt + sum(each.rests) for each in groups)
+    tokens = sum(each.num_tokens for each in groups)
     squares = sum(each.prompt**2 + sum(rest**2 + 2 * each.prompt * rest for rest in each.rests) for each in groups)
     scored = sum(each.scored for each in groups)
     matrices = 2.0 * shape.body_parameters * tokens + 2.0 * shape.head_parameters * scored

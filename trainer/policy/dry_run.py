@@ -54,7 +54,7 @@ def dry_run(
     Raises RuntimeError if the memory does not suffice, with the keys that change it.
     """
     started = time.perf_counter()
-    num_tokens = sum(group.prompt + sum(group.rests) for group in groups)
+    num_tokens = sum(group.num_tokens for group in groups)
     before = start_peak(device)
     try:
         micro = micro_batch(group_samples(groups)).to(device)
