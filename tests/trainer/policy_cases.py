@@ -19,11 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2For
 from algorithms.config import (
     AdvantageConfig,
     Aggregation,
+    BypassConfig,
     CorrectionConfig,
     Estimator,
     LossConfig,
+    MISConfig,
     PPOClipConfig,
+    PPOISConfig,
+    RecomputeConfig,
     TISConfig,
+    VanillaISConfig,
 )
 from rollout.config import DType, TorchEngineConfig
 from rollout.group.engine_group import EngineGroup
@@ -39,6 +44,16 @@ from trainer.config.training import (
     PolicyConfig,
 )
 from trainer.policy.worker import PolicySetup, PolicyWorker
+
+MODES: dict[str, CorrectionConfig] = {
+    "recompute": RecomputeConfig(),
+    "ppo_is": PPOISConfig(),
+    "vanilla_is": VanillaISConfig(),
+    "tis": TISConfig(),
+    "mis": MISConfig(),
+    "bypass": BypassConfig(),
+}
+"""The six modes, with their default bounds."""
 
 
 def save_policy(path: Path) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from critic_ranks import set_output, two_ranks
-from policy_cases import count_forwards, full_gradient, lone_worker, make_config, make_samples, save_policy
+from policy_cases import MODES, count_forwards, full_gradient, lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,18 +21,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from algorithms.config import (
     AdvantageConfig,
     BaselineScope,
-    BypassConfig,
-    CorrectionConfig,
     Estimator,
     KLEstimator,
     KLPlacement,
     MISConfig,
-    PPOISConfig,
-    RecomputeConfig,
     ReferenceKLConfig,
     RejectConfig,
-    TISConfig,
-    VanillaISConfig,
 )
 from rollout.types import Sample
 from trainer.batch.packing import micro_batch, pack
@@ -47,15 +41,6 @@ from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
 from trainer.run.task import resolve_critic
 from trainer.rundir.run_dir import StartError
-
-MODES: dict[str, CorrectionConfig] = {
-    "recompute": RecomputeConfig(),
-    "ppo_is": PPOISConfig(),
-    "vanilla_is": VanillaISConfig(),
-    "tis": TISConfig(),
-    "mis": MISConfig(),
-    "bypass": BypassConfig(),
-}
 
 
 @pytest.fixture(scope="module")

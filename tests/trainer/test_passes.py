@@ -11,18 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from policy_cases import full_gradient, lone_worker, make_config, make_samples, save_policy
+from policy_cases import MODES, full_gradient, lone_worker, make_config, make_samples, save_policy
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from algorithms.config import (
-    BypassConfig,
     CorrectionConfig,
-    MISConfig,
-    PPOISConfig,
     RecomputeConfig,
     TISConfig,
-    VanillaISConfig,
 )
 from rollout.types import Sample
 from trainer.batch.packing import pack
@@ -34,14 +30,6 @@ from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import MAX_CONSECUTIVE_BAD_STEPS
 from trainer.policy.worker import PolicyWorker
 
-MODES: dict[str, CorrectionConfig] = {
-    "recompute": RecomputeConfig(),
-    "ppo_is": PPOISConfig(),
-    "vanilla_is": VanillaISConfig(),
-    "tis": TISConfig(),
-    "mis": MISConfig(),
-    "bypass": BypassConfig(),
-}
 OF_ALL_STEPS = ("mismatch/kept_frac", "mismatch/gradient_factor", "mismatch/is/norm_Z")
 """Means over all optimizer steps, those of later passes too."""
 
