@@ -10,9 +10,13 @@ are followed by further faults in the same attempt; after the others the next at
 
 A round must end with weights, optimizer, metrics, samples and histograms that are bitwise those of the quiet run. After
 every attempt no process and no segment of shared memory may be left, and no file in the temporary directory; the next
-attempt removes the files of an attempt that was killed. Every attempt must end within its deadline, with an exit code
-that its fault allows. Prints Markdown: one row per fault, then the counts and the verdict. Exit code 1 if anything
-differs or is left.
+attempt removes the files of an attempt that was killed. Segments of the whole machine count, so no other program may
+make one meanwhile; namespaces of its own keep the storm apart from other programs:
+
+    unshare --mount --pid --fork --mount-proc sh -c 'mount -t tmpfs tmpfs /dev/shm && exec make chaos'
+
+Every attempt must end within its deadline, with an exit code that its fault allows. Prints Markdown: one row per fault,
+then the counts and the verdict. Exit code 1 if anything differs or is left.
 """
 
 from __future__ import annotations
@@ -110,8 +114,9 @@ EXIT_CODES = {
     Fault.torn_row: {-signal.SIGKILL},
 }
 """Exit codes that a fault allows. 0 is always allowed: the run may have taken its last step meanwhile."""
-ENDS_A_START = {1}
-"""Exit codes that every fault allows while the run starts: an engine or a rank that dies then ends the run."""
+ENDS_A_START = {1, -signal.SIGTERM, -signal.SIGINT}
+"""Exit codes that every fault allows while the run starts: an engine or a rank that dies then ends the run, and a
+signal that comes before the run listens ends the process itself."""
 
 
 class StormError(Exception):
