@@ -83,17 +83,20 @@ OWN_TEMPLATE_ARGUMENTS = (
 
 
 def is_source(path: str) -> bool:
-    """True if `path` is an existing file or has the form of a data set on the hub."""
+    """True if `path` is an existing file, or has the form of a data set on the hub or of word problems."""
     return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
 
 
-_SOURCES = "A jsonl, json, csv or parquet file, or repo[:config]@split of the Hugging Face hub."
+_SOURCES = (
+    "A jsonl, json, csv or parquet file, repo[:config]@split of the Hugging Face hub, or word_problems:one_step@train."
+)
 _COLUMN = Rule("must name a column", bool)
 
 
 @dataclass(kw_only=True, slots=True)
 class FileDataConfig(DataConfig):
-    """Rows of local files (jsonl, json, csv, parquet) or of the Hugging Face hub (repo[:config]@split)."""
+    """Rows of local files (jsonl, json, csv, parquet), of the Hugging Face hub (repo[:config]@split), or word problems
+    that are made on the spot (word_problems:one_step@train; see rollout/data/word_problems.py)."""
 
     kind: ClassVar[str] = "file"
     train_path: str = ruled("", given(), remedy=_SOURCES)

@@ -1,4 +1,5 @@
-"""Data sources -> rows: local files, and `repo[:config]@split` of the Hugging Face hub, each row with its place.
+"""Data sources -> rows: local files, `repo[:config]@split` of the Hugging Face hub, and word problems made here, each
+row with its place.
 
 This file reads jsonl itself, line by line, so that an error names the broken line; the `datasets` library reads the
 rest.
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollout.data.word_problems import NAME as WORD_PROBLEMS
+from rollout.data.word_problems import word_problems
 from rollout.task_config import HUB_SOURCE
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -72,12 +75,14 @@ def row_unit(source: str) -> str:
 
 
 def read_rows(source: str) -> Iterator[RawRow]:
-    """All rows of a file or a hub data set, in the order of the source.
+    """All rows of a file, a hub data set or word problems, in the order of the source.
 
     Raises ValueError, with the way out, for a source that cannot be read at all or is of no known kind.
     """
     path = Path(source)
     hub = None if path.is_file() else HUB_SOURCE.fullmatch(source)
+    if hub is not None and hub["repo"] == WORD_PROBLEMS:
+        return (RawRow(number, row) for number, row in enumerate(word_problems(hub["config"], hub["split"]), start=1))
     if hub is not None:
         return _shallow(_hub_rows(source, repo=hub["repo"], name=hub["config"], split=hub["split"]))
     suffix = path.suffix.lower()
@@ -89,7 +94,9 @@ def read_rows(source: str) -> Iterator[RawRow]:
 def is_local(source: str) -> bool:
     """True if no network is needed to read `source`."""
     hub = HUB_SOURCE.fullmatch(source)
-    return Path(source).is_file() or hub is None or Path(hub["repo"]).expanduser().is_dir()
+    if Path(source).is_file() or hub is None:
+        return True
+    return hub["repo"] == WORD_PROBLEMS or Path(hub["repo"]).expanduser().is_dir()
 
 
 def _shallow(rows: Iterator[RawRow]) -> Iterator[RawRow]:

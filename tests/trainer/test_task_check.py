@@ -81,6 +81,7 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
         ("reward.function=own.py:raises", "got 'own.py:raises'. It failed with KeyError: '0' (own.py, line 3)"),
         ("reward.function=own.py:of_verl", "ground_truth is answer."),
         ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
+        ("data.train_path=word_problems:hard@train", "word_problems:hard@train is unknown: use word_problems:LEVEL@SPLIT"),
         ("data.answer_key=b", "data.answer_key=b is not a column; columns are q, a."),
     ],
 )  # fmt: skip
