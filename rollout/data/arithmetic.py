@@ -121,7 +121,7 @@ def demonstrations(*, wrong_fraction: float, seed: int, calculator: bool = False
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write the tokenizer of the task into `directory`, for AutoTokenizer.from_pretrained(directory).
+    """Write the tokenizer of the task into `directory`, for `load_tokenizer(directory)`.
 
     Encoding adds no special token; the caller appends the end-of-sequence token where needed. The tokenizer refuses
     text with a character outside its vocabulary instead of replacing the character.

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
 from rollout.data.arithmetic import TOKENS, Demonstration, demonstrations, save_tokenizer
+from rollout.data.tokenizer import load_tokenizer
 from trainer.config.training import ArithmeticModelConfig
 from trainer.rundir.cache import Progress, cached_directory, default_cache_dir
 
@@ -140,7 +141,7 @@ def response_loss(network: Qwen2ForCausalLM, batch: Batch) -> torch.Tensor:
 
 def _train(model: ArithmeticModelConfig, *, directory: Path, progress: Progress | None) -> None:
     """Train on demonstrations and save into `directory`, which already holds the tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = load_tokenizer(directory)
     stream = demonstrations(wrong_fraction=WRONG_FRACTION, seed=SEED, calculator=model.calculator)
     with _deterministic():
         network = _new_model(model, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
+from rollout.data.tokenizer import copy_tokenizer
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
@@ -62,8 +63,8 @@ def write_model(
     unfinished.mkdir()  # refuses a link that somebody else has put there
     target = _dtype_of(start) if dtype is None else dtype
     model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)
-    AutoTokenizer.from_pretrained(start, trust_remote_code=False).save_pretrained(unfinished)
-    for path in unfinished.iterdir():  # safetensors lets nobody else read its files, and an export is for sharing
+    copy_tokenizer(start, unfinished)
+    for path in unfinished.glob("*.safetensors"):  # which nobody else can read, and an export is for sharing
         path.chmod((unfinished / "config.json").stat().st_mode)
     unfinished.rename(directory)
 

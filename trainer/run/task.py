@@ -7,12 +7,13 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import limit_silence
+from rollout.data.tokenizer import load_tokenizer
 from rollout.rewards import Scorer
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
@@ -72,7 +73,7 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
     if critic.path is None:
         return model_path
     path = _directory("critic.path", critic.path, None)
-    if AutoTokenizer.from_pretrained(path, trust_remote_code=False).get_vocab() != tokenizer.get_vocab():
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise StartError(
             f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
             "Use a model of the same family, or null for that of the policy."
@@ -106,7 +107,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     trains = model_path is None
     model_path = resolve_model(config, progress=progress) if model_path is None else model_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        tokenizer = load_tokenizer(model_path)
         stop_ids = stop_token_ids(tokenizer, model_path)
         dataset = load_dataset(config.data, tokenizer, eval_sets=config.eval.sets)
     except DataError as error:

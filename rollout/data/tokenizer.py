@@ -1,0 +1,38 @@
+"""A model's directory -> its tokenizer, as its files describe it; and these files for another directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TOKENIZER_FILES = (
+    "tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "added_tokens.json",
+    "special_tokens_map.json", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+"""Patterns of the files that describe a tokenizer and its chat templates."""
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in `directory`: what its tokenizer.json says, if it has one.
+
+    AutoTokenizer picks a class by the model type in config.json, and many a class keeps only the vocabulary of
+    tokenizer.json: a tokenizer of words beside a Qwen2 model becomes one of byte pairs, without a warning.
+
+    Raises whatever the readers of transformers raise.
+    """
+    kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, trust_remote_code=False)
+    return tokenizer
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of the tokenizer in `source` as they are, because transformers would write what it made of them.
+
+    transformers 5 also names classes that earlier releases do not have.
+    """
+    for path in {found for pattern in TOKENIZER_FILES for found in source.glob(pattern) if found.is_file()}:
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
