@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
 from rollout.task_config import HUB_SOURCE
@@ -37,7 +38,11 @@ SHOWN_CHARS = 1000
 
 
 class DataError(ValueError):
-    """The data cannot be used; the message names files and rows. Data are read before anything is started."""
+    """The data cannot be used: `problems` name keys, files and rows. Data are read before anything is started."""
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))
 
 
 class RawRow(NamedTuple):

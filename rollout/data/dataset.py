@@ -7,16 +7,17 @@ Problems of the built-in task come from `rollout/data/arithmetic.py`, files and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 import orjson
 import xxhash
 
+from algorithms.config import Problem
 from rollout.data.arithmetic import ArithmeticProblem, arithmetic_problems
 from rollout.data.chat_template import ChatTemplate
 from rollout.data.data_files import BadRow, DataError, is_local, plain
@@ -27,8 +28,10 @@ from rollout.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Item = TypeVar("Item")
 LISTED_ROWS = 20
 """Number of bad rows that an error lists; further rows are only counted."""
+TRAIN_KEY = "data.train_path"
 CHECKED_ROWS = 10_000
 """Rows per source that are read before anything is loaded, a second's work; the run itself reads all."""
 
@@ -46,6 +49,12 @@ class Dataset:
     skipped: list[BadRow] = field(default_factory=list)
     """Rows skipped under data.on_bad_row=skip."""
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        lists = (self.train, self.heldout, *self.eval_sets.values())
+        return max(len(prompt.token_ids) for prompts in lists for prompt in prompts)
+
 
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
@@ -55,45 +64,43 @@ def load_dataset(
     Raises DataError listing all unusable rows of all sources, unless data.on_bad_row=skip.
     """
     if isinstance(config, FileDataConfig):
-        try:
-            return _file_dataset(config, tokenizer, eval_sets or {})
-        except ValueError as error:
-            raise DataError(str(error)) from error
+        return _file_dataset(config, tokenizer, eval_sets or {})
     if not isinstance(config, ArithmeticDataConfig):
-        raise DataError(f"data={config.kind!r} is unknown; use data=arithmetic or data=file")
+        raise DataError(Problem(key="data", rule="must be arithmetic or file", value=config.kind))
     if eval_sets:
-        raise DataError(f"eval.sets needs data=file, got data={config.kind}")
+        raise DataError(Problem(key="eval.sets", rule=f"must be empty with data={config.kind}", value=dict(eval_sets)))
     train, heldout = (_arithmetic_prompts(problems, tokenizer) for problems in arithmetic_problems())
     return Dataset(train=train, heldout=heldout)
 
 
 def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, eval_sets: Mapping[str, str]) -> Dataset:
     _check_template(config, tokenizer)
-    reports = []
-    held: dict[str, list[Prompt]] = {}
     with ExitStack() as within:
         template = None
         if tokenizer.chat_template is not None:
             template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
-        train, report = file_prompts(config.train_path, config, tokenizer, template)
-        reports.append(report)
-        for name, source in {"": config.eval_path, **eval_sets}.items():
-            held[name], report = file_prompts(source, config, tokenizer, template)
-            reports.append(report)
-    bad = _bad_rows(reports, config)
-    if empty := [report.source for report in reports if not report.num_prompts]:
-        raise ValueError(f"no usable rows are left of {', '.join(empty)}")
+        sources = _sources(config, eval_sets)
+        found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template))
+    if empty := [_unusable(key, sources[key], "No row is left.") for key, (prompts, _) in found.items() if not prompts]:
+        raise DataError(*empty)
+    reports = [report for _, report in found.values()]
     if config.instruction and not any(report.has_text for report in reports):
-        raise ValueError(
-            "data.instruction is appended to text prompts, and all prompts are chat messages, which are used as they "
-            "are. Set data.instruction='' or write it into the messages."
-        )
+        rule = "must be '': it is appended to text, and all prompts are chat messages, which are used as they are"
+        remedy = "Or write it into the messages."
+        raise DataError(Problem(key="data.instruction", rule=rule, value=config.instruction, remedy=remedy))
     notes = [line for report in reports for line in report.lines(config)]
+    train, *held = (prompts for prompts, _ in found.values())
     trained = {prompt.text for prompt in train}
-    for report, prompts in zip(reports[1:], held.values(), strict=True):
+    for report, prompts in zip(reports[1:], held, strict=True):
         if shared := sum(prompt.text in trained for prompt in prompts):
             notes.append(f"{report.source}: {shared:,} of its prompts are training prompts too")
-    return Dataset(train=train, heldout=held.pop(""), eval_sets=held, notes=notes, skipped=bad)
+    return Dataset(
+        train=train,
+        heldout=held[0],
+        eval_sets=dict(zip(eval_sets, held[1:], strict=True)),
+        notes=notes,
+        skipped=[row for report in reports for row in report.bad],
+    )
 
 
 def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None:
@@ -105,13 +112,9 @@ def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None
     if not isinstance(config, FileDataConfig):
         problem = arithmetic_problems().train[0]
         return Prompt(prompt_id=0, token_ids=[], text=problem.prompt, answer=problem.answer)
-    paths = (config.train_path, config.eval_path, *eval_sets.values())
-    try:
-        read = {path: source_rows(path, config, most=CHECKED_ROWS) for path in dict.fromkeys(paths) if is_local(path)}
-        _bad_rows([report for _, report in read.values()], config)
-    except ValueError as error:
-        raise DataError(str(error)) from error
-    rows, _ = read.get(config.train_path, ([], None))
+    local = {key: source for key, source in _sources(config, eval_sets).items() if is_local(source)}
+    found = _read(local, config, lambda source: source_rows(source, config, most=CHECKED_ROWS))
+    rows, _ = found.get(TRAIN_KEY, ([], None))
     if not rows:
         return None
     prompt = rows[0].prompt
@@ -119,28 +122,64 @@ def first_row(config: DataConfig, eval_sets: Mapping[str, str]) -> Prompt | None
     return Prompt(prompt_id=0, token_ids=[], text=text, answer=rows[0].answer, row=plain(rows[0].others))
 
 
-def _bad_rows(reports: Sequence[SourceReport], config: FileDataConfig) -> list[BadRow]:
-    """The bad rows of all sources. Raises ValueError with a line for each, unless data.on_bad_row=skip."""
-    bad = [row for report in reports for row in report.bad]
-    if bad and config.on_bad_row is OnBadRow.fail:
-        shown = [str(row) for row in bad[:LISTED_ROWS]]
-        more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
-        way_out = "Mend them, or leave them out with data.on_bad_row=skip."
-        raise ValueError("\n".join([f"{len(bad)} rows of the data cannot be used:", *shown, *more, way_out]))
-    return bad
+def _sources(config: FileDataConfig, eval_sets: Mapping[str, str]) -> dict[str, str]:
+    """Key of the config -> the source of rows that it names; first the training rows, then the held-out ones."""
+    further = {f"eval.sets.{name}": source for name, source in eval_sets.items()}
+    return {TRAIN_KEY: config.train_path, "data.eval_path": config.eval_path, **further}
+
+
+def _read(
+    sources: Mapping[str, str], config: FileDataConfig, read: Callable[[str], tuple[list[Item], SourceReport]]
+) -> dict[str, tuple[list[Item], SourceReport]]:
+    """What `read` finds in each of the `sources`, by key; a source that several keys name is read once.
+
+    Raises DataError with a problem for every source that cannot be read, or has bad rows (unless
+    data.on_bad_row=skip).
+    """
+    found: dict[str, tuple[list[Item], SourceReport]] = {}
+    problems: dict[str, Problem] = {}
+    for source in dict.fromkeys(sources.values()):
+        keys = [key for key, named in sources.items() if named == source]
+        try:
+            result = read(source)
+            reason = _bad_rows(result[1].bad) if config.on_bad_row is OnBadRow.fail else ""
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            problems[keys[0]] = _unusable(keys[0], source, reason)
+        else:
+            found |= dict.fromkeys(keys, result)
+    if problems:
+        raise DataError(*problems.values())
+    return {key: found[key] for key in sources}
+
+
+def _unusable(key: str, source: str, reason: str) -> Problem:
+    return Problem(key=key, rule="must have rows that can be used", value=source, remedy=reason)
+
+
+def _bad_rows(bad: Sequence[BadRow]) -> str:
+    """A line for each of the bad rows of a source, and the way out; "" without such rows."""
+    if not bad:
+        return ""
+    shown = [str(row) for row in bad[:LISTED_ROWS]]
+    more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
+    way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+    return "\n".join([f"{len(bad)} row{'s' * (len(bad) > 1)} cannot be used:", *shown, *more, way_out])
 
 
 def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the chat template is missing, or does not use a variable that the config sets."""
+    """Raise DataError if the chat template is missing, or does not use a variable that the config sets."""
     if config.chat_template and tokenizer.chat_template is None:
-        raise ValueError(
-            "data.chat_template=true needs a tokenizer with a chat template, and the model's has none. "
-            "Use data.chat_template=false, or a chat model."
-        )
-    unknown = [name for name in config.chat_template_kwargs if name not in str(tokenizer.chat_template)]
+        rule = "must be false with this model, whose tokenizer has no chat template"
+        raise DataError(Problem(key="data.chat_template", rule=rule, value=True, remedy="Or use a chat model."))
+    rule = "has no effect: the chat template of the model does not mention it"
+    unknown = {
+        key: value for key, value in config.chat_template_kwargs.items() if key not in str(tokenizer.chat_template)
+    }
     if unknown:
-        raise ValueError(
-            f"data.chat_template_kwargs.{unknown[0]} has no effect: the chat template of the model does not mention it"
+        raise DataError(
+            *(Problem(key=f"data.chat_template_kwargs.{key}", rule=rule, value=unknown[key]) for key in unknown)
         )
 
 

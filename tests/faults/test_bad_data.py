@@ -31,7 +31,8 @@ def test_bad_rows_end_the_command_before_ray_starts(
     code = run(["train", "arithmetic_grpo", *words])
     shown = capsys.readouterr()
     assert code == 2, shown.err
-    assert "3 rows of the data cannot be used:" in shown.err
+    assert f"  - data.train_path must have rows that can be used, got '{rows}'. 3 rows cannot be used:" in shown.err
+    assert "data.eval_path" not in shown.err, "the same file is named once"
     for line in (2, 3, 4):
         assert f"{rows}, line {line}: " in shown.err
     assert "Traceback" not in shown.err and "starting Ray" not in shown.err + shown.out

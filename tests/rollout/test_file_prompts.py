@@ -99,7 +99,9 @@ def test_dapo_keeps_its_own_instruction(tmp_path, tokenizer):
     source = write_rows(tmp_path / "dapo.parquet", [VERL] * 3)
     text = write_rows(tmp_path / "text.jsonl", [{"question": "1+1?", "answer": "2"}])
     config = FileDataConfig(train_path=source, eval_path=source, instruction="Think.")
-    with pytest.raises(ValueError, match=r"^data\.instruction is appended to text prompts, and all prompts are chat"):
+    with pytest.raises(
+        ValueError, match=r"^data\.instruction must be '': it is appended to text, and all prompts are chat"
+    ):
         load_dataset(config, tokenizer)
     data = load_dataset(replace(config, eval_path=text), tokenizer)
     assert [prompt.text for prompt in data.train] == ["[user]Solve step by step.\n1+1?[assistant]"]
@@ -174,7 +176,7 @@ def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_pat
         b'{"question": "f", "answer": 5}'
     )
     config = replace(CONFIG, train_path=str(path), eval_path=str(path), max_prompt_tokens=20)
-    with pytest.raises(ValueError, match="10 rows of the data cannot be used") as caught:
+    with pytest.raises(ValueError, match="5 rows cannot be used") as caught:
         load_dataset(config, tokenizer)
     found = [line.partition(f"{path}, ")[2] for line in str(caught.value).splitlines()[1:6]]
     assert [line.partition(":")[0] for line in found] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
@@ -287,7 +289,7 @@ def test_a_chat_template_has_limits(tmp_path, tokenizer, monkeypatch, template, 
 def test_skipping_everything_is_an_error(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": "", "answer": "1"}])
     config = replace(CONFIG, train_path=path, eval_path=path, on_bad_row=OnBadRow.skip)
-    with pytest.raises(ValueError, match=r"no usable rows are left of .*rows\.jsonl"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl'\. No row is left"):
         load_dataset(config, tokenizer)
     (tmp_path / "broken.jsonl").write_text("{\n{\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 1: is not JSON"):

@@ -390,7 +390,7 @@ def test_one_study_at_a_time_in_a_directory(
     with lock_directory(Path("both"), key="study.dir"):
         (tmp_path / "both" / "study.json").write_text("{}")
         said = refused(capsys, "arithmetic_grpo", *WORDS, *words)
-    assert f"nothing was started: study.dir both is in use by process {os.getpid()}" in said
+    assert f"1 problem, nothing was started\n  - study.dir both is in use by process {os.getpid()}" in said
 
 
 def test_the_reason_of_a_failure_is_the_message_of_the_run(tmp_path: Path) -> None:

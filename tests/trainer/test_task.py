@@ -39,7 +39,7 @@ def test_a_model_that_is_nowhere_is_named_with_its_key(config: TrainConfig, monk
     monkeypatch.setattr(task, "snapshot_download", no_hub)
     config = replace(config, model=HFModelConfig(path="modle"))
     with pytest.raises(
-        StartError, match=r"model\.path must be a directory or .*, got 'modle': .* no connection"
+        StartError, match=r"model\.path must be a directory or .*, got 'modle'\. .* no connection"
     ) as caught:
         task.resolve_model(config, progress=silent_progress)
     assert "\n" not in str(caught.value)
@@ -55,6 +55,6 @@ def test_a_hub_that_accepts_and_never_answers_is_named_within_a_deadline(
         monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
         config = replace(config, model=HFModelConfig(path="owner/model"))
         begin = time.monotonic()
-        with pytest.raises(StartError, match=r"got 'owner/model': .* the hub says .*timed out"):
+        with pytest.raises(StartError, match=r"got 'owner/model'\. .* the hub says .*timed out"):
             task.resolve_model(config, progress=silent_progress)
     assert time.monotonic() - begin < 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
     assert outcome.cpu_s < 3
     title, *problems = outcome.err.splitlines()
     assert title == "parity train mine.yaml: 3 problems, nothing was started"
-    keys = ["rollout.gpus_per_engine", "model.path", "data"]
+    keys = ["rollout.gpus_per_engine", "model.path", "data.train_path"]
     assert [line.split()[1] for line in problems] == keys
     assert "data.prompt_key=question is not a column; columns are q, a." in problems[-1]
     assert sorted(own.rglob("*")) == before
@@ -76,12 +77,12 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
     [
         ("model.path=.", "model.path must be the directory of a Hugging Face model, with config.json, *.safetensors"),
         ("model.path=tiny/config.json", "It is a file: model.path=tiny is its directory."),
-        ("sampling.max_new_tokens=200", "sampling.max_new_tokens must be <= 127: the model's context has 128 tokens"),
-        ("eval.max_new_tokens=200", "eval.max_new_tokens must be <= 127: the model's context has 128 tokens"),
+        ("sampling.max_new_tokens=200", "sampling.max_new_tokens must be <= 108: the model's context has 128"),
+        ("eval.max_new_tokens=200", "eval.max_new_tokens must be <= 108: the model's context has 128"),
         ("reward.function=own.py:raises", "got 'own.py:raises'. It failed with KeyError: '0' (own.py, line 3)"),
         ("reward.function=own.py:of_verl", "ground_truth is answer."),
         ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
-        ("data.train_path=word_problems:hard@train", "word_problems:hard@train is unknown: use word_problems:LEVEL@SPLIT"),
+        ("data.train_path=word_problems:hard@train", "is unknown: use word_problems:LEVEL@SPLIT"),
         ("data.answer_key=b", "data.answer_key=b is not a column; columns are q, a."),
     ],
 )  # fmt: skip
@@ -96,16 +97,33 @@ def test_a_mistake_is_one_problem_for_the_run_too(
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in str(path)) == before
 
 
-def test_what_only_a_tokenizer_shows_is_found_by_the_dry_run_too(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_a_tokenizer_shows_is_refused_alike_and_before_the_plan(own: Path) -> None:
     for words, expected in (
         (["data.max_prompt_tokens=1"], "more than data.max_prompt_tokens=1"),
-        (["sampling.max_new_tokens=127"], "sampling.max_new_tokens must be <= 1"),
+        (["sampling.max_new_tokens=127", "eval.max_new_tokens=126"], "eval.max_new_tokens must be <= 108: the model"),
     ):
         for more in (["--dry-run"], []):
-            assert run(["train", "mine.yaml", *words, *more]) == 2
-            shown = capsys.readouterr()
-            assert f"parity train{' mine.yaml' * bool(more)} failed: " in shown.err and expected in shown.err
+            found = parity("train", "mine.yaml", *words, *more, cwd=own)
+            title, *problems = found.err.splitlines()
+            assert found.code == 2 and title.startswith("parity train") and title.endswith(", nothing was started")
+            assert problems[0].startswith("  - ") and expected in found.err
+            assert bool(found.out) is bool(more)
     assert not (own / "outputs").exists()
+
+
+def test_the_longest_response_that_is_named_is_accepted(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first refusal names the number that holds for the prompts, not only for some prompt."""
+    assert run(["train", "mine.yaml", "sampling.max_new_tokens=200", "--dry-run"]) == 2
+    [number] = re.findall(r"sampling.max_new_tokens must be <= (\d+):", capsys.readouterr().err)
+    for most, code in ((int(number), 0), (int(number) + 1, 2)):
+        assert run(["train", "mine.yaml", f"sampling.max_new_tokens={most}", "--dry-run"]) == code
+
+
+def test_prompts_that_cannot_be_read_yet_give_no_number(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.train_path=some/set@train", "sampling.max_new_tokens=200"]
+    assert run(["train", "mine.yaml", *words, "--dry-run"]) == 2
+    expected = "must leave room for a prompt in the model's context of 128 tokens, got 200. Take 128 less the tokens of"
+    assert f"sampling.max_new_tokens {expected} the longest prompt" in capsys.readouterr().err
 
 
 def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -311,7 +311,7 @@ def _checked_train(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.cli.job import check_tasks, launch
+    from trainer.cli.job import launch, loading_problems
     from trainer.cli.resume import resolve_start
     from trainer.cli.show import show
     from trainer.cli.sweep import place_in_wandb
@@ -326,10 +326,12 @@ def _checked_train(
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
-    if arguments.dry_run and not resolution.problems:
-        from trainer.cli.plan import render_plans
+    if arguments.dry_run:
+        refused: Sequence[Problem | str] = [*problems, *found] or loading_problems(resolution)
+        code = report(refused, command=command) if refused else DONE
+        if not resolution.problems:
+            from trainer.cli.plan import render_plans
 
-        to_stdout(render_plans(resolution))
-    if problems or found:
-        return report([*problems, *found], command=command)
-    return check_tasks(resolution, command=command) if arguments.dry_run else launch(resolution)
+            to_stdout(render_plans(resolution))
+        return code
+    return report([*problems, *found], command=command) if problems or found else launch(resolution)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.cli.sweep import Ended, compare
 from trainer.compose.compose import Resolution
-from trainer.compose.outcome import DONE, FAILED, REFUSED
+from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
@@ -95,9 +95,10 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
     return DONE
 
 
-def check_tasks(resolution: Resolution, *, command: str) -> int:
-    """Load tokenizer and data as the runs do, where they are on this disk; return the exit code of the dry run."""
+def loading_problems(resolution: Resolution) -> list[str]:
+    """Load tokenizer and data as the runs do, where they are on this disk -> the problems that end this."""
     configs = [run.config for run in resolution.runs if run.config is not None]
+    found: dict[str, None] = {}
     for config in {task_key(config): config for config in configs}.values():
         if is_on_disk(config):
             # Imported late, because this line imports transformers.
@@ -106,8 +107,8 @@ def check_tasks(resolution: Resolution, *, command: str) -> int:
             try:
                 load_task(config, progress=lambda done, total, detail: None)
             except StartError as error:
-                return failed(error, Path(config.run.dir), command=command)
-    return DONE
+                found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
+    return list(found)
 
 
 def resume_command(run_dir: Path) -> str:
@@ -120,6 +121,8 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
 
     The traceback of another error is kept in the run directory.
     """
+    if isinstance(error, StartError):
+        return report([redact_text(str(problem)) for problem in error.problems], command=command)
     trace = printable(redact_text("".join(traceback.format_exception(error))))
     if any(kind.__module__.partition(".")[0] in OWN_PACKAGES for kind in type(error).__mro__):
         message = str(error)
@@ -127,9 +130,6 @@ def failed(error: Exception, run_dir: Path, *, command: str) -> int:
         # The message of a foreign error may say too little: add the place that raised the error.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    if isinstance(error, StartError):
-        to_stderr(f"{command} failed: {redact_text(message)}\n")
-        return REFUSED
     log = run_dir / ERROR_LOG
     try:
         make_private(run_dir)

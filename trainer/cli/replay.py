@@ -14,12 +14,12 @@ from algorithms.config import Problem
 from trainer.cli.tables import rows_text
 from trainer.compose.compose import resolve
 from trainer.compose.keys import nearest
-from trainer.compose.outcome import DONE, REFUSED, report
+from trainer.compose.outcome import DONE, report
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import unusable_problem
-from trainer.rundir.text import to_stderr, to_stdout
+from trainer.rundir.text import to_stdout
 
 if TYPE_CHECKING:
     from trainer.replay.results import Replay
@@ -50,8 +50,7 @@ def run_replay(words: Sequence[str]) -> int:
     try:
         dump = open_dump(arguments.run_dir, arguments.step)
     except DumpError as error:
-        to_stderr(f"{command}: nothing was started: {error}\n")
-        return REFUSED
+        return report([str(error)], command=command)
     resolution = resolve((dump.path / CONFIG).resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config
     if config is None:

@@ -18,7 +18,7 @@ from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
 from trainer.compose.catalog import find_recipe, recipe_name
-from trainer.compose.outcome import DONE, FAILED, REFUSED, refuse, report
+from trainer.compose.outcome import DONE, FAILED, refuse, report
 from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.run.start import shared_id_problems
@@ -77,8 +77,7 @@ def run_study(words: Sequence[str]) -> int:
     try:
         lock = lock_directory(study_dir, key="study.dir")
     except RunDirectoryError as error:
-        to_stderr(f"{NAME}: nothing was started: {error}\n")
-        return REFUSED
+        return report(error.problems, command=NAME)
     try:
         return _run(study, study_dir, command=" ".join([NAME, *redact_argv(kept)]))
     except RunTerminated as ended:  # by a second signal

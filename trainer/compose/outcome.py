@@ -24,7 +24,7 @@ def refuse(command: str, key: str, rule: str, value: object, remedy: str = "") -
     return report([Problem(key=key, rule=rule, value=value, remedy=remedy)], command=command)
 
 
-def report(problems: Sequence[Problem], *, command: str) -> int:
+def report(problems: Sequence[Problem | str], *, command: str) -> int:
     """Write every problem to stderr; return the exit code of a refused command."""
     count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
     lines = [f"{command}: {count}, {NOTHING_STARTED}", *(f"  - {problem}" for problem in problems)]

@@ -10,6 +10,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_ba
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import limit_silence
@@ -74,10 +75,9 @@ def resolve_critic(config: TrainConfig, model_path: Path, tokenizer: PreTrainedT
         return model_path
     path = _directory("critic.path", critic.path, None)
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        raise StartError(
-            f"critic.path must have the vocabulary of the policy ({model_path}), got {critic.path}. "
-            "Use a model of the same family, or null for that of the policy."
-        )
+        rule = f"must have the vocabulary of the policy ({model_path})"
+        remedy = "Use a model of the same family, or null for that of the policy."
+        raise StartError(Problem(key="critic.path", rule=rule, value=critic.path, remedy=remedy))
     return path
 
 
@@ -91,10 +91,9 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
         return Path(snapshot_download(path, revision=revision, allow_patterns=SNAPSHOT_FILES))
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise StartError(
-            f"{key} must be a directory or a repository of the hub that can be read, got {path!r}: there is no such "
-            f"directory here, and the hub says {reason}"
-        ) from error
+        rule = "must be a directory or a repository of the hub that can be read"
+        remedy = f"There is no such directory here, and the hub says {reason}"
+        raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
 
 
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
@@ -111,14 +110,13 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         stop_ids = stop_token_ids(tokenizer, model_path)
         dataset = load_dataset(config.data, tokenizer, eval_sets=config.eval.sets)
     except DataError as error:
-        raise StartError(str(error)) from error
+        raise StartError(*error.problems) from error
     except Exception as error:  # transformers raises whatever its readers of files raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise StartError(f"model.path must hold a tokenizer that can be read, got {model_path}: {reason}") from error
-    prompts = [*dataset.train, *dataset.heldout, *(prompt for held in dataset.eval_sets.values() for prompt in held)]
-    longest = max(len(prompt.token_ids) for prompt in prompts)
-    for problem in context_problems(config, model_path, longest_prompt=longest):
-        raise StartError(str(problem))
+        rule = "must hold a tokenizer that can be read"
+        raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
+    if problems := list(context_problems(config, model_path, longest_prompt=dataset.longest_prompt)):
+        raise StartError(*problems)
 
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
-from rollout.data.dataset import first_row
+from rollout.data.dataset import first_row, load_dataset
 from rollout.rewards import call_once
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
@@ -23,6 +24,8 @@ from trainer.config.training import HFModelConfig
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.rundir.text import size
+
+logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 3.0
 """Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
@@ -95,7 +98,7 @@ def _model_problems(config: TrainConfig) -> Iterator[Problem]:
         if isinstance(found, Problem):
             yield found
         elif found is not None:
-            yield from context_problems(config, found, longest_prompt=1)  # at least
+            yield from _context_problems(config, found)
     if config.has_critic and config.critic.path is not None:
         found = find_model("critic.path", config.critic.path, None)
         if isinstance(found, Problem):
@@ -161,10 +164,31 @@ def described(directory: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: int) -> Iterator[Problem]:
+def _context_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
+    """Yield the problem of responses that fit with no prompt; the prompts are read only then, for the right number."""
+    if any(context_problems(config, directory, longest_prompt=None)):
+        yield from context_problems(config, directory, longest_prompt=_longest_prompt(config, directory))
+
+
+def _longest_prompt(config: TrainConfig, directory: Path) -> int | None:
+    """Tokens of the longest prompt; None if it is not on this disk, or cannot be read, which others report."""
+    if not is_on_disk(config):
+        return None
+    # Imported here because the import takes seconds, and only this refusal needs it.
+    from rollout.data.tokenizer import load_tokenizer
+
+    try:
+        return load_dataset(config.data, load_tokenizer(directory), eval_sets=config.eval.sets).longest_prompt
+    except Exception as error:  # transformers raises whatever its readers of files raise
+        logger.debug("the prompts cannot be read: %s", error)
+        return None
+
+
+def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: int | None) -> Iterator[Problem]:
     """Yield the problem of responses for which a prompt of `longest_prompt` tokens leaves no room in the context.
 
-    Nothing is yielded where the engine decides: with servers that run already, and with scaled positions.
+    None is a length that is not known, of at least a token. Nothing is yielded where the engine decides: with servers
+    that run already, and with scaled positions.
     """
     model = described(directory)
     text = model.get("text_config", model)
@@ -178,14 +202,15 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
     tokens = {"sampling.max_new_tokens": config.sampling.max_new_tokens}
     tokens |= {"eval.max_new_tokens": config.eval.max_new_tokens} if config.eval.max_new_tokens is not None else {}
     for key, most in tokens.items():
-        if isinstance(context, int) and longest_prompt + most > context:
-            yield Problem(
-                key=key,
-                rule=f"must be <= {context - longest_prompt}: the model's context has {context} tokens, and prompts "
-                f"have up to {longest_prompt} of them",
-                value=most,
-                remedy="Or leave long prompts out (data.max_prompt_tokens, data.on_bad_row=skip).",
-            )
+        if not isinstance(context, int) or (longest_prompt or 1) + most <= context:
+            continue
+        rule = f"must leave room for a prompt in the model's context of {context} tokens"
+        remedy = f"Take {context} less the tokens of the longest prompt, which is not read yet."
+        if longest_prompt is not None:
+            rule = f"must be <= {context - longest_prompt}: the model's context has {context} tokens, and prompts have "
+            rule += f"up to {longest_prompt} of them"
+            remedy = "Or leave long prompts out (data.max_prompt_tokens, data.on_bad_row=skip)."
+        yield Problem(key=key, rule=rule, value=most, remedy=remedy)
 
 
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -193,8 +218,7 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     try:
         prompt = first_row(config.data, config.eval.sets)
     except DataError as error:
-        source = getattr(config.data, "train_path", config.data.kind)
-        yield Problem(key="data", rule="must have rows that can be used", value=source, remedy=str(error))
+        yield from error.problems
         return
     own_rule = isinstance(config.data, ArithmeticDataConfig) and ":" not in config.reward.function
     if prompt is None or own_rule:

@@ -38,7 +38,7 @@ def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | Non
     except CheckpointError as error:
         raise StartError(str(error)) from error
     if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
-        raise StartError("\n".join(map(str, problems)))
+        raise StartError(*problems)
     return checkpoint
 
 

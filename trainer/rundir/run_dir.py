@@ -51,6 +51,10 @@ class RunStatus(Enum):
 class StartError(RuntimeError):
     """The run cannot begin with what it was given: nothing was started, and nothing was written."""
 
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))
+
 
 class RunDirectoryError(StartError):
     """The directory belongs to another process or run, or cannot be used; the run must not write to it."""
