@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = recipe_files(recipe_dir())
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_LINES = 40
+OWN_DATA = ("arithmetic", "smollm2")
+"""How the names of recipes begin that make their own data."""
 MACHINE = Machine(cpus=2, gpus=0, memory=16 * 2**30)
 
 
@@ -93,7 +95,7 @@ def test_a_recipe_restates_nothing_of_what_it_starts_from(name: str) -> None:
 @functools.cache
 def composed(name: str, rows: Path) -> TrainConfig:
     """The recipe over the file `rows`, unless it makes its own data; no model is looked for."""
-    is_given = not name.startswith("arithmetic")
+    is_given = not name.startswith(OWN_DATA)
     words = [f"data.{part}_path={rows}" for part in ("train", "eval") if is_given]
     resolution = resolve(RECIPES[name], words, own_dir=None, multirun=False)
     assert [str(problem) for problem in resolution.problems] == []

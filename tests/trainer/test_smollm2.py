@@ -236,11 +236,21 @@ def test_without_gguf_nothing_is_fetched(tiny: Package, tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_knows_the_sizes_and_fetches_nothing(tmp_path: Path) -> None:
-    rows, cache = tmp_path / "rows.jsonl", tmp_path / "cache"
-    rows.write_text('{"question": "1+1?", "answer": "2"}\n')
-    words = ("gsm8k_grpo_smollm2", "--dry-run", f"data.train_path={rows}", f"data.eval_path={rows}")
-    done = parity("train", *words, cwd=tmp_path, watched=("torch",), env={"PARITY_CACHE": str(cache)})
+TWO_STEPS = [f"data.{part}_path=word_problems:two_steps@{part}" for part in ("train", "eval")]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("gsm8k_grpo_smollm2", "data.train_path=rows.jsonl", "data.eval_path=rows.jsonl"),
+        ("smollm2_grpo",),
+        ("smollm2_grpo", *TWO_STEPS, "sampling.max_new_tokens=48"),
+    ],
+)
+def test_a_dry_run_knows_the_sizes_and_fetches_nothing(tmp_path: Path, words: tuple[str, ...]) -> None:
+    cache = tmp_path / "cache"
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    done = parity("train", *words, "--dry-run", cwd=tmp_path, watched=("torch",), env={"PARITY_CACHE": str(cache)})
     assert (done.code, done.loaded) == (0, ()), done.err
     assert "SmolLM2-135M-Instruct" in done.out and "134,515,008 parameters" in done.out
     assert not cache.exists()
