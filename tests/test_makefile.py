@@ -1,0 +1,39 @@
+"""The Makefile: which recipe the demo trains, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from test_style import ROOT
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """`make -n`: what would be run."""
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ((), "parity train arithmetic_grpo rollout=sglang"),
+        (("MODEL=smollm2",), "parity train smollm2_grpo rollout=sglang"),
+        (("MODEL=smollm2", "ENGINE=torch", "ARGS=run.seed=1"), "parity train smollm2_grpo rollout=torch run.seed=1"),
+    ],
+)
+def test_the_demo_trains_the_recipe_of_its_model(words: tuple[str, ...], command: str) -> None:
+    done = make("demo", *words)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1].strip()
+    assert line == f"exec .venv/bin/{command}"
+    assert (ROOT / "recipes" / f"{command.split()[2]}.yaml").is_file()
+
+
+@pytest.mark.parametrize("word", ["MODEL=gpt", "ENGINE=vllm"])
+def test_another_model_or_engine_is_refused(word: str) -> None:
+    done = make("demo", word)
+    key, _, value = word.partition("=")
+    assert done.returncode == 2 and f"{key} must be " in done.stderr and f"got '{value}'" in done.stderr
