@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py [--rounds 3] [--steps 12] [--sides trl torch sglang] [--regimes equal ragged]
         [--dtype float32] [--size wide]
+    python benchmarks/grpo_step.py --size smollm2 --dtype bfloat16 --rounds 1 --steps 4
 
 Needs TRL beside Parity (`pip install --no-deps trl==1.16.0`). The sides take turns, each in a fresh process that has
 the machine to itself, so that neither is slowed by the other's idle threads or daemons.
@@ -23,6 +24,8 @@ and longest response; wide is four times as wide, with half the groups and five 
 random, and one row of the head gives the end-of-sequence token the same odds at every position:
     equal    it never comes: every response has the maximal length
     ragged   it comes with a probability of four to its maximum: lengths are geometric, cut there
+--size smollm2 is the step of the recipe smollm2_grpo: SmolLM2-135M-Instruct and word problems in its chat template, and
+the lengths are the model's own (`own`).
 """
 
 from __future__ import annotations
@@ -44,12 +47,13 @@ from typing import Any
 import psutil
 
 from trainer.cluster.placement import SPINS
+from trainer.run.smollm2 import build_smollm2
 
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
 WIDTH, LAYERS = 256, 3
 REGIMES = ("equal", "ragged")
-WARM_UP = 4
-"""Steps at the start that are not counted."""
+OWN = "own"
+"""The lengths of a model that was trained."""
 SEED = 0
 
 
@@ -63,6 +67,8 @@ class Size:
     width: int
     trl_batch: int
     """Samples of one forward of TRL: what it is fastest with here."""
+    warm_up: int = 4
+    """Steps at the start that are not counted."""
 
     def end_probability(self, regime: str) -> float:
         return 4 / self.max_new_tokens if regime == "ragged" else 0.0
@@ -71,19 +77,23 @@ class Size:
 SIZES = {
     "demo": Size(prompts=16, group_size=8, max_new_tokens=24, width=64, trl_batch=128),
     "wide": Size(prompts=8, group_size=8, max_new_tokens=128, width=WIDTH, trl_batch=16),
+    "smollm2": Size(prompts=12, group_size=8, max_new_tokens=24, width=576, trl_batch=96, warm_up=1),
 }
+REAL = "smollm2"
+"""Size with a model that was trained; the others have random weights."""
 
 
 class ProcessorClock:
     """Processor seconds per step of this process and all below it, between the first and the last counted step."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, *, warm_up: int) -> None:
         self._num_steps = num_steps
+        self._warm_up = warm_up
         self._marks: list[float] = []
 
     def mark(self, step: int) -> None:
         """Call at the end of every step, counted from 1."""
-        if step in (WARM_UP, WARM_UP + self._num_steps):
+        if step in (self._warm_up, self._warm_up + self._num_steps):
             own = psutil.Process()
             times = [process.cpu_times() for process in [own, *own.children(recursive=True)]]
             self._marks.append(sum(time.user + time.system for time in times))
@@ -160,14 +170,15 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
     if args.side == "torch":
         # One engine per core: the operations of a decoding step are too short to be shared by threads.
         yield f"rollout.num_engines={args.threads}"
-    yield f"run.num_steps={args.steps + WARM_UP + 1}"
-    yield f"run.seed={SEED}"
     size = SIZES[args.size]
+    yield f"run.num_steps={args.steps + size.warm_up + 1}"
+    yield f"run.seed={SEED}"
     yield f"batch.prompts_per_step={size.prompts}"
     yield f"batch.group_size={size.group_size}"
     yield f"sampling.max_new_tokens={size.max_new_tokens}"
-    yield "model=hf"
-    yield f"model.path={args.model}"
+    if args.size != REAL:
+        yield "model=hf"
+        yield f"model.path={args.model}"
     yield f"reward.function={REWARD_FILE}:rewarded"
     yield "optim.lr=1e-6"
     yield "checkpoint.every=0"
@@ -183,7 +194,8 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
     from trainer.run.loop import train
     from trainer.tracking.tracker import Tracker
 
-    clock = ProcessorClock(args.steps)
+    warm_up = SIZES[args.size].warm_up
+    clock = ProcessorClock(args.steps, warm_up=warm_up)
     log = Tracker.log
 
     def marked(tracker: Tracker, step: int, *rest: Any) -> None:
@@ -191,7 +203,8 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
         clock.mark(step)
 
     Tracker.log = marked  # type: ignore[method-assign, assignment]
-    recipe = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
+    name = "smollm2_grpo" if args.size == REAL else "arithmetic_grpo"
+    recipe = Path(__file__).parents[1] / "recipes" / f"{name}.yaml"
     with tempfile.TemporaryDirectory() as run_dir:
         words = [*parity_words(args), f"run.dir={run_dir}/run"]
         resolution = resolve(recipe, words, own_dir=None, multirun=False)
@@ -204,7 +217,7 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
         rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = []
     # The first and the last step also evaluate.
-    for row in rows[WARM_UP:-1]:
+    for row in rows[warm_up:-1]:
         parts = {
             name.removeprefix("time/").removesuffix("_s"): value
             for name, value in row.items()
@@ -299,7 +312,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     present = [side for side in ("trl", "torch", "sglang") if importlib.util.find_spec(side)]
     parser.add_argument("--sides", nargs="+", default=present)
-    parser.add_argument("--regimes", nargs="+", default=REGIMES, choices=REGIMES)
+    parser.add_argument("--regimes", nargs="+", default=REGIMES, choices=REGIMES, help="lengths of a random model")
     parser.add_argument("--size", choices=sorted(SIZES), default="wide")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--word", action="append", default=[], help="one more word for Parity's command line")
@@ -309,17 +322,19 @@ def main() -> None:
     if args.side:
         child(args)
         return
-    results: dict[tuple[str, str], list[list[Step]]] = {
-        (regime, side): [] for regime in args.regimes for side in args.sides
-    }
     size = SIZES[args.size]
     with tempfile.TemporaryDirectory() as scratch:
-        for regime in args.regimes:
-            (Path(scratch) / regime).mkdir()
-            build_model(Path(scratch) / regime, end_probability=size.end_probability(regime), width=size.width)
+        models = {OWN: build_smollm2()} if args.size == REAL else {name: Path(scratch) / name for name in args.regimes}
+        for regime, model in models.items():
+            if args.size != REAL:
+                model.mkdir()
+                build_model(model, end_probability=size.end_probability(regime), width=size.width)
+        results: dict[tuple[str, str], list[list[Step]]] = {
+            (regime, side): [] for regime in models for side in args.sides
+        }
         for number in range(args.rounds):
             for regime, side in results:
-                steps = run_side(args, side, Path(scratch) / regime)
+                steps = run_side(args, side, models[regime])
                 results[regime, side].append(steps)
                 middle = statistics.median(step.seconds for step in steps)
                 sys.stderr.write(f"{number + 1}/{args.rounds} {regime} {side}: {middle:.2f} s per step\n")

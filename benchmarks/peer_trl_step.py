@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from datasets import Dataset
-from grpo_step import SEED, SIZES, WARM_UP, ProcessorClock, Step
+from grpo_step import REAL, SEED, SIZES, ProcessorClock, Step
 from half_rewarded import rewarded
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout.data.arithmetic import arithmetic_problems
+from rollout.data.word_problems import word_problems
 
 
 class Clock(TrainerCallback):
     """Seconds between the ends of steps, tokens and phases of each."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.processor = ProcessorClock(num_steps)
+    def __init__(self, num_steps: int, *, warm_up: int) -> None:
+        self.processor = ProcessorClock(num_steps, warm_up=warm_up)
         self.steps: list[Step] = []
         self.tokens = 0
         self.parts: dict[str, float] = {}
@@ -34,9 +36,10 @@ class Clock(TrainerCallback):
         self.processor.mark(len(self.steps))
         self._ended, self.tokens, self.parts = time.perf_counter(), 0, {}
 
-    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(self, completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
         self.tokens += sum(map(len, completion_ids))
-        return [float(rewarded(text)) for text in completions]
+        texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
+        return [float(rewarded(text)) for text in texts]
 
     def timed(self, trainer: Any, method: str, name: str) -> None:
         """Attribute the seconds of a method to `name`."""
@@ -51,19 +54,27 @@ class Clock(TrainerCallback):
         setattr(trainer, method, call)
 
 
+def prompts(size: str) -> Iterator[Any]:
+    """What Parity's recipe of that size asks: texts, or messages for the chat template."""
+    if size == REAL:
+        for row in word_problems("one_step", "train"):
+            yield [{"role": "user", "content": row["question"]}]
+    else:
+        yield from (problem.prompt for problem in arithmetic_problems().train)
+
+
 def trl_steps(args: argparse.Namespace) -> list[Step]:
-    """Train for WARM_UP + args.steps steps, one optimizer step per generation of all samples."""
+    """Train for the first steps and `args.steps` more, one optimizer step per generation of all samples."""
     torch.set_num_threads(args.threads)
     size = SIZES[args.size]
     samples = size.prompts * size.group_size
-    problems = arithmetic_problems().train
-    clock = Clock(args.steps)
+    clock = Clock(args.steps, warm_up=size.warm_up)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(args.model),
             reward_funcs=clock.reward,
-            train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in problems]}),
+            train_dataset=Dataset.from_dict({"prompt": list(prompts(args.size))}),
             callbacks=[clock],
             args=GRPOConfig(
                 output_dir=scratch,
@@ -78,7 +89,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
                 beta=0.0,
                 learning_rate=1e-6,
                 lr_scheduler_type="constant",
-                max_steps=WARM_UP + args.steps,
+                max_steps=size.warm_up + args.steps,
                 seed=SEED,
                 logging_strategy="no",
                 save_strategy="no",
@@ -102,7 +113,7 @@ def trl_steps(args: argparse.Namespace) -> list[Step]:
 
         trainer._generate_and_score_completions = prepare
         trainer.train()
-    steps = clock.steps[WARM_UP:]
+    steps = clock.steps[size.warm_up :]
     for step in steps:
         step.processor_s = clock.processor.per_step
     return steps
