@@ -13,7 +13,9 @@ every attempt no process and no segment of shared memory may be left, and no fil
 attempt removes the files of an attempt that was killed. Segments of the whole machine count, so no other program may
 make one meanwhile; namespaces of its own keep the storm apart from other programs:
 
-    unshare --mount --pid --fork --mount-proc sh -c 'mount -t tmpfs tmpfs /dev/shm && exec make chaos'
+    unshare --mount --pid --fork --mount-proc sh -c 'mount -t tmpfs tmpfs /dev/shm; make chaos; exit $?'
+
+The shell there is the parent of processes that lost their own, and collects them: Ray's workers do not end before that.
 
 Every attempt must end within its deadline, with an exit code that its fault allows. Prints Markdown: one row per fault,
 then the counts and the verdict. Exit code 1 if anything differs or is left.

@@ -182,6 +182,36 @@ def test_another_seed_ends_a_resume_before_anything_is_written(
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.scenario(3)
+@pytest.mark.scenario(5)
+@pytest.mark.parametrize("damage", ["cut", "another value", "no manifest"])
+def test_a_damaged_state_of_the_newest_checkpoint_does_not_stand_in_the_way_of_the_one_before(
+    damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rollout=torch", f"run.dir={tmp_path}/run", "run.resume=auto", "run.num_steps=9"]
+    config = resolve_recipe(*words)
+    with Tracker(config, run_dir=tmp_path / "run") as tracker:
+        tracker.log(1, {})
+    save(config, 1)
+    save(config, 2)
+    [newest] = (tmp_path / "run").glob("checkpoints/*2")
+    state = newest / "state.json"
+    text = state.read_text()
+    assert '"run.seed": 0' in text
+    if damage == "cut":
+        state.write_text(text[: len(text) // 2])
+    elif damage == "another value":
+        state.write_text(text.replace('"run.seed": 0', '"run.seed": 1'))
+    else:
+        (newest / "manifest.json").unlink()
+    command = ["train", "arithmetic_grpo", *words, "tracking.wandb=disabled", "--dry-run"]
+    assert parity(command) == 0, capsys.readouterr().err
+    assert "after step 2 of 9, if" in capsys.readouterr().out
+    # The settings are still compared with those of the checkpoint before.
+    assert parity([*command, "run.seed=4"]) == 2
+    assert "run.seed must be 0, as in " in capsys.readouterr().err
+
+
 def test_the_config_of_a_run_is_a_recipe_with_the_name_of_its_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

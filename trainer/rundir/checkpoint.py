@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from trainer.rundir.sealed import (
     sealed_steps,
     set_aside,
     verify,
+    verify_file,
     write_manifest,
 )
 
@@ -157,9 +159,16 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
-    """The newest checkpoint and its state, without a look at its other files; None without one. Raises SealError."""
-    path = next(reversed(sealed_steps(run_dir / CHECKPOINTS).values()), None)
-    return None if path is None else (path, _read_state(path))
+    """The newest checkpoint whose state is as it was written, and the state; None if no checkpoint has such a state.
+
+    No other file is looked at: `newest_checkpoint` does so later, and names what is damaged. Raises SealError if the
+    directory of the checkpoints cannot be read.
+    """
+    for path in reversed(sealed_steps(run_dir / CHECKPOINTS).values()):
+        with suppress(SealError):
+            verify_file(path, STATE, layout=FORMAT)
+            return path, _read_state(path)
+    return None
 
 
 def checkpoint_at(path: Path) -> Checkpoint:

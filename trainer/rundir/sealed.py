@@ -103,13 +103,29 @@ def verify(directory: Path, *, layout: int) -> None:
         if others := sorted(present - set(recorded)):
             raise SealError(f"{directory} holds files that the manifest does not know: {', '.join(others)}")
         for name, record in recorded.items():
-            size = (directory / name).stat().st_size
-            if size != record.bytes:
-                raise SealError(f"{directory / name} has {size} bytes, the manifest says {record.bytes}")
-            if describe_file(directory / name) != record:
-                raise SealError(f"{directory / name} has changed since it was written")
+            _compare(directory / name, record)
     except OSError as error:
         raise SealError(f"{error.filename or directory} cannot be read ({error})") from error
+
+
+def verify_file(directory: Path, name: str, *, layout: int) -> None:
+    """Compare one file of a sealed directory with the manifest, without a look at the others. Raises SealError."""
+    try:
+        recorded = _read_manifest(directory / MANIFEST, layout=layout)
+        if name not in recorded:
+            raise SealError(f"{directory / MANIFEST} does not know {name}")
+        _compare(directory / name, recorded[name])
+    except OSError as error:
+        raise SealError(f"{error.filename or directory} cannot be read ({error})") from error
+
+
+def _compare(path: Path, record: FileRecord) -> None:
+    """Raises SealError unless the file agrees with its record, and OSError."""
+    size = path.stat().st_size
+    if size != record.bytes:
+        raise SealError(f"{path} has {size} bytes, the manifest says {record.bytes}")
+    if describe_file(path) != record:
+        raise SealError(f"{path} has changed since it was written")
 
 
 def begin_step(parent: Path, step: int) -> Path:
