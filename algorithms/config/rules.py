@@ -156,10 +156,11 @@ class Checked:
         return Problem(key=key, rule=rule, value=attrgetter(key)(self), remedy=remedy)
 
     def _field_problems(self) -> Iterator[Problem]:
+        assert is_dataclass(self)
+        defaults = {spec.name: spec.default for spec in fields(self)}
         for name, rule in declared_rules(type(self)).items():
             if not rule.holds(getattr(self, name)):
-                yield self.broken(name, str(rule), rule.remedy)
-        assert is_dataclass(self)
+                yield self.broken(name, str(rule), rule.remedy or default_text(defaults[name]))
         for spec in fields(self):
             part = getattr(self, spec.name)
             if isinstance(part, Checked):
@@ -169,6 +170,22 @@ class Checked:
         found = list(self.problems())
         if found:
             raise ConfigError(found)
+
+
+def default_text(default: object) -> str:
+    """A sentence with the default, if there is one: the way out of a wrong value where no other is known."""
+    return "" if default in ("", MISSING) else f"The default is {as_yaml(default)}."
+
+
+def as_yaml(value: object) -> str:
+    """A value of a config as YAML writes it."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else "''" if value == "" else str(value)
 
 
 def describe(config: object, *, prefix: str = "") -> Iterator[Description]:

@@ -61,8 +61,8 @@ def test_every_broken_rule_is_reported_once_and_in_order() -> None:
     with pytest.raises(ConfigError) as caught:
         Outer(rate=-1.0, bound=0.5, inner=inner)
     assert [str(problem) for problem in caught.value.problems] == [
-        "rate must be > 0 seconds, got -1.0.",
-        "bound must be > 1 or null: a ratio of 1 is on-policy, got 0.5.",
+        "rate must be > 0 seconds, got -1.0. The default is 1.0.",
+        "bound must be > 1 or null: a ratio of 1 is on-policy, got 0.5. The default is null.",
         "inner.share must lie in [0, 1), got 1.0. Vetted: 0.5.",
     ]
 

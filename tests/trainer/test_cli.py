@@ -105,6 +105,20 @@ def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("place", [".", "own"])
+def test_a_mistyped_file_of_a_recipe_is_found_beside_it(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(place).mkdir(exist_ok=True)
+    for name in ("letters.yaml", "numbers.yaml"):
+        (Path(place) / name).touch()
+    for given, meant in (("leters.yaml", "letters.yaml"), ("Letters.yaml", "letters.yaml"), ("words.yaml", None)):
+        assert run(["train", str(Path(place) / given)]) == 2
+        hint = f"Did you mean {Path(place) / meant}? Recipes: " if meant else "Recipes: "
+        assert f"must be an existing file, got '{Path(place) / given}'. {hint}" in capsys.readouterr().err
+
+
 def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> None:
     outcome = parity("train", "arith", "--config-dir", "nosuch", "--multi-run", cwd=tmp_path)
     assert outcome.code == 2

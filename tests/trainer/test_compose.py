@@ -176,7 +176,7 @@ def test_a_sweep_is_checked_before_its_first_run_and_names_the_combination() -> 
     found = messages("correction=tis,mis", "correction.cap=3", "optim.lr=1e-3,0", "lose.x=1", multirun=True)
     assert found == [
         "lose.x is not a key, got 1. Did you mean loss?",
-        "[optim.lr=0] optim.lr must be > 0, got 0.0.",
+        "[optim.lr=0] optim.lr must be > 0, got 0.0. The default is 1e-06.",
         "[correction=mis] correction.cap is not a key of correction=mis, got 3. It belongs to correction=tis, "
         "correction=bypass; keys of mis: level, bound, low, high, reject, self_normalize, rejected_denominator.",
     ]

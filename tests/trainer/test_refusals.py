@@ -65,9 +65,9 @@ REFUSALS = {
         ("correction.hihg=3", "Did you mean correction.high of correction=mis?"),
     ],
     "wrong types": [
-        ("batch.group_size=4.5", "batch.group_size must be an integer, got 4.5."),
+        ("batch.group_size=4.5", "batch.group_size must be an integer, got 4.5. The default is 8."),
         ("loss.clip_low=abc", "loss.clip_low must be a number, got 'abc'."),
-        ("loss.dual_clip=abc", "loss.dual_clip must be a number or null, got 'abc'."),
+        ("loss.dual_clip=abc", "loss.dual_clip must be a number or null, got 'abc'. The default is null."),
         ("run.seed=null", "run.seed must be an integer, got None."),
         ("reward.function=[1,2]", "reward.function must be text, got [1, 2]."),
         ("loss.aggregation=token_maen", "must be one of token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_le"),
@@ -76,8 +76,8 @@ REFUSALS = {
             "policy=3",
             "policy must be a mapping of its keys to values, got 3. Its keys: policy.num_workers, policy.dtype",
         ),
-        ("optim.lr=nan", "optim.lr must be a finite number, got nan."),
-        ("optim.weight_decay=???", "optim.weight_decay must be set, got '???'."),
+        ("optim.lr=nan", "optim.lr must be a finite number, got nan. The default is 1e-06."),
+        ("optim.weight_decay=???", "optim.weight_decay must be set, got '???'. The default is 0.01."),
         ("optim.beta2=${no.key}", "optim.beta2 cannot be resolved (Interpolation key 'no.key' not found), got '${no.k"),
     ],
     "rules": [
@@ -86,6 +86,7 @@ REFUSALS = {
             "correction.cap must be >= 1, or on-policy tokens are cut, got -1.0. Use correction=vanilla_is",
         ),
         ("batch.mini_batch_prompts=5", "batch.mini_batch_prompts must divide batch.prompts_per_step (16), got 5."),
+        ("run.num_steps=0", "run.num_steps must be >= 1, got 0. The default is 40."),
         ("loss.clip_low=1.5", "loss.clip_low must lie in (0, 1), got 1.5. Vetted: 0.2."),
         ("+rollout.engine_args.port=3", "rollout.engine_args.port is set by Parity, got 3. Remove it."),
         ("reward.overlong_buffer_tokens=999", "reward.overlong_buffer_tokens must be < sampling.max_new_tokens ("),
@@ -203,7 +204,7 @@ def test_the_sections_are_listed_where_no_key_is_similar() -> None:
         "actor_rollout_ref.rollout.n is not a key, got 8. Here it is batch.group_size.",
         f"zzz is not a key, got 3. {sections}",
         "trainer.total_training_steps is not a key, got 15. Here it is run.num_steps.",
-        "optim.lr must be > 0, got -1.0.",
+        "optim.lr must be > 0, got -1.0. The default is 1e-06.",
     ]
     one_of_two = messages("lose.x=1,2", "zzz=3", multirun=True)
     assert [sections in message for message in one_of_two] == [False, True, False]

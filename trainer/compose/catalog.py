@@ -78,7 +78,9 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
             rule = f"must be the name of a recipe or end in {SUFFIX}"
             return Problem(key="recipe", rule=rule, value=given, remedy=remedy)
         if not path.is_file():
-            return Problem(key="recipe", rule="must be an existing file", value=given, remedy=_names(own_dir))
+            close = nearest(path.name, [beside.name for beside in path.parent.glob(f"*{SUFFIX}")])
+            hint = f"Did you mean {path.with_name(close)}? " if close else ""
+            return Problem(key="recipe", rule="must be an existing file", value=given, remedy=hint + _names(own_dir))
     else:
         found = _known(own_dir)
         if given not in found:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from functools import reduce
 from typing import get_type_hints
 
-from algorithms.config.rules import Description, describe
+from algorithms.config.rules import Description, as_yaml, describe
 from trainer.compose.keys import accepted
 from trainer.compose.renamed import BY_TRAINER
 from trainer.config.train import GROUPS, TrainConfig
@@ -67,18 +66,7 @@ def _cells(described: Description, kind: type) -> tuple[str, ...]:
     annotation = reduce(lambda holder, name: get_type_hints(holder)[name], described.key.split(".")[1:], kind)
     rule = described.rule or accepted(annotation)
     texts = (re.sub("^(must be|must lie|must) ", "", rule), described.meaning, _elsewhere(described.key))
-    return (described.key, f"`{_shown(described.default)}`", *(text.replace("|", "\\|") for text in texts))
-
-
-def _shown(value: object) -> str:
-    """A default as YAML writes it."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else "''" if value == "" else str(value)
+    return (described.key, f"`{as_yaml(described.default)}`", *(text.replace("|", "\\|") for text in texts))
 
 
 def _elsewhere(key: str) -> str:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any, Union, get_args, get_origin
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import default_text
 from trainer.compose.renamed import SYNONYMS, renamed_hint
 from trainer.config.train import GROUPS, TrainConfig
 
@@ -51,12 +52,12 @@ def accepted(hint: Any) -> str:
     return "a mapping of its keys to values" if issubclass(hint, Checked) else WORDS[hint]
 
 
-def wrong_value(key: str, value: object, hint: Any) -> Problem:
+def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> Problem:
     """The Problem of a value that a field annotated with `hint` does not accept."""
     options = [option for option in get_args(hint) or (hint,) if isinstance(option, type)]
     names = [member.name for option in options if issubclass(option, Enum) for member in option]
     close = nearest(str(value), names)
-    remedy = f"Did you mean {key}={close}?" if close else ""
+    remedy = f"Did you mean {key}={close}?" if close else default_text(default)
     if get_origin(hint) is list and isinstance(value, str):
         remedy = f"Write {key}=[{value}]."
     if isinstance(hint, type) and issubclass(hint, Checked):

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import Checked, Problem
+from algorithms.config.rules import default_text
 from rollout.processes.custom_code import function_problem
 from rollout.rewards import RULES
 from trainer.compose import keys
@@ -115,7 +116,7 @@ def _value(
     try:
         value = _container(values[spec.name])
     except MissingMandatoryValue:
-        found.append(Problem(key=key, rule="must be set", value="???"))
+        found.append(Problem(key=key, rule="must be set", value="???", remedy=default_text(default)))
         return default
     except OmegaConfBaseException as error:
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
@@ -129,11 +130,11 @@ def _value(
             rule = f"is not a key: {key} is a single value"
             found += [Problem(key=".".join(leaf), rule=rule, value=v) for leaf, v in _leaves(path, value)]
         else:
-            found.append(keys.wrong_value(key, value, hint))
+            found.append(keys.wrong_value(key, value, hint, default=default))
         return default
     numbers = value if isinstance(value, list) else [value]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        found.append(Problem(key=key, rule="must be a finite number", value=value))
+        found.append(Problem(key=key, rule="must be a finite number", value=value, remedy=default_text(default)))
         return default
     return value
 
