@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from cli_process import HEAVY, parity
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -22,11 +23,28 @@ from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
 from trainer.batch.packing import pack
 from trainer.config.outputs import CheckpointConfig, EvalConfig
+from trainer.config.train import TrainConfig
 from trainer.policy.model import full_tensors
 from trainer.run.evaluation import evaluate_model
-from trainer.run.export import export_model
-from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
+from trainer.run.export import write_model
+from trainer.rundir.checkpoint import (
+    POLICY,
+    Checkpoint,
+    CheckpointError,
+    RunState,
+    begin_checkpoint,
+    checkpoint_at,
+    chosen_checkpoint,
+    commit_checkpoint,
+)
 from trainer.rundir.weights_source import SourceKind, WeightsSource
+
+
+def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False) -> Checkpoint:
+    """What `parity export` does."""
+    checkpoint = chosen_checkpoint(config, run_dir, best=best)
+    write_model(config, checkpoint, directory)
+    return checkpoint
 
 
 @pytest.mark.parametrize("estimator", [Estimator.grpo, Estimator.gae], ids=["alone", "beside a critic"])
@@ -70,15 +88,21 @@ def test_the_exported_model_is_the_trained_one(
             continue
         with pytest.raises(CheckpointError, match=r"no checkpoint of .* has eval/accuracy_sampled"):
             export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True)
-    step = tmp_path / "run" / "checkpoints" / "step_000001"
-    assert export_model(config, tmp_path / "run", tmp_path / "named", path=step).path == step
+    write_model(config, checkpoint_at(tmp_path / "run" / "checkpoints" / "step_000001"), tmp_path / "named")
     modes = {path.stat().st_mode for path in (tmp_path / "named").iterdir()}
     assert len(modes) == 1, "the weights have the mode of the other files"
-    with pytest.raises(CheckpointError, match="exists"):
-        export_model(config, tmp_path / "run", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        export_model(config, tmp_path / "empty", tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("defaults: [/arithmetic_grpo, _self_]")
+    outcome = parity("export", "run", "out", cwd=tmp_path, watched=HEAVY)
+    assert (outcome.code, outcome.loaded, outcome.out) == (2, (), "")
+    assert outcome.err.splitlines() == [
+        "parity export: 1 problem, nothing was started",
+        "  - run holds no checkpoint. A run saves them with checkpoint.every=<steps>.",
+    ]
+    assert not (tmp_path / "out").exists()
 
 
 class Evil:

@@ -248,12 +248,18 @@ def _export(words: list[str]) -> int:
         return refuse(command, "directory", "must not exist", str(directory), "Name another one, or remove it.")
     if (unusable := unusable_problem("directory", directory)) is not None:
         return report([unusable], command=command)
-    from trainer.run.export import export_model
-    from trainer.rundir.checkpoint import CheckpointError
+    from trainer.rundir.checkpoint import CheckpointError, checkpoint_at, chosen_checkpoint
 
     try:
-        checkpoint = export_model(config, run_dir, directory, best=best, path=given if is_step else None)
+        checkpoint = checkpoint_at(given) if is_step else chosen_checkpoint(config, run_dir, best=best)
     except CheckpointError as error:
+        return report([str(error)], command=command)
+    # Imported late, because this line imports torch and transformers.
+    from trainer.run.export import write_model
+
+    try:
+        write_model(config, checkpoint, directory)
+    except CheckpointError as error:  # of files that agree with their manifest and still are no weights
         to_stderr(f"{command}: {error}\n")
         return FAILED
     to_stdout(f"{directory}: the policy after step {checkpoint.state.step}\n")

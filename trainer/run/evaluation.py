@@ -28,9 +28,9 @@ from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
-from trainer.run.export import chosen_checkpoint, write_model
+from trainer.run.export import write_model
 from trainer.run.task import Task, data_notes, load_task
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
 from trainer.rundir.printed import printed_log
 from trainer.rundir.provenance import config_record, environment_record, group_choices
 from trainer.rundir.resume import changed_keys

@@ -17,36 +17,7 @@ from trainer.policy.forward import ScoringModel
 from trainer.policy.model import load_causal_lm
 from trainer.policy.shards import load_shards
 from trainer.run.task import resolve_model
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_checkpoint, checkpoint_at, newest_checkpoint
-
-
-def export_model(
-    config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False, path: Path | None = None
-) -> Checkpoint:
-    """Write the policy of the newest good, or of the `best` checkpoint of `run_dir` to `directory`, with its tokenizer.
-
-    `path` is the directory of another checkpoint, to be written instead.
-    The weights get the type of the model that the run started from. The directory appears whole or not at all. Raises
-    CheckpointError if the run has no such checkpoint that is good, or `directory` exists.
-    """
-    if directory.exists():
-        raise CheckpointError(f"{directory} exists. Name a directory that does not, or remove it.")
-    checkpoint = chosen_checkpoint(config, run_dir, best=best) if path is None else checkpoint_at(path)
-    write_model(config, checkpoint, directory)
-    return checkpoint
-
-
-def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
-    """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
-    metric = config.checkpoint.best_metric
-    if best and metric is None:
-        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
-    checkpoint = best_checkpoint(run_dir, metric) if best and metric else newest_checkpoint(run_dir)
-    if checkpoint is None and best:
-        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
-    return checkpoint
+from trainer.rundir.checkpoint import Checkpoint
 
 
 def write_model(

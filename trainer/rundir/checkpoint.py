@@ -23,6 +23,7 @@ from typing import Any
 from rollout.collect.pending import CollectorState
 from rollout.data.dataset import StreamState
 from trainer.config.outputs import CHECKPOINTS
+from trainer.config.train import TrainConfig
 from trainer.rundir.sealed import (
     FileRecord,
     SealError,
@@ -189,6 +190,19 @@ def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
         return None if path is None else _verified(path)
     except SealError as problem:
         raise CheckpointError(f"the best checkpoint cannot be used: {problem}. Take the newest instead.") from problem
+
+
+def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
+    """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
+    metric = config.checkpoint.best_metric
+    if best and metric is None:
+        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
+    checkpoint = best_checkpoint(run_dir, metric) if best and metric else newest_checkpoint(run_dir)
+    if checkpoint is None and best:
+        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
+    return checkpoint
 
 
 def _verified(path: Path) -> Checkpoint:
