@@ -228,6 +228,12 @@ def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:
     with lone_worker(config, model_path) as worker:
         report = worker.dry_run(groups)
         assert report.num_tokens == 4 * (6 + 4 * 20)
+        # A peak on a CPU is of the process, whose first product loads libraries: of a small model that is most of it.
+        assert str(report).endswith(" planned for it, and up to 512 MiB for libraries")
+        assert report.planned_bytes is not None
+        assert report.peak_bytes < report.planned_bytes + report.planned_besides_bytes
+        on_gpu = str(replace(report, planned_besides_bytes=0))
+        assert on_gpu.endswith(" planned") and "libraries" not in on_gpu
         assert all(parameter.grad is None for parameter in worker._policy.model.parameters())
         train(worker, 1)
         worker.dry_run(groups)

@@ -18,7 +18,7 @@ from trainer.batch.packing import micro_batch
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.limits.floors import GroupLengths
-from trainer.limits.memory_plan import memory_plan
+from trainer.limits.memory_plan import PROCESS_BYTES, memory_plan
 from trainer.policy.forward import ScoringModel
 from trainer.policy.trainable import Trainable
 from trainer.rundir.text import size
@@ -36,13 +36,21 @@ class DryRunReport:
     peak_bytes: int
     """Above what the rank held before: gradients, gathered parameters, activations and logits."""
     planned_bytes: int | None
-    """The same from the memory plan; None if the size of the model is not known there."""
+    """The same tensors in the memory plan; None if the size of the model is not known there."""
+    planned_besides_bytes: int
+    """What the plan has for the rest of a process, such as libraries at their first use: a peak on a CPU holds it too.
+    0 on a GPU, where only tensors are measured."""
 
     def __str__(self) -> str:
-        planned = "" if self.planned_bytes is None else f", {size(self.planned_bytes)} planned"
-        return (
+        line = (
             f"largest micro-batch tried: {self.num_tokens:,} tokens forward and backward in {self.seconds:.1f} s, peak "
-            f"{size(self.peak_bytes)} above weights and optimizer{planned}"
+            f"{size(self.peak_bytes)} above weights and optimizer"
+        )
+        if self.planned_bytes is None:
+            return line
+        besides = self.planned_besides_bytes
+        return f"{line}, {size(self.planned_bytes)} planned" + (
+            f" for it, and up to {size(besides)} for libraries" if besides else ""
         )
 
 
@@ -79,6 +87,7 @@ def dry_run(
         seconds=time.perf_counter() - started,
         peak_bytes=max(0, peak),
         planned_bytes=None if planned is None else planned.working + planned.gradients,
+        planned_besides_bytes=PROCESS_BYTES if device.type == "cpu" else 0,
     )
 
 
