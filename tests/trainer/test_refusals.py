@@ -8,10 +8,11 @@ import pytest
 from compose_cases import messages, own_recipe, resolved
 
 from trainer.compose.compose import resolve
-from trainer.compose.read import build_config
+from trainer.compose.read import build_config, read_own_keys
 from trainer.compose.session import empty_root, plain
 from trainer.config.train import GROUPS, TrainConfig
 from trainer.run.start import start_problems
+from trainer.study.config import StudyConfig
 
 REFUSALS = {
     "keys that do not exist": [
@@ -224,6 +225,8 @@ def test_one_value_for_a_list_is_answered_with_the_list() -> None:
     assert messages("tracking.tags=night") == [
         "tracking.tags must be a list, each entry text, got 'night'. Write tracking.tags=[night]."
     ]
+    [one_number] = read_own_keys(StudyConfig, ["study.seeds=0"], section="study")[1]
+    assert str(one_number) == "study.seeds must be a list, each entry an integer, got 0. Write study.seeds=[0]."
     [too_long] = messages(f"tracking.tags=[night,{'x' * 65}]")
     assert too_long.startswith("tracking.tags must be texts of 1 to 64 characters, which W&B takes, got 'xxx")
 

@@ -58,11 +58,9 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
     names = [member.name for option in options if issubclass(option, Enum) for member in option]
     close = nearest(str(value), names)
     remedy = f"Did you mean {key}={close}?" if close else default_text(default)
-    if get_origin(hint) is list and isinstance(value, str):
-        remedy = f"Write {key}=[{value}]."
     if isinstance(hint, type) and issubclass(hint, Checked):
         remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
-    elif get_origin(hint) is list and isinstance(value, str) and "[" not in value:
+    elif get_origin(hint) is list and isinstance(value, str | int | float) and "[" not in str(value):
         remedy = f"Write {key}=[{value}]."
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
