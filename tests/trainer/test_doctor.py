@@ -119,12 +119,14 @@ def test_a_closed_loopback_means_that_nothing_can_run(monkeypatch: pytest.Monkey
         (f"machine api.wandb.ai login user password {KEY}\n", ".netrc"),
         ("machine elsewhere.org login user password x\n", None),
         ("machine api.wandb.ai login\n", None),
+        (f"machine wandb.example.com login user password {KEY}\n", None),
     ],
 )
 def test_where_the_wandb_key_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, netrc: str | None, expected: str | None
 ) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     if netrc is not None:
         (tmp_path / ".netrc").write_text(netrc)
@@ -136,6 +138,19 @@ def test_where_the_wandb_key_is(
     else:
         assert finding.status == OK
         assert expected in finding.found
+
+
+def test_the_wandb_key_of_a_server_of_ones_own_is_found_as_the_run_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_IDENTITY_TOKEN_FILE", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
+    monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
+    (tmp_path / ".netrc").write_text(f"machine wandb.example.com login user password {KEY}\n")
+    assert f"key in {tmp_path / '.netrc'}" in doctor._wandb().found
+    monkeypatch.setenv("WANDB_IDENTITY_TOKEN_FILE", "/run/token")
+    assert "key in $WANDB_IDENTITY_TOKEN_FILE" in doctor._wandb().found
 
 
 def test_scarce_resources_are_noted_with_a_remedy() -> None:

@@ -33,9 +33,10 @@ from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
+from trainer.tracking.wandb_login import wandb_key_source
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import keep_run_id, saved_run_id
-from trainer.tracking.wandb_sink import WandbSink, has_wandb_key
+from trainer.tracking.wandb_sink import WandbSink
 
 
 def test_wandb_offline_has_every_row(
@@ -418,11 +419,11 @@ def test_a_second_signal_ends_the_wait_and_a_wedged_wandb_cannot_hold_the_exit(s
 
 
 def test_keys_are_found_where_wandb_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_wandb_key()
+    assert not wandb_key_source()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert has_wandb_key()
+    assert wandb_key_source()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
-    assert not has_wandb_key()
+    assert not wandb_key_source()
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    assert has_wandb_key()
+    assert wandb_key_source()

@@ -7,8 +7,6 @@ of the hardware take seconds; all other checks are fast.
 from __future__ import annotations
 
 import glob
-import netrc
-import os
 import platform
 import shutil
 import socket
@@ -24,6 +22,7 @@ from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import num_cores
 from trainer.rundir.run_dir import unusable_problem
 from trainer.rundir.text import size
+from trainer.tracking.wandb_login import wandb_key_source
 
 PYTHON_FLOOR = (3, 11)
 MEMORY_FLOOR = 6 * 2**30
@@ -32,7 +31,6 @@ SHM_FLOOR = 2**30
 DISK_FLOOR = 5 * 2**30
 REQUIRED = ("ray", "transformers", "hydra-core", "safetensors", "xxhash")
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, never written to
-WANDB_HOST = "api.wandb.ai"
 
 OK, NOTE, MISSING = "ok", "note", "MISSING"
 """Status of a finding: the part works; it works with a restriction; without it some run cannot work."""
@@ -200,19 +198,7 @@ def _wandb() -> Finding:
     package = _package("wandb")
     if package.status == MISSING:
         return package._replace(status=NOTE)
-    if source := _wandb_key_source():
+    if source := wandb_key_source():
         return Finding(OK, "wandb", f"{package.found}, key in {source} (not tried)")
     remedy = "wandb login, or tracking.wandb=offline; metrics.jsonl is always written."
     return Finding(NOTE, "wandb", f"{package.found}, no key: runs stay offline", remedy)
-
-
-def _wandb_key_source() -> str | None:
-    """The place of the W&B key: an environment variable or a file; None without a key."""
-    if os.environ.get("WANDB_API_KEY"):
-        return "$WANDB_API_KEY"
-    path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    try:
-        login = netrc.netrc(path).authenticators(WANDB_HOST)
-    except (OSError, netrc.NetrcParseError):
-        return None
-    return str(path) if login is not None and login[2] else None

@@ -10,7 +10,6 @@ wandb-core has a session of its own, so that no signal to the run reaches it, an
 from __future__ import annotations
 
 import logging
-import netrc
 import os
 import queue
 import shlex
@@ -23,10 +22,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
-from urllib.parse import urlsplit
 
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.rundir.run_dir import make_private
+from trainer.tracking.wandb_login import wandb_key_source
 from trainer.tracking.wandb_panels import Panels
 from trainer.tracking.wandb_run import keep_run, new_run_id, wandb_run
 
@@ -97,7 +96,7 @@ class WandbSink:
         if wanted is WandbMode.disabled:
             return
         modes, reasons = [WandbMode.offline], []
-        if wanted is not WandbMode.offline and has_wandb_key():  # without a key wandb would ask for one at the terminal
+        if wanted is not WandbMode.offline and wandb_key_source():  # else wandb asks for a key
             modes.insert(0, WandbMode.online)
         elif wanted is WandbMode.online:
             reasons.append("online: no key was found")
@@ -281,18 +280,3 @@ def _end(core: subprocess.Popen[bytes]) -> None:
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-def has_wandb_key() -> bool:
-    """True if a W&B login is at hand, in the environment or in a netrc file; the function sends nothing anywhere."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            if path.is_file() and netrc.netrc(str(path)).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError) as error:
-            logger.warning("W&B: %s cannot be read (%s)", path, error)
-    return False
