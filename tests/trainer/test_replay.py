@@ -85,11 +85,17 @@ def close_samples() -> list[Sample]:
 
 
 def trained(
-    config: TrainConfig, model_path: Path, run_dir: Path, *, step: int = STEP, say: list[str] | None = None
+    config: TrainConfig,
+    model_path: Path,
+    run_dir: Path,
+    *,
+    step: int = STEP,
+    say: list[str] | None = None,
+    samples: list[Sample] | None = None,
 ) -> RankReport:
-    """Train one rollout step of a rank, write it down, and log it as a run does."""
+    """Train one rollout step of a rank, on `close_samples` if not given, write it down, and log it as a run does."""
     group_size = config.batch.group_size
-    samples = close_samples()
+    samples = close_samples() if samples is None else samples
     parts = config.batch.mini_batches
     size = len(samples) // parts
     assert size % group_size == 0
@@ -180,6 +186,21 @@ def test_another_correction_scores_what_training_with_it_measures(
     report = trained(other, model_path, tmp_path)
     logged = {key: report.metrics[key] for key in score.metrics if key in report.metrics}
     assert {key: score.metrics[key] for key in logged} == logged
+
+
+def test_what_zeros_mean_is_said(model_path: Path, one_step: Path, tmp_path: Path) -> None:
+    samples = close_samples()
+    for sample in samples:
+        sample.reward = 1.0
+    config = config_of(model_path, advantage=AdvantageConfig())  # the group is the baseline
+    trained(config, model_path, tmp_path, samples=samples)
+    replay = replayed(config, tmp_path, ["tis"])
+    assert replay.scores[0].metrics["loss/policy"] == 0
+    [line] = replay.facts()[2:]
+    assert line.startswith("every advantage of this step is 0, so the policy loss is 0 under every mode")
+    assert len(replayed(config, one_step, ["tis"]).facts()) == 2, "nothing is 0 there"
+    alike = replace(replay.scores[0], metrics=replay.scores[0].metrics | {"mismatch/k3": 0.0})
+    assert replace(replay, scores=[alike]).facts()[3].startswith("K3 is 0: engine and trainer agree on every token")
 
 
 def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, one_step: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,7 +101,19 @@ class Replay:
             f"{responses:,} responses in {groups:,} groups, {int(samples.num_tokens.sum()):,} response tokens, "
             f"{counted(self.step.num_optimizer_steps, 'optimizer step')}, {counted(len(step.ranks), 'rank')}",
             self.reproduction.line(),
+            *self._nothing_to_tell_apart(),
         ]
+
+    def _nothing_to_tell_apart(self) -> Iterator[str]:
+        """Yield what a table of zeros and dashes means."""
+        metrics = self.scores[0].metrics
+        if metrics.get("mismatch/eff_lr") is None:
+            yield (
+                "every advantage of this step is 0, so the policy loss is 0 under every mode and there is no learning "
+                "rate to keep (-): the modes can be told apart in a step whose rewards differ"
+            )
+        if metrics.get("mismatch/k3") == 0:
+            yield "K3 is 0: engine and trainer agree on every token, so there is nothing to correct in this step"
 
 
 def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> Replay:
