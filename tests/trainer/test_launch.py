@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import importlib.util
-import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -19,6 +19,7 @@ from run_directory import write_run
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
+from trainer.rundir.rows import read_rows
 from trainer.rundir.termination import GO_ON, RunTerminated
 from trainer.rundir.time_limit import OutOfTime
 
@@ -103,7 +104,7 @@ def test_a_sweep_ends_with_a_table_and_a_page_and_one_failure_does_not_stop_the_
     assert second.split() == ["1", "tis", "1", "failed,", "no", "step", "1", "0"]
     rows = list(csv.DictReader((tmp_path / "all/sweep.csv").open(encoding="utf-8")))
     assert list(rows[0]) == columns and [row["exit code"] for row in rows] == ["0", "1", "0", "0"]
-    logged = [json.loads(line) for line in (tmp_path / "all/3/metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in read_rows(tmp_path / "all/3/metrics.jsonl") if row["step"]]
     assert float(rows[3]["reward"]) == logged[-1]["reward/mean"] != logged[0]["reward/mean"]
     assert float(rows[3]["K3"]) == sorted(row["mismatch/k3"] for row in logged)[1]
     assert rows[3]["held-out"] and f"{100 * float(rows[3]['held-out']):.1f} %" in fourth
@@ -124,6 +125,40 @@ def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pyt
     assert "asked to end (SIGTERM), after step 2" in captured.err
     assert "1 of 2 runs were not begun" in captured.err
     assert captured.out.splitlines()[-1].split() == ["1", "1", "not", "begun"]
+
+
+@pytest.mark.parametrize("reason", ["IsADirectoryError", "asked to end (SIGINT)"])
+def test_a_sweep_without_a_page_names_the_command_that_writes_it(
+    reason: str,
+    use: Callable[[Train], None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        write_run(Path(config.run.dir), num_steps=2)
+        if "SIGINT" not in reason:
+            page.mkdir(exist_ok=True)
+        return finished(config)
+
+    def interrupted(runs: object) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    use(train)
+    page = tmp_path / "all" / "comparison.html"
+    if "SIGINT" in reason:
+        monkeypatch.setattr("trainer.report.page.render_runs", interrupted)
+    words = ["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]
+    assert run(words) == (130 if "SIGINT" in reason else 0)
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "was not written" in line]
+    assert line.startswith(f"parity train: {page} was not written: {reason}")
+    monkeypatch.undo()
+    monkeypatch.chdir("/")
+    if page.is_dir():
+        page.rmdir()
+    assert run(shlex.split(line.rpartition("; ")[2].removesuffix(" writes it"))[1:]) == 0
+    assert "2 runs compared" in page.read_text()
 
 
 def test_an_id_of_wandb_is_refused_for_several_runs(

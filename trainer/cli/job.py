@@ -6,13 +6,15 @@ Every run uses the config that was checked before the first run started. Called 
 from __future__ import annotations
 
 import shlex
+import signal
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.cli.sweep import Ended, compare
+from trainer.cli.report import COMPARISON
+from trainer.cli.sweep import Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
@@ -38,21 +40,37 @@ def launch(resolution: Resolution) -> int:
     except RunTerminated as request:
         to_stderr(f"parity train: {request}\n")
         ended.append(Ended(exit_code=request.exit_code, seconds=0.0))
+    codes = [run.exit_code for run in ended]
     if len(resolution.runs) > 1:
-        _conclude(resolution, ended)
-    return max(run.exit_code for run in ended)
+        codes.append(_conclude(resolution, ended))
+    return max(codes)
 
 
-def _conclude(resolution: Resolution, ended: Sequence[Ended]) -> None:
-    """Say how the runs of a sweep ended; a table or page that cannot be written does not change the exit code."""
+def _conclude(resolution: Resolution, ended: Sequence[Ended]) -> int:
+    """Say how the runs of a sweep ended -> exit code: only a request to end changes it, no unwritten table or page."""
+    code = DONE
     try:
-        compare(resolution, ended)
+        with termination_requests():
+            compare(resolution, ended)
+    except RunTerminated as request:
+        code = request.exit_code
+        _not_compared(resolution, f"asked to end ({signal.Signals(code - 128).name})")
     except Exception as error:  # of a full disk for example
-        to_stderr(f"parity train: the sweep cannot be compared: {type(error).__name__}: {redact_text(str(error))}\n")
+        _not_compared(resolution, f"{type(error).__name__}: {redact_text(str(error))}")
     if not_begun := len(resolution.runs) - len(ended):
         to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
     if num_failed := sum(run.exit_code in (FAILED, REFUSED) for run in ended):
         to_stderr(f"parity train: {num_failed} of {len(ended)} runs failed\n")
+    return code
+
+
+def _not_compared(resolution: Resolution, reason: str) -> None:
+    """Say why the sweep has no page, and the command that writes it."""
+    directories = begun_directories(resolution)
+    page = resolution.run_dir(0).parent / COMPARISON
+    command = shlex.join(["parity", "report", *map(str, directories), "-o", str(page)])
+    way_out = f"; {command} writes it" if directories else ""
+    to_stderr(f"parity train: {page} was not written: {reason}{way_out}\n")
 
 
 def _run_jobs(resolution: Resolution, ended: list[Ended]) -> None:

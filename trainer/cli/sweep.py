@@ -66,6 +66,12 @@ def place_in_wandb(resolution: Resolution) -> None:
             tracking.name = f"{recipe}/{index} {shown}".strip()[:MAX_NAME]
 
 
+def begun_directories(resolution: Resolution) -> list[Path]:
+    """The directories of the runs that a page can show."""
+    directories = [resolution.run_dir(index) for index in range(len(resolution.runs))]
+    return [directory for directory in directories if (directory / METRICS_FILE).is_file()]
+
+
 def compare(resolution: Resolution, ended: Sequence[Ended]) -> None:
     """Print a table of the runs, write it and the page of all runs beside them, and print the path of the page.
 
@@ -75,7 +81,7 @@ def compare(resolution: Resolution, ended: Sequence[Ended]) -> None:
     from trainer.report.page import render_runs
 
     directories = [resolution.run_dir(index) for index in range(len(resolution.runs))]
-    begun = [directory for directory in directories if (directory / METRICS_FILE).is_file()]
+    begun = begun_directories(resolution)
     loaded = dict(zip(begun, load_runs(begun), strict=True)) if begun else {}
     differing = differing_overrides(resolution)
     titles = ["run", *differing[0], "status", "exit code", *(title for title, *_ in _NUMBERS), "seconds"]
