@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli_process import HEAVY
+from cli_process import parity as cli
 from compose_cases import config_of
 from policy_cases import save_policy
 
@@ -19,7 +21,7 @@ from rollout.rewards import Scorer
 from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import Prompt
-from trainer.cli.evaluate import render_results
+from trainer.cli.evaluate import render_results, run_eval
 from trainer.cluster.placement import engines_only, required_bundles
 from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.run.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
@@ -86,6 +88,39 @@ def test_what_a_source_is_shows_in_its_directory(tmp_path: Path) -> None:
         assert isinstance(found, WeightsSource) and found.kind is SourceKind[kind]
     refused = find_source(str(tmp_path), best=False)
     assert isinstance(refused, Problem) and "must be a run directory with checkpoints/" in str(refused)
+
+
+def test_a_wrong_model_is_refused_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    rows, data = tmp_path / "rows.jsonl", ["data.train_path=rows.jsonl", "data.eval_path=rows.jsonl"]
+    rows.write_text('{"question": "1+1", "answer": "2"}\n')
+    saved_checkpoint(tmp_path / "run")
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text('{"model_type": "qwen2"}')
+    recipe = ("eval", "gsm8k_grpo_qwen2.5_0.5b", *data, "rollout=torch", "rollout.gpus_per_engine=0", "model.path=./no")
+    for given, line in (
+        ("none", "  - model.path must be a directory or a repository of the hub that can be read, got './no'."),
+        ("run", "  - model.path must be a directory or a repository of the hub that can be read, got './no'."),
+        (
+            "exported",
+            "  - checkpoint must be the directory of a Hugging Face model, with *.safetensors, tokenizer.json",
+        ),
+    ):
+        done = cli(*recipe, f"checkpoint={given}", cwd=tmp_path, watched=HEAVY)
+        assert (done.code, done.loaded) == (2, ()), done.err
+        assert done.err.splitlines()[0].endswith(": 1 problem, nothing was started")
+        assert done.err.splitlines()[1].startswith(line), done.err
+        assert done.cpu_s < 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "rows.jsonl", "run"]
+
+
+def test_evaluations_lie_apart_from_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    places: list[Path] = []
+    monkeypatch.setattr("trainer.cli.evaluate._evaluate", lambda config, source, run_dir: places.append(run_dir) or 0)
+    for words in ((), ("run.dir=mine",)):
+        assert run_eval(["arithmetic_grpo", "checkpoint=none", "rollout=torch", *words]) == 0
+    assert places[0].parent == tmp_path / "outputs" / "evals" / "arithmetic_grpo" and places[0].name.startswith("20")
+    assert places[1] == tmp_path / "mine"
 
 
 def test_weights_of_another_model_and_damaged_ones_are_refused(tmp_path: Path) -> None:

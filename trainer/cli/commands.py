@@ -97,7 +97,8 @@ USAGES = {
         "  <recipe>             as of parity train; the config.yaml of a run is one too\n"
         "  eval.samples=32      sampled responses per prompt: k of avg@k, pass@k and maj@k; one greedy beside them\n"
         "  +eval.sets.NAME=FILE one more set, with the columns of data=file\n\n"
-        "  Starts the engines of the recipe, prints a table and writes eval.json and eval.jsonl to run.dir.\n"
+        "  Starts the engines of the recipe, prints a table and writes eval.json and eval.jsonl to run.dir, by\n"
+        "  default outputs/evals/<recipe>/<time>.\n"
     ),
     "study": (
         "parity study <recipe> [study.key=value ...] [--dry-run] [--config-dir DIR] [group=option ...] "

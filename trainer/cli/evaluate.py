@@ -6,6 +6,7 @@ All problems are reported together before torch or Ray is loaded. Called by `com
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,11 @@ from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.tables import rows_text
 from trainer.compose.catalog import find_recipe
-from trainer.compose.compose import resolve
+from trainer.compose.compose import Resolution, resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.run.start import start_problems
+from trainer.run.task_check import find_model, policy_problems
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
@@ -41,11 +43,12 @@ def run_eval(words: Sequence[str]) -> int:
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
-    resolution = resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False)
+    resolution = _set_apart(resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False))
     problems += [*resolution.problems, *start_problems(resolution, trains=False)]
     [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)
+        problems += [] if source is None else _weights_problems(run.config, source)
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     return _evaluate(run.config, source, resolution.run_dir(0))
@@ -73,6 +76,26 @@ def _source(given: list[str], *, best: bool, problems: list[Problem]) -> Weights
     if best and source.kind is not SourceKind.run:
         problems.append(Problem(key=BEST_FLAG, rule="needs a run directory", value=given[0], remedy="Leave it out."))
     return source
+
+
+def _set_apart(resolution: Resolution) -> Resolution:
+    """Put a directory named after the time below outputs/evals: beside training runs it would look like one."""
+    [run] = resolution.runs
+    if run.output_dir is None or not run.named_after_time:
+        return resolution
+    of_recipe = run.output_dir.parent
+    directory = of_recipe.parent / "evals" / of_recipe.name / run.output_dir.name
+    if run.config is not None:
+        run.config.run.dir = str(directory)
+    return replace(resolution, runs=(replace(run, output_dir=directory),))
+
+
+def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Problem]:
+    """Yield the problems of the model: all weights but those of an exported model need the model of the config."""
+    if source.kind is not SourceKind.model:
+        yield from policy_problems(config)
+    elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
+        yield found
 
 
 def _server_problems(config: TrainConfig) -> Iterator[Problem]:

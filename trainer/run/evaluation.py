@@ -29,7 +29,7 @@ from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.run.export import write_model
-from trainer.run.task import Task, data_notes, load_task
+from trainer.run.task import Task, data_notes, load_task, resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
 from trainer.rundir.printed import printed_log
 from trainer.rundir.provenance import config_record, environment_record, group_choices
@@ -91,7 +91,7 @@ def evaluate_model(
     logs = run_dir / LOGS
     with printed_log(logs), tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
         model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
-        task = load_task(config, progress=lambda done, total, detail: None, model_path=model_path)
+        task = load_task(config, progress=_silent, model_path=model_path)
         for note in data_notes(task.dataset, run_dir):
             say(note)
         say(f"evaluating {source.describe(checkpoint)}: starting Ray and the rollout engines")
@@ -126,12 +126,11 @@ def evaluate_model(
 
 def _model_directory(
     config: TrainConfig, source: WeightsSource, directory: Path, *, say: Callable[[str], None]
-) -> tuple[Path | None, Checkpoint | None]:
-    """Return the directory of the weights for the engines, None for the model of the config; and the checkpoint that
-    the weights are of."""
+) -> tuple[Path, Checkpoint | None]:
+    """Return the directory of the weights for the engines, and the checkpoint that they are of."""
     match source.kind:
         case SourceKind.base:
-            return None, None
+            return resolve_model(config, progress=_silent), None
         case SourceKind.model:
             return source.path, None
         case SourceKind.run:
@@ -148,6 +147,10 @@ def _model_directory(
     say(f"reading the weights of {checkpoint.path}")
     write_model(config, checkpoint, directory, dtype=DTYPES[config.rollout.dtype.name])
     return directory, checkpoint
+
+
+def _silent(done: int, total: int, detail: str) -> None:
+    """Progress that nobody looks at."""
 
 
 def _source_record(source: WeightsSource, checkpoint: Checkpoint | None) -> dict[str, object]:

@@ -37,7 +37,7 @@ OTHER_GPUS = ("/dev/dxg", "/dev/kfd")
 def task_problems(configs: Sequence[TrainConfig], *, trains: bool = True) -> list[Problem]:
     """Problems of all runs, each once; a model, a file or a function that several runs share is looked at once.
 
-    Runs that do not train have no ranks, and their model is not looked at.
+    Runs that do not train have no ranks, and their model is not looked at: it is not always that of the config.
     """
     machine = this_machine()
     found = [problem for config in configs for problem in _machine_problems(config, machine, trains=trains)]
@@ -91,14 +91,19 @@ def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) ->
             )
 
 
-def _model_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield the problems of the directories, or names on the hub, of policy and critic."""
+def policy_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of the directory, or name on the hub, of the policy."""
     if isinstance(config.model, HFModelConfig):
         found = find_model("model.path", config.model.path, config.model.revision)
         if isinstance(found, Problem):
             yield found
         elif found is not None:
             yield from _context_problems(config, found)
+
+
+def _model_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of the directories, or names on the hub, of policy and critic."""
+    yield from policy_problems(config)
     if config.has_critic and config.critic.path is not None:
         found = find_model("critic.path", config.critic.path, None)
         if isinstance(found, Problem):
@@ -142,7 +147,7 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
 def _incomplete(key: str, directory: Path) -> Problem | None:
     """The Problem of a directory that is no model; `key` decides whether it needs a tokenizer."""
     missing = [name for name in ("config.json", "*.safetensors") if not any(directory.glob(name))]
-    if key == "model.path" and not any(any(directory.glob(name)) for name in TOKENIZER_FILES):
+    if key != "critic.path" and not any(any(directory.glob(name)) for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")
     if not missing and "model_type" in described(directory):
         return None
