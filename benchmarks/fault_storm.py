@@ -24,7 +24,6 @@ then the counts and the verdict. Exit code 1 if anything differs or is left.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import resource
@@ -41,7 +40,9 @@ from enum import Enum
 from pathlib import Path
 
 import psutil
-from kill_and_resume import differences
+from kill_and_resume import differences, seconds
+
+from trainer.rundir.run_dir import logged_step
 
 MARK = "PARITY_STORM"
 """Environment variable that every process of the run inherits."""
@@ -156,9 +157,8 @@ class Attempt:
             )
 
     def rows(self) -> int:
-        """Number of steps in metrics.jsonl."""
-        path = self.run_dir / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.is_file() else 0
+        """The newest step in metrics.jsonl."""
+        return logged_step(self.run_dir)
 
     def wait(self, until: Callable[[], bool], *, timeout_s: float, action: str) -> bool:
         """Wait for a condition; False if the process ended before. Raises StormError after `timeout_s`."""
@@ -380,7 +380,7 @@ def main() -> int:
             storm.wrong.append(f"round {rounds}: {error}")
     sys.stdout.write("\n| fault | times |\n|---|--:|\n")
     sys.stdout.writelines(f"| {fault.value} | {storm.strikes[fault]} |\n" for fault in faults)
-    learned = max(json.loads(line)["optim/grad_norm"] for line in (quiet / "metrics.jsonl").read_text().splitlines())
+    learned = max(seconds(quiet, "optim/grad_norm"))
     minutes = (time.monotonic() - begun) / 60
     sys.stdout.write(f"\n{rounds} rounds, {storm.strikes.total()} faults, {minutes:.0f} minutes; ")
     sys.stdout.write(f"largest gradient norm {learned:.3g}; ")

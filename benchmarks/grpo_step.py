@@ -48,6 +48,7 @@ import psutil
 
 from trainer.cluster.placement import SPINS
 from trainer.run.smollm2 import build_smollm2
+from trainer.rundir.rows import read_rows
 
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
 WIDTH, LAYERS = 256, 3
@@ -214,7 +215,7 @@ def parity_steps(args: argparse.Namespace) -> list[Step]:
         if run.config is None:
             raise RuntimeError("the recipe gave no config")
         result = train(run.config)
-        rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+        rows = [row for row in read_rows(result.run_dir / "metrics.jsonl") if row["step"]]
     steps = []
     # The first and the last step also evaluate.
     for row in rows[warm_up:-1]:

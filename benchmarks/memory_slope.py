@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from rollout.processes.process_memory import STEPS_KEPT
 from trainer.compose.compose import resolve
 from trainer.run.loop import train
+from trainer.rundir.rows import read_rows
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
 PREFIX = "perf/memory_gib/"
@@ -61,7 +61,7 @@ def main() -> None:
         started = time.perf_counter()
         train(run.config)
         seconds = time.perf_counter() - started
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
     lines = [
         f"{len(rows)} steps in {seconds:.0f} s; MiB of private memory",
         "",

@@ -35,6 +35,7 @@ from typing import Any
 import psutil
 
 from trainer.rundir.provenance import environment_record
+from trainer.rundir.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARD_FILE = Path(__file__).with_name("half_rewarded.py").resolve()
@@ -142,7 +143,7 @@ def measure(variant: str, *, steps: int, timeout_s: float) -> Measured:
                 raise
         if child.returncode:
             raise SystemExit(f"{variant}: exit status {child.returncode}; the output of the run is above")
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
         assumptions = json.loads((run_dir / "accounting.json").read_text(encoding="utf-8"))["assumptions"]
     return Measured(rows=rows[1:], peaks=peaks, assumptions=assumptions)
 

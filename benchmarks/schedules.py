@@ -18,7 +18,6 @@ wasted    tokens that were sampled and thrown away / tokens that were sampled
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 from trainer.cluster.placement import ray_session
 from trainer.compose.compose import resolve
 from trainer.run.loop import train
+from trainer.rundir.rows import read_rows
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TOOL = "sync, calculator"
@@ -44,15 +44,16 @@ WARM_STEPS = 2
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of a run; the first one is the evaluation before training."""
     path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    return read_rows(path) if path.exists() else []
 
 
 def run(name: str, seed: int, directory: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one run, which is made if it is not there."""
     run_dir = directory / f"{name.replace(', ', '-').replace('=', '')}-{seed}"
     rows = rows_of(run_dir)
-    if len(rows) == arguments.steps:
+    if len(rows) == 1 + arguments.steps:
         return rows
     words = [*BASE, *SCHEDULES[name], f"run.seed={seed}", f"run.num_steps={arguments.steps}", f"run.dir={run_dir}"]
     words += [f"model.num_steps={arguments.model_steps}", "run.resume=clean", *arguments.words]
@@ -71,9 +72,9 @@ def median(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 def line(name: str, runs: Sequence[list[dict[str, Any]]]) -> str:
     """One row of the table."""
-    warm = [row for rows in runs for row in rows[WARM_STEPS:]]
-    sampled = sum(row["rollout/generated_tokens"] for rows in runs for row in rows)
-    wasted = sum(row["rollout/wasted_tokens"] for rows in runs for row in rows)
+    warm = [row for rows in runs for row in rows[1 + WARM_STEPS :]]
+    sampled = sum(row["rollout/generated_tokens"] for rows in runs for row in rows[1:])
+    wasted = sum(row["rollout/wasted_tokens"] for rows in runs for row in rows[1:])
     cells = [
         f"{median(warm, 'time/step_s'):.2f}",
         f"{median(warm, 'time/rollout_s'):.2f}",

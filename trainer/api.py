@@ -66,8 +66,8 @@ class RunError(RuntimeError):
 class RunHandle:
     """A run, going on or ended: what it has written so far. `train`, `resume` and `open_run` return one.
 
-    Iterating yields the rows of metrics.jsonl, each when it is written, from the first step on. It ends with the run,
-    and raises RunError after the last row if the run failed.
+    Iterating yields the rows of metrics.jsonl, each when it is written: step 0 has the evaluation before training only,
+    then comes a row per step. It ends with the run, and raises RunError after the last row if the run failed.
     """
 
     def __init__(self, run_dir: Path, command: Sequence[str] = ()) -> None:
@@ -122,7 +122,7 @@ class RunHandle:
         return sealed_steps(self.dir / CHECKPOINTS)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl so far, one per step."""
+        """The rows of metrics.jsonl so far: the evaluation before training (step 0), then one per step."""
         return self._rows(METRICS_FILE)
 
     def samples(self) -> list[dict[str, Any]]:

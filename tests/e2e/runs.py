@@ -10,6 +10,7 @@ from typing import Any
 from trainer.cli.commands import run
 from trainer.compose.compose import resolve
 from trainer.config.train import TrainConfig
+from trainer.rundir.rows import read_rows
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -27,8 +28,14 @@ def compose(recipe: str, *words: str) -> TrainConfig:
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()]
+    """The rows of the steps in metrics.jsonl, without that of the evaluation before training."""
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"]]
+
+
+def first_evaluation(run_dir: Path) -> dict[str, Any]:
+    """The row of the evaluation before training."""
+    [row] = [row for row in read_rows(run_dir / "metrics.jsonl") if row["step"] == 0]
+    return row
 
 
 def replayed(run_dir: Path, step: int) -> dict[str, Any]:

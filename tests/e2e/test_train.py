@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from runs import QUICK, column, compose, metrics_of, replayed
+from runs import QUICK, column, compose, first_evaluation, metrics_of, replayed
 
 from algorithms.kl import k3
 from rollout.engine import EngineError
 from rollout.group.actor_calls import WorkerError
+from trainer.api import open_run
 from trainer.cli.commands import run
 from trainer.policy.step import TOKEN_SAMPLES
 from trainer.run.evaluation import evaluate_model, evaluation_metrics
@@ -94,7 +95,8 @@ def test_every_mode_runs_and_measures_the_mismatch(mode: str, num_ranks: int, tm
     assert all(value > 0 for value in column(rows, "mismatch/k3"))
     assert all(value > 0 for value in column(rows, "mismatch/k3_floor"))
     assert column(rows, "rollout/policy_version") == [0, 1, 2, 3, 4]
-    assert [("eval/accuracy" in row) for row in rows] == [True, False, False, False, True]
+    assert [("eval/accuracy" in row) for row in rows] == [False, False, False, False, True]
+    assert first_evaluation(result.run_dir)["eval/policy_version"] == 0
     assert sum(column(rows, "time/unattributed_s")) < 0.02 * sum(column(rows, "time/step_s"))
     for key in SHARES:
         assert all(0 < value <= 1 for value in column(rows, key)), (key, column(rows, key))
@@ -125,6 +127,29 @@ def assert_reproduced(run_dir: Path, rows: list[dict[str, Any]], *, num_ranks: i
     [own] = record["modes"]
     for name in REPLAYED:
         assert own["metrics"][f"mismatch/{name}"] == row[f"mismatch/{name}"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "evaluated"), [
+    (("run.num_steps=1", "eval.every=1"), [0, 1]),
+    (("run.num_steps=5", "eval.every=2"), [0, 2, 4, 5]),
+])  # fmt: skip
+def test_the_evaluation_before_training_is_written_like_every_other(
+    words: tuple[str, ...], evaluated: list[int], tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose(
+        "arithmetic_grpo", *QUICK, *SMALL, *words, "rollout=torch", ONE_RANK, f"run.dir={tmp_path / 'run'}"
+    )
+    report = train(config).report_path
+    rows = open_run(tmp_path / "run").metrics()
+    assert column(rows, "step") == list(range(config.run.num_steps + 1))
+    assert [row["step"] for row in rows if "eval/accuracy" in row] == evaluated
+    assert [row["eval/policy_version"] for row in rows if "eval/accuracy" in row] == evaluated
+    places = [line.partition(" | ")[0] for line in capsys.readouterr().err.splitlines()]
+    told = [place for place in places if place.startswith(("held-out", "step "))]
+    assert told[:2] == ["held-out before step 1", f"step 1/{config.run.num_steps}"]
+    assert told[2:][-1] == f"held-out after step {config.run.num_steps}"
+    assert report is not None and "Held-out, greedy" in report.read_text("utf-8")
 
 
 ENDS_OF_THE_SPEC = (
@@ -274,8 +299,9 @@ def check_said(run_dir: Path, shown: str) -> None:
     """What the function printed is in its log and not among the lines `shown`; its partial credit is never correct."""
     assert "scored" not in shown and "scored" in (run_dir / "logs" / "printed.log").read_text("utf-8")
     row = metrics_of(run_dir)[0]
-    assert row["reward/max"] <= 0.5 and row["eval/accuracy"] == row["reward/accuracy"] == 0
-    assert row["eval/reward_mean"] is not None and 0 <= row["rollout/zero_variance_frac"] <= 1
+    before = first_evaluation(run_dir)
+    assert row["reward/max"] <= 0.5 and before["eval/accuracy"] == row["reward/accuracy"] == 0
+    assert before["eval/reward_mean"] is not None and 0 <= row["rollout/zero_variance_frac"] <= 1
     lines = [line for line in shown.splitlines() if line.startswith(("step ", "held-out before step 1 "))]
     assert len(lines) >= 3 and all(len(line) <= 120 for line in lines)
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trainer.rundir.run_dir import logged_step
+
 MARK = "PARITY_TEST_RUN"
 """Environment variable by which every process below a run is found, also one that changes its parent."""
 WORDS = (
@@ -68,8 +70,7 @@ class Asked:
         self.wait_until(lambda: text in self.said)
 
     def steps(self) -> int:
-        metrics = self.run_dir / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        return logged_step(self.run_dir)
 
     def rollout_that_hangs(self) -> None:
         """Return while the rollout of a step after the first waits for its rewards, for as long as `flag` exists."""

@@ -47,11 +47,10 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
                "checkpoint": 0.05}  # fmt: skip
     seconds = {name: value * math.exp(noise.gauss(0, 0.08)) for name, value in seconds.items()}
     seconds["unattributed"] = 0.01
-    evaluated = step in (1, num_steps) or step % 10 == 0
+    evaluated = step == num_steps or step % 10 == 0
     if evaluated:
         seconds["eval"] = 0.8
     total = sum(seconds.values())
-    version = 0 if step == 1 else step
     return {
         "reward/mean": accuracy - 0.02,
         "reward/accuracy": accuracy,
@@ -113,16 +112,17 @@ def step_metrics(step: int, num_steps: int, noise: random.Random) -> dict[str, f
         "perf/memory_gib/driver": 0.31,
         "perf/memory_gib/policy_0": 0.5 + 0.0001 * step,
         "perf/memory_gib/engine_0": 0.4,
-        **(
-            {
-                "eval/accuracy": accuracy,
-                "eval/accuracy_sampled": accuracy - 0.06,
-                "eval/reward_mean": accuracy,
-                "eval/policy_version": version,
-            }
-            if evaluated
-            else {}
-        ),
+        **(evaluation_metrics(step, accuracy) if evaluated else {}),
+    }
+
+
+def evaluation_metrics(step: int, accuracy: float) -> dict[str, float | None]:
+    """Metrics of an evaluation after `step`."""
+    return {
+        "eval/accuracy": accuracy,
+        "eval/accuracy_sampled": accuracy - 0.06,
+        "eval/reward_mean": accuracy,
+        "eval/policy_version": step,
     }
 
 
@@ -183,6 +183,7 @@ def write_run(
     )  # fmt: skip
     with Tracker(config, run_dir=run_dir, console=Console(num_steps, stream=io.StringIO())) as tracker:
         tracker.log_assumptions(["MFU: 6 x (198,000 body parameters x tokens) over train seconds x 96 GFLOP/s"])
+        tracker.log_evaluation(0, evaluation_metrics(0, 0.4))
         for step in range(1, num_steps + 1):
             samples = step_samples(step, num_steps, noise)
             if step == num_steps:

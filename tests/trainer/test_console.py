@@ -48,14 +48,18 @@ def test_an_evaluation_has_a_line_that_names_its_weights() -> None:
     evaluated = {**METRICS, "eval/accuracy": 0.875, "eval/accuracy_sampled": None, "eval/reward_mean": 0.9}
     stream = io.StringIO()
     with Console(40, stream=stream) as console:
-        console.step(1, evaluated | {"eval/policy_version": 0, "rollout/policy_version": 0})
+        console.evaluation(0, evaluated)
+        console.step(1, evaluated)
         console.step(2, METRICS)
-        console.step(3, evaluated | {"eval/policy_version": 3, "rollout/policy_version": 2})
-    lines = [line for line in stream.getvalue().splitlines() if "held-out" in line]
-    assert lines == [
-        "held-out before step 1 | accuracy 0.875 greedy, - sampled | reward 0.900",
-        "held-out after step 3 | accuracy 0.875 greedy, - sampled | reward 0.900",
+    lines = [line.partition(" | ")[::2] for line in stream.getvalue().splitlines()]
+    shown = "accuracy 0.875 greedy, - sampled | reward 0.900"
+    assert [place for place, _ in lines] == [
+        "held-out before step 1",
+        "step 1/40",
+        "held-out after step 1",
+        "step 2/40",
     ]
+    assert lines[0][1] == lines[2][1] == shown
 
 
 def test_missing_and_null_values_are_dashes() -> None:

@@ -93,6 +93,8 @@ def test_resume_auto_finds_the_newest_run_of_the_recipe(
     for name in ("2026-01-02_03-04-05", "2026-01-03_03-04-05", "2026-01-01_03-04-05"):
         leave_run(outputs / name)
     (outputs / "2027-not-a-run").mkdir()
+    with Tracker(make(tmp_path), run_dir=outputs / "2026-01-04_03-04-05") as tracker:
+        tracker.log_evaluation(0, {"eval/accuracy": 0.25})  # and it is killed before its first step
     assert parity(["train", "arithmetic_grpo", "resume=auto", *TORCH]) == 0
     assert f"{outputs}/2026-01-03_03-04-05: metrics.jsonl" in capsys.readouterr().out
     assert (

@@ -83,8 +83,9 @@ class Elements(HTMLParser):
 
 def test_headline_numbers() -> None:
     rows = [
+        {"step": 0, "eval/accuracy": 0.4, "eval/policy_version": 0},
         {"step": 1, "reward/mean": 0.25, "mismatch/k3": 2e-6, "mismatch/k3_floor": 1e-6, "time/step_s": 3.0,
-         "time/rollout_s": 1.5, "eval/accuracy": 0.4, "eval/policy_version": 0, "sync/gb_per_s": 0.5},
+         "time/rollout_s": 1.5, "sync/gb_per_s": 0.5},
         {"step": 2, "reward/mean": 0.5, "mismatch/k3": 4e-6, "mismatch/k3_floor": None, "time/step_s": 2.0,
          "time/rollout_s": 1.0},
         {"step": 3, "reward/mean": 0.75, "mismatch/k3": 9e-6, "time/step_s": 1.0, "time/rollout_s": 0.5,
@@ -98,7 +99,6 @@ def test_headline_numbers() -> None:
         "Time per step": ("", "2 s", "median, rollout 50 %"),
     }
     assert [tile.value for tile in speeds(make_run(rows))] == ["0.5 GB/s"], "not a headline: an engineer looks for it"
-    # The policy before its first update stands at step 0.
     assert [row["step"] for row in evaluation_rows(rows)] == [0, 3]
 
 
@@ -117,7 +117,7 @@ def test_every_metric_of_a_step_has_its_chart(run_dir: Path) -> None:
     assert [section.title for section in sections if section.title not in own] == [part.title for part in SECTIONS]
     assert [section.title for section in sections][2:3] == own
     shown = {s.key for chart in charts_of(sections).values() if chart.x is None for s in chart.series}
-    logged = set(step_metrics(1, 2, random.Random(0)))
+    logged = set(step_metrics(2, 2, random.Random(0)))
     not_drawn = {
         "mismatch/k1", "rollout/policy_version", "rollout/num_samples", "rollout/groups_generated", "rollout/rounds",
         "rollout/groups_dropped/never", "sync/bytes", "sync/seconds", "time/step_s", "perf/unattributed_frac",
@@ -181,7 +181,7 @@ def test_an_axis_does_not_magnify_what_is_no_difference(
 ) -> None:
     keys = {"ess": "mismatch/ess/raw_token", "weights": "mismatch/is/clip_frac_hi", "reward": "reward/mean",
             "loss": "loss/policy", "k3": "mismatch/k3"}  # fmt: skip
-    made = figures(make_run([{"step": step, keys[chart]: value} for step, value in enumerate(values)]))[chart]
+    made = figures(make_run([{"step": step, keys[chart]: value} for step, value in enumerate(values, start=1)]))[chart]
     assert (made.y_range.start, made.y_range.end) == pytest.approx(axis, rel=1e-3, nan_ok=True)
 
 
@@ -258,7 +258,7 @@ def test_broken_files_are_named(run_dir: Path, tmp_path: Path) -> None:
     (broken / "samples.jsonl").unlink()
     (broken / "config.yaml").write_text("a: [")
     text = " ".join(Elements(write_report(broken).read_text(encoding="utf-8")).text)
-    assert "metrics.jsonl line 41 is not a JSON object and is left out" in text
+    assert "metrics.jsonl line 42 is not a JSON object and is left out" in text
     assert "samples.jsonl is missing" in text and "config.yaml cannot be read" in text
     assert "completed, 40 steps" in text
 
@@ -363,8 +363,10 @@ def test_a_page_that_cannot_be_made_is_one_sentence(
 
 
 def test_a_run_without_steps_and_no_run(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    assert "No step has finished yet" in write_report(tmp_path).read_text(encoding="utf-8")
+    for rows, shown in (("", "0 steps"), ('{"step": 0, "eval/accuracy": 0.25}\n', "25.0 %")):
+        (tmp_path / "metrics.jsonl").write_text(rows)
+        html = write_report(tmp_path).read_text(encoding="utf-8")
+        assert "No step has finished yet" in html and shown in html
     with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl is missing"):
         write_report(tmp_path / "nowhere")
 
@@ -374,7 +376,7 @@ def test_a_broken_off_run_is_not_called_completed(tmp_path: Path) -> None:
     (run_dir / "status.json").unlink()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert "completed, 4 of 4 steps" in write_report(run_dir).read_text(encoding="utf-8")
-    (run_dir / "metrics.jsonl").write_text("".join(lines[:3]))
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:4]))
     html = write_report(run_dir).read_text(encoding="utf-8")
     assert '<span class="status open">3 of 4 steps</span>' in html
 

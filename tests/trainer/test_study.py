@@ -18,13 +18,13 @@ import trainer.study.run as study_run
 from trainer.cli.commands import run
 from trainer.limits.machine import Machine
 from trainer.rundir.provenance import config_document
-from trainer.rundir.run_dir import lock_directory
+from trainer.rundir.run_dir import lock_directory, logged_step
 from trainer.rundir.termination import GO_ON
 from trainer.rundir.text import duration
 from trainer.study.config import DEFAULT_MODES, StudyConfig
 from trainer.study.grid import Cell, Study, compose_study
 from trainer.study.run import command_line, last_words, parallel_problems, run_cells
-from trainer.study.study_dir import CellRecord, Stage, last_step, make_way, stage_of, study_problems
+from trainer.study.study_dir import CellRecord, Stage, make_way, stage_of, study_problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ("rollout=torch", "run.num_steps=3", "tracking.wandb=disabled")
@@ -358,9 +358,9 @@ def test_what_a_cell_left_is_read_from_its_files(small: Study, tmp_path: Path) -
     (directory / "environment.json").write_text(json.dumps({"versions": {"parity-rl": "0"}}))
     make_way(tmp_path, cell)
     assert directory.exists(), "the run itself moves an earlier run aside"
-    (directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    (directory / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
     (directory / "checkpoints" / "step_000001").mkdir(parents=True)
-    assert (stage_of(tmp_path, cell), last_step(tmp_path, cell)) == (Stage.stopped, 2)
+    assert (stage_of(tmp_path, cell), logged_step(directory)) == (Stage.stopped, 2)
     (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 2}))
     assert stage_of(tmp_path, cell) is Stage.stopped, "completed, but with fewer steps"
     (directory / "status.json").write_text(json.dumps({"status": "completed", "last_step": 3}))

@@ -176,9 +176,10 @@ def study_dir(grid: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             for step in (1, 2, 3)
         ]
-        kept = rows[:1] if number == 4 else rows
+        rows.insert(0, {"step": 0, "eval/accuracy": 0.4})
+        kept = rows[:2] if number == 4 else rows
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-        status = {"status": "failed" if number == 4 else "completed", "last_step": len(kept)}
+        status = {"status": "failed" if number == 4 else "completed", "last_step": len(kept) - 1}
         (run_dir / "status.json").write_text(json.dumps(status))
         (run_dir / "report.html").write_text("<html></html>")
     records = {cell.name: CellRecord(seconds=20.0) for cell in grid.cells}
@@ -236,7 +237,8 @@ def test_the_numbers_are_beside_the_page(grid: Study, study_dir: Path) -> None:
     assert cells[grid.cells[4].name]["stage"] == "broken" and cells[grid.cells[5].name]["stage"] == "new"
     assert len(document["ranking"]["rows"]) == 4
     curves = cells[grid.cells[0].name]["curves"]
-    assert curves["heldout"] == [[1, 0.5], [2, 0.6], [3, 0.7]]
+    assert curves["heldout"] == [[0, 0.4], [1, 0.5], [2, 0.6], [3, 0.7]]
+    assert cells[grid.cells[0].name]["heldout_first"] == 0.4
     assert {name: points[0] for name, points in curves.items() if name != "heldout"} == {
         "reward": [1, 0.5], "k3": [1, 1e-5], "entropy": [1, 1.0], "grad": [1, 0.1], "ess": [1, 0.99],
     }  # fmt: skip

@@ -27,6 +27,7 @@ from rollout.data.dataset import StreamState
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
 from trainer.config.outputs import WandbMode
+from trainer.report.data import load_run
 from trainer.run.start import start_problems
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.rows import forget_after, read_rows
@@ -264,22 +265,58 @@ def tensorboard_points(directory: Path) -> list[tuple[str, int, float]]:
     return points
 
 
+def test_an_evaluation_before_training_has_a_row_of_its_own(tmp_path: Path) -> None:
+    tracker, stream = make_tracker(make_config(), tmp_path / "run")
+    with tracker:
+        tracker.log_evaluation(0, {"eval/accuracy": 0.25, "eval/maj@2": None})
+        tracker.log(1, {"reward/mean": 0.5, "eval/accuracy": 0.75})
+        tracker.log_evaluation(1, {})  # given up
+    assert read_lines(tmp_path / "run" / "metrics.jsonl") == [
+        {"step": 0, "eval/accuracy": 0.25, "eval/maj@2": None},
+        {"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.75},
+    ]
+    lines = [line.partition(" | ")[0] for line in stream.getvalue().splitlines()]
+    assert lines[-3:] == ["held-out before step 1", "step 1/4", "held-out after step 1"]
+
+
+def test_an_evaluation_that_a_resumed_run_makes_up_for_belongs_to_its_step(tmp_path: Path) -> None:
+    config = make_config()
+    tracker, _ = make_tracker(config, tmp_path / "run")
+    with tracker:
+        tracker.log_evaluation(0, {"eval/accuracy": 0.25})
+        tracker.log(1, {"reward/mean": 0.5})
+    state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    for _ in range(2):  # the first one is killed before its next checkpoint
+        console = Console(4, stream=(stream := io.StringIO()))
+        with Tracker(config, run_dir=tmp_path / "run", resumed=state, console=console) as resumed:
+            resumed.log_evaluation(1, {"eval/accuracy": 0.75})
+            resumed.log(2, {"reward/mean": 1.0})
+        assert "held-out before step 2 | accuracy 0.750 greedy" in stream.getvalue()
+    assert load_run(tmp_path / "run").rows == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5, "eval/accuracy": 0.75},
+        {"step": 2, "reward/mean": 1.0},
+    ]
+
+
 def test_tensorboard_has_every_number_and_forgets_what_a_resumed_run_takes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="the extra parity-rl[tensorboard] is not installed")
     config = make_config()
     config.tracking.tensorboard = True
     tracker, _ = make_tracker(config, tmp_path / "run")
     with tracker:
+        tracker.log_evaluation(0, {"eval/accuracy": 0.125})
         for step in (1, 2, 3):
             tracker.log(step, {"reward/mean": step / 4, "mismatch/k3": float("nan"), "policy/entropy": None})
-    written = tensorboard_points(tmp_path / "run" / "tensorboard")
+    (first, *written) = tensorboard_points(tmp_path / "run" / "tensorboard")
+    assert first == ("eval/accuracy", 0, 0.125)
     assert written == [("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.75)]
     state = RunState(step=2, policy_version=2, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
     resumed = Tracker(config, run_dir=tmp_path / "run", resumed=state, console=Console(4, stream=io.StringIO()))
     with resumed:
         resumed.log(3, {"reward/mean": 0.125})
     assert tensorboard_points(tmp_path / "run" / "tensorboard") == [
-        ("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.125),
+        ("eval/accuracy", 0, 0.125), ("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.125),
     ]  # fmt: skip
     assert (tracker.errors, resumed.errors) == (0, 0)
 

@@ -99,6 +99,7 @@ def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
 def test_wandb_has_axes_summaries_tables_histograms_and_alerts(tmp_path: Path) -> None:
     tracker, stream = make_tracker(make_config(WandbMode.offline), tmp_path / "run")
     with tracker:
+        tracker.log_evaluation(0, {"eval/accuracy": 0.125})
         for step, reward in ((1, 0.25), (2, 0.75), (3, 0.5)):
             numbers = {
                 "reward/mean": reward,
@@ -127,6 +128,11 @@ def test_wandb_has_axes_summaries_tables_histograms_and_alerts(tmp_path: Path) -
         if record.WhichOneof("record_type") == "metric"
     }
     assert axes["*"] == axes["eval/accuracy"] == "global_step"
+
+    accuracies = [line for line in wandb_file.history(run_dir) if "eval/accuracy" in line]
+    assert [(line["global_step"], line["eval/accuracy"]) for line in accuracies] == [
+        (0, 0.125), (1, 0.25), (2, 0.75), (3, 0.5),
+    ]  # fmt: skip
 
     rows = read_lines(run_dir / "samples.jsonl")
     assert wandb_file.table_rows(run_dir) == [list(sample.values()) for sample in rows] and len(rows) == 6

@@ -23,7 +23,7 @@ from trainer.compose.read import read_own_keys
 from trainer.limits.machine import this_machine
 from trainer.run.start import shared_id_problems
 from trainer.rundir.redact import redact_argv
-from trainer.rundir.run_dir import RunDirectoryError, lock_directory, release_directory, unusable_problem
+from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
 from trainer.rundir.termination import GO_ON, RunTerminated
 from trainer.rundir.text import duration, to_stderr, to_stdout
 from trainer.study.config import StudyConfig, precision_words
@@ -33,7 +33,6 @@ from trainer.study.run import parallel_problems, run_cells
 from trainer.study.study_dir import (
     CellRecord,
     Stage,
-    last_step,
     newest_study,
     read_records,
     stage_of,
@@ -160,7 +159,7 @@ def render_grid(study: Study, study_dir: Path) -> str:
         lines.append(("precisions", f"{precision}: {' '.join(precision_words(precision))}"))
     for cell in study.cells:
         stage = stage_of(study_dir, cell)
-        where = "" if stage is Stage.new else f", {last_step(study_dir, cell)} of {cell.num_steps}"
+        where = "" if stage is Stage.new else f", {logged_step(study_dir / cell.name)} of {cell.num_steps}"
         lines.append(("runs", f"{cell.name}: {stage}{where}"))
     plan = render_plan(first.config, machine=this_machine(), output_dir=study_dir / first.name)
     return "\n".join([labelled(lines), "", f"the first run, {first.name}:", plan, ""])

@@ -30,10 +30,11 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Checked):
-    """Evaluation, greedy and sampled, in training and in `parity eval`. A run evaluates at its first and last step."""
+    """Evaluation, greedy and sampled, in training and in `parity eval`. A run evaluates before its first step and after
+    its last."""
 
     every: int = ruled(0, at_least(0))
-    """Number of rollout steps between further evaluations; 0 evaluates at the first and last step only."""
+    """Number of steps between further evaluations; 0 evaluates before the first step and after the last one only."""
     max_prompts: int = ruled(200, at_least(1))
     """Largest number of prompts used from every set, counted from the beginning of the set."""
     samples: int = ruled(1, at_least(1))

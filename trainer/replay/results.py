@@ -166,7 +166,8 @@ def objective_of(config: TrainConfig) -> str:
 def _reproduction(own: ModeScore, path: Path, step: int) -> Reproduction:
     """Compare the score of the run's own correction with the logged row of the step, if there is one."""
     rows = read_rows(path) if path.is_file() else []
-    logged: dict[str, float | None] = next((row for row in reversed(rows) if row.get("step") == step), {})
+    of_step = [row for row in rows if row.get("step") == step]
+    logged: dict[str, float | None] = {key: value for row in of_step for key, value in row.items()}
     mine = {key: _finite(value) for key, value in own.metrics.items() if key in logged}
     different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
     return Reproduction(against=path.name, compared=len(mine), different=different)

@@ -37,7 +37,8 @@ class RunData:
     name: str
     """Name of the run directory."""
     rows: list[Row]
-    """metrics.jsonl: one mapping per step, in the order of `step`."""
+    """metrics.jsonl: one mapping per step, in the order of `step`; that of step 0 has the evaluation before training
+    only."""
     samples: list[Row]
     histograms: list[Row]
     """histograms.jsonl: difference of the engines, one mapping per step, in the order of `step`."""
@@ -54,6 +55,11 @@ class RunData:
     def choices(self) -> dict[str, str]:
         """Group -> chosen member, for example {"correction": "tis"}."""
         return group_members(self.config)
+
+    @property
+    def steps(self) -> list[Row]:
+        """The rows of steps, without that of step 0."""
+        return [row for row in self.rows if row["step"]]
 
     def values(self, key: str) -> list[float]:
         """The values of a metric in the steps that have it, in step order."""
@@ -136,13 +142,9 @@ def cut(text: str) -> str:
     return f"{text[:MAX_CHARS]} … and {len(text) - MAX_CHARS:,} more characters"
 
 
-def evaluation_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows with a held-out accuracy; `step` is 0 for the policy before its first update (policy version 0)."""
-    return [
-        {**row, "step": 0 if at(row, "eval/policy_version") == 0 else row["step"]}
-        for row in rows
-        if is_number(row, "eval/accuracy") or is_number(row, "eval/accuracy_sampled")
-    ]
+def evaluation_rows(rows: Sequence[Row]) -> list[Row]:
+    """The rows with a held-out accuracy."""
+    return [row for row in rows if is_number(row, "eval/accuracy") or is_number(row, "eval/accuracy_sampled")]
 
 
 def thin(rows: Sequence[Row], most: int) -> list[int]:
@@ -181,8 +183,10 @@ def load_runs(run_dirs: Sequence[Path]) -> list[RunData]:
 
 
 def rows_by_step(rows: Sequence[Row]) -> list[Row]:
-    """The rows in the order of `step`; of two rows with the same step the later one counts."""
-    by_step = {row["step"]: row for row in rows if has_step(row)}
+    """One row per step, in the order of `step`: an evaluation that was made up for has a row of its own."""
+    by_step: dict[int, Row] = {}
+    for row in filter(has_step, rows):
+        by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -54,7 +54,7 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
 def render(run: RunData) -> str:
     """The report of one run, as HTML."""
     sections, tables = contents([run])
-    drawn = min(len(run.rows), MAX_POINTS)
+    drawn = min(len(run.steps), MAX_POINTS)
     assumptions = at(run.accounting, "assumptions")
     context = {
         "title": at(run.config, "run", "recipe") or run.name,
@@ -65,8 +65,8 @@ def render(run: RunData) -> str:
         "speeds": list(headline.speeds(run)),
         "phases": headline.phases([run]),
         "assumptions": assumptions if isinstance(assumptions, list) else [],
-        "thinned": drawn if drawn < len(run.rows) else None,
-        "smoothed": len(run.rows) > MAX_PLAIN_POINTS,
+        "thinned": drawn if drawn < len(run.steps) else None,
+        "smoothed": len(run.steps) > MAX_PLAIN_POINTS,
         "sample_tables": sample_tables(run),
         "worst": worst_samples(run),
         "coloured": coloured,
@@ -95,7 +95,7 @@ def render_runs(runs: Sequence[RunData]) -> str:
         "difference": headline.config_difference(runs),
         "worst": [(run.name, samples) for run in runs if (samples := worst_samples(run, count=_WORST_OF_EACH))],
         "legend": list(legend()),
-        "smoothed": any(len(run.rows) > MAX_PLAIN_POINTS for run in runs),
+        "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
         "remarks": [f"{run.name}: {remark}" for run in runs for remark in (*run.remarks, *unreadable(run))],
         "long_text": _LONG_TEXT,
     }

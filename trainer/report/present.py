@@ -114,7 +114,7 @@ def run_tables(run: RunData, sections: Sequence[Section], *, suffix: str = "") -
     """The tables of one run that the charts of `sections` name; `suffix` is appended to their names."""
     charts = [chart for section in sections for chart in section.charts]
     stacks = [[series.key for series in chart.series] for chart in charts if chart.kind is ChartKind.stack]
-    rows_of: Mapping[str, Sequence[Row]] = {ROWS: run.rows, EVALUATIONS: evaluation_rows(run.rows)}
+    rows_of: Mapping[str, Sequence[Row]] = {ROWS: run.steps, EVALUATIONS: evaluation_rows(run.rows)}
     tables = {}
     for name, rows in rows_of.items():
         table = f"{name}{suffix}"

@@ -152,7 +152,7 @@ def run_steps(
             tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
             probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
             tracker.console.line(str(probe))
-            # The first evaluation, or one that a request gave up.
+            # The evaluation before training, or one that a request gave up.
             owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)
             try:
                 take_steps(run, done=done, policy_version=policy_version, evaluates_first=owed)
@@ -220,7 +220,7 @@ def open_run(
 def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: bool) -> None:
     """Rollout step after rollout step, from the one after `done`; raises KeyboardInterrupt at a request in a rollout.
 
-    If `evaluates_first`, the weights that the run begins with are evaluated.
+    If `evaluates_first`, the weights that the run begins with are evaluated, in a row of their own.
     """
     config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
     termination, kept = run.termination, "saved" if run.config.checkpoint.every else "not saved (checkpoint.every=0)"
@@ -231,12 +231,10 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
     timer, notices = StepTimer(), Notices(config)
     termination.step = done
+    if evaluates_first:
+        tracker.log_evaluation(done, evaluate_policy(run, timer))
     for step in range(done + 1, config.run.num_steps + 1):
         termination.then = f"step {step} is finished and {kept}{run.limit.pace}"
-        # A row of metrics has room for one evaluation, so the first one is left out if the policy is evaluated after
-        # the step too (eval.every=1, or a run of one step).
-        is_first = step == done + 1 and evaluates_first and not is_evaluated(config, step)
-        evaluation = evaluate_policy(run, timer) if is_first else {}
         given_up = f"the rollout of step {step} is given up{f', step {step - 1} is {kept}' if step > 1 else ''}"
         with termination.interruptible(given_up), timer.phase("rollout"), engines.resident():
             collected = collector.collect(step, policy_version)
@@ -255,6 +253,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
         with timer.phase("sync"):
             sync = sync_weights(policy, engines, policy_version=policy_version)
         timer.reassign(collector.take_reward_s(), source="rollout", target="reward")
+        evaluation = {}
         if is_evaluated(config, step):
             evaluation = evaluate_policy(run, timer, is_last=step == config.run.num_steps)
         with timer.phase("checkpoint"):
@@ -325,9 +324,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         stream=stream,
         collector=collector(),
         wandb_run_id=run.tracker.wandb_run_id,
-        # The evaluation must be one of the saved weights. The evaluation in the row of the first step may be older: it
-        # was made before the step.
-        evaluation=evaluation if is_evaluated(run.config, step) else {},
+        evaluation=evaluation,
         guard=guard,
         config=flat_config(run.config),
     )
@@ -370,9 +367,8 @@ def build_batch(config: TrainConfig, collected: Collected, policy_version: int, 
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """True if the policy is evaluated after `step`: every `eval.every` steps (not the first), and after the last."""
-    due = config.eval.every > 0 and step % config.eval.every == 0
-    return (due and step > 1) or step == config.run.num_steps
+    """True if the policy is evaluated after `step`: every `eval.every` steps, and after the last."""
+    return (config.eval.every > 0 and step % config.eval.every == 0) or step == config.run.num_steps
 
 
 def evaluate_policy(run: Run, timer: StepTimer, *, is_last: bool = False) -> dict[str, float | None]:

@@ -123,9 +123,14 @@ def steps_taken(directory: Path) -> int:
     saved = newest_saved_step(directory)
     if saved is None:
         return 0
+    return max(saved, logged_step(directory))
+
+
+def logged_step(directory: Path) -> int:
+    """The newest step in metrics.jsonl of a run directory; 0 without one."""
     metrics = directory / METRICS_FILE
     steps = [row.get("step") for row in read_rows(metrics)] if metrics.is_file() else []
-    return max([saved, *(step for step in steps if isinstance(step, int))])
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:

@@ -22,11 +22,12 @@ from trainer.compose.overrides import directory_override
 from trainer.config.outputs import WANDB_RUN_GROUP
 from trainer.limits.machine import Machine
 from trainer.rundir.redact import redact_text
+from trainer.rundir.run_dir import logged_step
 from trainer.rundir.termination import GO_ON, termination_requests
 from trainer.rundir.text import duration
 from trainer.rundir.time_limit import job_variable
 from trainer.study.grid import Cell, Study
-from trainer.study.study_dir import LOGS, CellRecord, Stage, last_step, make_way, stage_of
+from trainer.study.study_dir import LOGS, CellRecord, Stage, make_way, stage_of
 
 _POLL_S = 0.3
 _KILL_S = 10.0
@@ -132,7 +133,7 @@ class _Cells:
         self.running.append(_Running(cell=cell, process=process, started=time.monotonic(), slot=slot))
         verb = "starts"
         if stage is Stage.stopped:
-            verb = f"goes on after step {last_step(self._dir, cell)}"
+            verb = f"goes on after step {logged_step(self._dir / cell.name)}"
         elif stage is Stage.broken:
             verb = "begins again"
         self._say(f"[{self._total - len(self.waiting)}/{self._total}] {cell.name} {verb}")

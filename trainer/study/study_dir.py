@@ -16,7 +16,7 @@ from pathlib import Path
 from algorithms.config import Problem
 from trainer.report.data import flat_config, group_members
 from trainer.rundir.provenance import config_document
-from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, completed_steps, has_checkpoint, is_run
+from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run
 from trainer.rundir.yaml_text import load_yaml
 from trainer.study.grid import Cell
 
@@ -59,12 +59,6 @@ def stage_of(study_dir: Path, cell: Cell) -> Stage:
     if completed_steps(directory) == cell.num_steps:
         return Stage.finished
     return Stage.stopped if has_checkpoint(directory) else Stage.broken
-
-
-def last_step(study_dir: Path, cell: Cell) -> int:
-    """The last recorded step of a cell, by the number of lines in metrics.jsonl; 0 without one."""
-    path = study_dir / cell.name / METRICS_FILE
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def make_way(study_dir: Path, cell: Cell) -> None:

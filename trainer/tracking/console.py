@@ -53,14 +53,10 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
     return " | ".join(parts)
 
 
-def evaluation_line(step: int, metrics: Mapping[str, float | None]) -> str:
-    """The evaluation on the held-out prompts in the row of a step, in one line; "" without one."""
-    if metrics.get("eval/accuracy") is None:
-        return ""
-    is_first = metrics.get("eval/policy_version") == metrics.get("rollout/policy_version")
+def evaluation_line(when: str, metrics: Mapping[str, float | None]) -> str:
+    """An evaluation on the held-out prompts in one line; `when`: "after step 3"."""
     shown = [_shown(metrics, f"eval/{name}", ".3f") for name in ("accuracy", "accuracy_sampled", "reward_mean")]
-    when = "before" if is_first else "after"
-    return "held-out {} step {} | accuracy {} greedy, {} sampled | reward {}".format(when, step, *shown)
+    return "held-out {} | accuracy {} greedy, {} sampled | reward {}".format(when, *shown)
 
 
 def _shown(metrics: Mapping[str, float | None], key: str, form: str) -> str:
@@ -173,17 +169,27 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write the line of a finished step, and one of its evaluation if it has one; move the bar."""
         with self._writing():
-            self._end_phase(outcome="done")
+            self._begin_training()
             if self._bar is not None:
                 task = self._bar.task_ids[0]
-                if self._bar.tasks[0].description != "training":
-                    self._bar.reset(task, description="training", total=self._num_steps, **_EMPTY)
                 reward, k3 = _shown(metrics, "reward/mean", ".2f"), _shown(metrics, "mismatch/k3", ".1e")
                 count, values = f"step {step}/{self._num_steps}", f"reward {reward}  K3 {k3}"
                 self._bar.update(task, completed=step, count=count, values=values)
             self.line(step_line(step, self._num_steps, metrics))
-            if evaluation := evaluation_line(step, metrics):
-                self.line(evaluation)
+            if metrics.get("eval/accuracy") is not None:
+                self.line(evaluation_line(f"after step {step}", metrics))
+
+    def evaluation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Write the line of the evaluation between `step` and the next one."""
+        with self._writing():
+            self._begin_training()
+            self.line(evaluation_line(f"before step {step + 1}", metrics))
+
+    def _begin_training(self) -> None:
+        """End the phase that is open, and let the bar count steps."""
+        self._end_phase(outcome="done")
+        if self._bar is not None and self._bar.tasks[0].description != "training":
+            self._bar.reset(self._bar.task_ids[0], description="training", total=self._num_steps, **_EMPTY)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -1,11 +1,11 @@
-"""One row of metrics per step -> metrics.jsonl, samples.jsonl, W&B and the console, in this order.
+"""One row of metrics per step -> metrics.jsonl, W&B, samples.jsonl and the console, in this order.
 
 metrics.jsonl is the source of truth: an error while writing it stops the run. Everything after it is a convenience:
 an error there is one warning and a count. The directory of a run:
 
     config.yaml        the resolved config, as a recipe (trainer/rundir/provenance.py)
     environment.json   versions, revision, machine, command line
-    metrics.jsonl      one JSON object per step
+    metrics.jsonl      one JSON object per step, and one for step 0: the evaluation before training
     accounting.json    what the fractions of the hardware's limits stand on
     samples.jsonl      some samples per step, a few of them with the Delta of each token
     histograms.jsonl   where in probability and position the engines differ, one object per step
@@ -176,17 +176,20 @@ class Tracker:
             raise RuntimeError("Tracker.log needs an open tracker: use it inside `with Tracker(...)`")
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step must grow: step {step} came after step {self._last_step}")
-        row = _metric_row(step, metrics)
-        self._append(METRICS_FILE, row)
+        numbers = self._log_row(step, metrics)
         self._last_step = step
         self._best_effort(SAMPLES_FILE, lambda: self._log_samples(step, samples))
-        numbers = {key: value for key in metrics if (value := row[key]) is not None}
-        self._send(Panels.log, step, numbers)
-        if self._tensorboard is not None:
-            board = self._tensorboard
-            self._best_effort("TensorBoard", lambda: board.log(step, numbers))
         self._best_effort("console", lambda: self.console.step(step, metrics))
         self.log_events(list(events_of_row(step, numbers)), shown=False)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Write down an evaluation after `step` (0: before training) that is not part of the row of a step.
+
+        Nothing is written without metrics: then a request to end gave the evaluation up. Raises what `log` raises.
+        """
+        if metrics:
+            self._log_row(step, metrics)
+            self._best_effort("console", lambda: self.console.evaluation(step, metrics))
 
     def log_assumptions(self, lines: Sequence[str]) -> None:
         """Keep what the fractions of the hardware's limits stand on, for the report."""
@@ -258,6 +261,17 @@ class Tracker:
         """Write status.json for a run that is ended before it can close; does nothing if it has closed."""
         if self._lock is not None:
             self._write_status(RunStatus.interrupted)
+
+    def _log_row(self, step: int, metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """Write a row to metrics.jsonl and send it on; returns its finite numbers."""
+        row = _metric_row(step, metrics)
+        self._append(METRICS_FILE, row)
+        numbers = {key: value for key in metrics if (value := row[key]) is not None}
+        self._send(Panels.log, step, numbers)
+        if self._tensorboard is not None:
+            board = self._tensorboard
+            self._best_effort("TensorBoard", lambda: board.log(step, numbers))
+        return numbers
 
     def _log_samples(self, step: int, samples: Sequence[SampleRow]) -> None:
         written = []
