@@ -122,6 +122,8 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
         with pytest.raises(ValueError, match="step must grow"):
             tracker.log(2, {})
         tracker.log(3, {"reward/mean": 30})
+        status = json.loads((tmp_path / "run" / "status.json").read_text())
+        assert status["status"] is status["last_step"] is None, "a kill would leave it so"
         tracker.log(4, {"reward/mean": 40})
     assert rows(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 4]
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[2])["reward/mean"] == 30

@@ -13,7 +13,8 @@ an error there is one warning and a count. The directory of a run:
     wandb_run.json     and wandb/: the W&B side (wandb_run.py, wandb_sink.py)
     tensorboard/       the same numbers for TensorBoard, if tracking.tensorboard (tensorboard_sink.py)
     logs/              of the engines; printed.log: what your functions print (trainer/rundir/printed.py)
-    status.json        how the run ended; its status is null until then, and stays null if the run is killed
+    status.json        how the run ended, and after which step; both are null until then, and stay null if the run is
+                       killed: the last row of metrics.jsonl says how far it came
 """
 
 from __future__ import annotations
@@ -300,7 +301,7 @@ class Tracker:
         """Write status.json; None for a run that goes on."""
         record = {
             "status": None if status is None else status.value,
-            "last_step": self._last_step,
+            "last_step": None if status is None else self._last_step,
             "num_steps": self._config.run.num_steps,
             "ended_at": None if status is None else datetime.now(UTC).isoformat(timespec="seconds"),
             "tracker_errors": self.errors,
