@@ -209,7 +209,8 @@ def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, 
     rows = tmp_path / "metrics.jsonl"
     row = json.loads(rows.read_text("utf-8"))
     row["mismatch/k3"] *= 1 + 1e-15
-    rows.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    made_up_for = {"step": STEP, "eval/accuracy": 0.5}  # an evaluation in a further row of the step
+    rows.write_text(f"{json.dumps(row)}\n{json.dumps(made_up_for)}\n", encoding="utf-8")
     replay = replayed(config, tmp_path, ["tis"])
     assert list(replay.reproduction.different) == ["mismatch/k3"]
     assert "1 of" in replay.reproduction.line() and "mismatch/k3 most" in replay.reproduction.line()
