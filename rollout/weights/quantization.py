@@ -106,6 +106,19 @@ def spread(scales: Tensor, grid: Grid, shape: torch.Size) -> Tensor:
     return scales
 
 
+def held_weight(name: str, tensor: Tensor, config: EngineConfig) -> Tensor:
+    """The numbers that an engine computes with in the place of `tensor`, float32 of the same shape.
+
+    Raises ValueError like `quantize`.
+    """
+    grid = GRIDS.get(config.quantization)
+    if grid is not None and is_projection(name):
+        tensor = dequantize(quantize(tensor, grid, name=name), grid)
+        if config.takes_quantized:  # values and scales: nothing rounds their product
+            return tensor
+    return tensor.to(DTYPES[config.dtype.name]).to(torch.float32)
+
+
 def relative_error(held: Tensor, wanted: Tensor) -> float:
     """Frobenius norm of the difference / Frobenius norm of `wanted`; 0 if both tensors are zero."""
     wanted = wanted.to(torch.float32)

@@ -103,6 +103,22 @@ def test_headline_numbers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "arithmetic", "cause"),
+    [
+        (9e-4, 3e-4, ", mostly from the rounding of the weights"),
+        (1e-4, 3e-4, ", mostly from the arithmetic"),
+        (0.0, 3e-4, ", mostly from the arithmetic"),
+        (3e-4, 2e-4, ", from weights and arithmetic alike"),
+        (None, None, ""),
+    ],
+)
+def test_the_larger_part_of_the_mismatch_is_named(weights: float | None, arithmetic: float | None, cause: str) -> None:
+    parts = {"mismatch/k3_weights": weights, "mismatch/k3_arithmetic": arithmetic}
+    [tile] = [tile for tile in tiles(make_run([{"step": 1, "mismatch/k3": 1e-3, **parts}])) if "K3" in tile.label]
+    assert tile.detail == f"median{cause}"
+
+
+@pytest.mark.parametrize(
     ("value", "form", "text"),
     [(0.5, "percent", "50.0 %"), (0.99998, "percent", "99.9980 %"), (1.0, "percent", "100.0 %"),
      (3.14159e-6, "exponent", "3.14e-06"), (12345.6, "number", "12,346"), (0.012345, "number", "0.0123")],

@@ -57,6 +57,31 @@ def micro_batch(
     )
 
 
+def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
+    """A micro-batch of some sequences of `micro`, on its device, without lags and without what a worker sets.
+
+    Every sequence has a prompt of its own. Without `chosen`: one masked token, as in `micro_batch`.
+    """
+    device = micro.token_ids.device
+    if not chosen:
+        return micro_batch([]).to(device)
+    bounds = micro.cu_seqlens.tolist()
+    index = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen]).to(device)
+    lengths = [bounds[i + 1] - bounds[i] for i in chosen]
+    token_ids, mask = micro.token_ids[index], micro.response_mask[index]
+    inputs = decoder_inputs(token_ids.cpu().numpy(), mask.cpu().numpy(), lengths, [(length, 1) for length in lengths])
+    return MicroBatch(
+        token_ids=token_ids,
+        cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32),
+        inputs=inputs.to(device),
+        response_index=mask.nonzero().flatten(),
+        response_mask=mask,
+        rollout_logprobs=micro.rollout_logprobs[index],
+        sample_keys=[micro.sample_keys[i] for i in chosen],
+        sample_numbers=micro.sample_numbers[list(chosen)],
+    )
+
+
 def prompt_runs(samples: Sequence[Sample]) -> list[tuple[int, int]]:
     """(tokens of the prompt, number of samples) of each run of neighbours with the same prompt."""
     prompts = (sample.token_ids[: sample.num_prompt_tokens] for sample in samples)

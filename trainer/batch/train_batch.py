@@ -157,6 +157,15 @@ class TokenScores(NamedTuple):
     """[F] float64, log-prob with the engine's head arithmetic minus the exact one, on the same hidden states."""
 
 
+class HeldScores(NamedTuple):
+    """Log-probs of some tokens of a micro-batch under the weights that the engines hold. P: these tokens."""
+
+    places: Tensor
+    """[P] int64, positions of the tokens among those of the micro-batch."""
+    logprobs: Tensor
+    """[P] float32, nats, at the sampling temperature."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RankMiniBatch:
     """A rank's part of a mini-batch, on which every pass takes one optimizer step. The counts are those of the whole

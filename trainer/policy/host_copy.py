@@ -7,6 +7,7 @@ pinned buffers, which are kept: to allocate one takes longer than to fill it. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,6 +23,22 @@ def local_part(tensor: Tensor) -> Tensor:
 def with_local_part(like: DTensor, local: Tensor) -> DTensor:
     """`local` placed as `like`. `DTensor.from_local` would move it to the mesh's device; FSDP's offload does not."""
     return DTensor(local, like._spec, requires_grad=False)
+
+
+def full_tensor(sharded: DTensor) -> Tensor:
+    """The whole tensor on the device of its mesh, also where the shards lie on the host. A collective."""
+    placed = sharded.to(sharded.device_mesh.device_type)
+    if not isinstance(placed, DTensor):
+        raise TypeError("moving a sharded tensor between devices gave a plain one")
+    return placed.full_tensor()
+
+
+def own_rows(whole: DTensor) -> tuple[int, int]:
+    """First row of this rank, and the row after its last, of a tensor that is sharded by rows."""
+    num_rows = whole.shape[0]
+    rows_per_rank = math.ceil(num_rows / whole.device_mesh.size())
+    start = min(whole.device_mesh.get_local_rank() * rows_per_rank, num_rows)
+    return start, min(start + rows_per_rank, num_rows)
 
 
 class HostCopy:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
-from trainer.policy.host_copy import with_local_part
+from trainer.policy.host_copy import full_tensor, own_rows, with_local_part
 from trainer.rundir.sealed import inside
 
 logger = logging.getLogger(__name__)
@@ -163,11 +162,8 @@ def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.
     """This rank's rows of tensor `name` in `file`, float32, placed as `parameter` (a DTensor sharded by rows) is."""
     if not isinstance(parameter.data, DTensor) or parameter.data.placements != (Shard(0),):
         raise TypeError(f"{name} is not sharded by rows over one mesh dimension")
-    whole, mesh = parameter.data, parameter.data.device_mesh
-    num_rows = whole.shape[0]
-    rows_per_rank = math.ceil(num_rows / mesh.size())
-    start = min(mesh.get_local_rank() * rows_per_rank, num_rows)
-    stop = min(start + rows_per_rank, num_rows)
+    whole = parameter.data
+    start, stop = own_rows(whole)
     local = torch.empty((stop - start, *whole.shape[1:]), dtype=torch.float32, device=device)
     with safe_open(file, framework="pt") as tensors:
         view = tensors.get_slice(name)
@@ -210,8 +206,6 @@ def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
     for name, parameter in model.causal_lm.named_parameters():
         tensor = parameter.detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to(tensor.device_mesh.device_type)  # shards on the host are gathered on the mesh's device
         if not isinstance(tensor, DTensor):
             raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
-        yield name, tensor.full_tensor()
+        yield name, full_tensor(tensor)

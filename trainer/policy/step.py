@@ -40,6 +40,7 @@ from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.packing import DTYPES
 from trainer.batch.token_deltas import SampleKey
 from trainer.batch.train_batch import (
+    HeldScores,
     MicroBatch,
     RankMiniBatch,
     StepSamples,
@@ -50,6 +51,7 @@ from trainer.batch.train_batch import (
 from trainer.config.train import TrainConfig
 from trainer.limits.device_memory import read_peak, start_peak
 from trainer.policy.advantages import set_sample_advantages, set_token_advantages
+from trainer.policy.held_weights import held_scores, weights_differ
 from trainer.policy.recorder import StepRecorder
 from trainer.policy.step_stats import StepFactor, StepStats
 from trainer.policy.train_report import RankReport
@@ -200,6 +202,13 @@ class TrainingStep:
         )
         return scores
 
+    def _held_scores(self, micro: MicroBatch, samples: StepSamples) -> HeldScores | None:
+        """Some tokens of `micro` under the weights that the engines hold; None where they are those of the trainer."""
+        if not weights_differ(self._config):
+            return None
+        lags = samples.lags[micro.sample_numbers]
+        return held_scores(self._policy.model, micro, lags, config=self._config)
+
     def _optimizer_step(
         self,
         mini: RankMiniBatch,
@@ -220,8 +229,10 @@ class TrainingStep:
         losses: list[Tensor] = []
         self._policy.zero_grad()
         for position, micro in enumerate(mini.micro_batches):
+            first = number == index == position == 0  # before any weight moves
+            held = self._held_scores(micro, samples) if first else None
             with torch.set_grad_enabled(learns):
-                scores = self.score(micro, measure_floor=number == index == position == 0)
+                scores = self.score(micro, measure_floor=first)
             if config.needs_old_logprobs and micro.old_logprobs is None:
                 micro.old_logprobs = scores.logprobs.detach()  # the only mini-batch, in the first pass
             tokens = micro.tokens(compared_logprobs(micro, scores))
@@ -233,6 +244,7 @@ class TrainingStep:
             losses.append(loss.loss.detach())
             stats.add_loss(loss.stats)
             stats.add_floor(scores.floor_delta)
+            stats.add_held(held, micro, scores)
             if is_measured(micro, number=number, index=index):
                 stats.add_mismatch(micro, tokens, correction, samples)
             if recorder is not None:

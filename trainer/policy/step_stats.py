@@ -25,7 +25,7 @@ from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none, merged
 from algorithms.tokens import Tokens
 from trainer.batch.token_deltas import SampleKey, TokenDeltas, worst_and_others
-from trainer.batch.train_batch import MicroBatch, StepSamples
+from trainer.batch.train_batch import HeldScores, MicroBatch, StepSamples, TokenScores
 
 
 class StepFactor(NamedTuple):
@@ -59,6 +59,8 @@ class StepStats:
         self._histograms: list[MismatchHistograms] = []
         self._reference: list[ReferenceKLStats] = []
         self._floor = torch.zeros(2, dtype=torch.float64, device=device)
+        self._held = torch.zeros(3, dtype=torch.float64, device=device)
+        """K3 of the rounding of the weights, K3 of the arithmetic, number of tokens."""
         self._scored: list[tuple[MicroBatch, Tokens]] = []
         """The measured micro-batches with the log-probs that they were measured from."""
 
@@ -126,11 +128,25 @@ class StepStats:
         if delta is not None:
             self._floor += torch.stack([k3(delta).sum(), torch.tensor(float(delta.numel()), device=delta.device)])
 
+    def add_held(self, held: HeldScores | None, micro: MicroBatch, scores: TokenScores) -> None:
+        """Add the two parts of the mismatch of some tokens of `micro`; None where they were not measured.
+
+        `scores` are those of the trainer's own weights, of which `held` are a rounding.
+        """
+        if held is None:
+            return
+        rollout = micro.rollout_logprobs[held.places].double()
+        rounding = scores.logprobs.detach()[held.places].double() - held.logprobs.double()
+        arithmetic = held.logprobs.double() - rollout
+        valid = rollout.isfinite() & arithmetic.isfinite() & rounding.isfinite()
+        parts = [k3(rounding[valid]).sum(), k3(arithmetic[valid]).sum(), valid.sum().double()]
+        self._held += torch.stack(parts)
+
     def metrics(self) -> dict[str, float | None]:
         """Reduce over ranks (a collective) and turn sums into metrics."""
         loss, mismatch = merged(self._losses), merged(self._mismatch)
         reference = [merged(self._reference)] if self._reference else []
-        for sums in (loss.sums, mismatch.sums, self._floor, *(each.sums for each in reference)):
+        for sums in (loss.sums, mismatch.sums, self._floor, self._held, *(each.sums for each in reference)):
             dist.all_reduce(sums, op=dist.ReduceOp.SUM)
         for maxes in (loss.maxes, mismatch.maxes):
             dist.all_reduce(maxes, op=dist.ReduceOp.MAX)
@@ -148,10 +164,12 @@ class StepStats:
         self._mismatch = [merged(self._mismatch), merged(other._mismatch)]
         self._reference = [merged(each) for each in (self._reference, other._reference) if each]
         self._floor += other._floor
+        self._held += other._held
 
     def metrics_here(self) -> dict[str, float | None]:
         """Return the counts of this process as metrics, without asking other ranks. Reads the device."""
         floor_sum, floor_count = self._floor.tolist()
+        rounding, arithmetic, held_count = self._held.tolist()
         num_steps = len(self._factors)
         mean_weights = [factor.mean_weight for factor in self._factors if factor.mean_weight is not None]
         num_tokens = sum(factor.num_tokens for factor in self._factors)
@@ -161,6 +179,8 @@ class StepStats:
             "mismatch/kept_frac": sum(factor.kept_tokens for factor in self._factors) / num_tokens,
             **(merged(self._reference).metrics() if self._reference else {}),
             "mismatch/k3_floor": floor_sum / floor_count if floor_count else None,
+            "mismatch/k3_weights": rounding / held_count if held_count else None,
+            "mismatch/k3_arithmetic": arithmetic / held_count if held_count else None,
             "mismatch/is/norm_Z": sum(mean_weights) / len(mean_weights) if mean_weights else None,
             "mismatch/gradient_factor": sum(factor.gradient for factor in self._factors) / num_steps,
             **merged(self._losses).metrics(optimizer_steps=num_steps),

@@ -71,7 +71,7 @@ def _medians(run: RunData) -> Iterator[Tile]:
     """Mismatch and seconds, medians over the steps."""
     if run.has("mismatch/k3"):
         floor = _median(run, "mismatch/k3_floor", "exponent", before=", rounding floor ")
-        yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}")
+        yield Tile("Mismatch K3", _median(run, "mismatch/k3", "exponent"), f"median{floor}{_cause(run)}")
     if run.has("time/step_s"):
         total = sum(run.values("time/step_s")) or 1.0
         shares = [
@@ -80,6 +80,21 @@ def _medians(run: RunData) -> Iterator[Tile]:
             if run.has(f"time/{name}_s")
         ]
         yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
+
+
+def _cause(run: RunData) -> str:
+    """Which part of the mismatch is the larger one; "" where the parts were not measured."""
+    weights, arithmetic = run.values("mismatch/k3_weights"), run.values("mismatch/k3_arithmetic")
+    if not weights or not arithmetic:
+        return ""
+    parts = {
+        "the rounding of the weights": statistics.median(weights),
+        "the arithmetic": statistics.median(arithmetic),
+    }
+    (larger, most), (_, least) = sorted(parts.items(), key=lambda part: -part[1])
+    if most < 2 * least:
+        return ", from weights and arithmetic alike"
+    return f", mostly from {larger}"
 
 
 def speeds(run: RunData) -> Iterator[Tile]:

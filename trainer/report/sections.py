@@ -54,6 +54,17 @@ MISMATCH = Section(
             series=(Series("mismatch/k3", "K3", 0), Series("mismatch/k3_floor", "floor", 6, dash=Dash.dashed)),
         ),
         Chart(
+            id="k3_parts", title="What the mismatch comes from", unit="nats per token", form="exponent", log=True,
+            needs="mismatch/k3_weights",
+            note="K3 of a few responses, from the rounding of the weights for the engine, and from everything else: "
+            "kernels, order of sums, type of the activations. Weights above arithmetic: let the trainer's forward use "
+            "the engine's rounding (policy.dtype), or give the engine a finer type.",
+            series=(
+                Series("mismatch/k3_weights", "rounding of the weights", 1),
+                Series("mismatch/k3_arithmetic", "arithmetic", 0),
+            ),
+        ),
+        Chart(
             id="worst", title="Worst token", form="exponent", log=True,
             note="With the same weights on both sides, a probability difference near 1 is a bug: they disagree "
             "completely on some token. Quantised or older weights can come near it without one.",
