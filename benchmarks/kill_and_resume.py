@@ -48,7 +48,7 @@ from trainer.rundir.checkpoint import newest_checkpoint
 MARKER = "PARITY_KILL_MARKER"
 TARGETS = ("rollout", "forward", "optimizer", "sync", "checkpoint")
 LENGTH_OF = {"rollout": "time/rollout_s", "forward": "time/train_s", "sync": "time/sync_s"}
-OF_ENGINES = ("rounds", "groups_generated", "samples_generated", "generated_tokens")
+OF_ENGINES = ("rounds", "groups_generated", "samples_generated", "generated_tokens", "prompt_tokens")
 """Metrics below rollout/ of what engines did since the row before. With a `schedule` that samples ahead they belong to
 the process that sampled: a step that a checkpoint brought along ready counts 0 in the one that trains on it."""
 OPTIMIZER_S = 0.01
