@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 
@@ -12,8 +13,10 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 
 def make(*words: str) -> subprocess.CompletedProcess[str]:
-    """`make -n`: what would be run."""
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    """`make -n`: what would be run, also where make runs the tests."""
+    outer = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MODEL", "ENGINE", "ARGS"}
+    environment = {name: value for name, value in os.environ.items() if name not in outer}
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
 
 
 @pytest.mark.parametrize(

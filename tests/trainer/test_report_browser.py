@@ -157,7 +157,7 @@ async def visit(file: Path, out: Path) -> None:
         (shown, *others) = await steps_shown(page) - {"step 20"}
         assert not others and re.fullmatch(r"step (1[6-9]|2\d)", shown), shown
         step = int(shown.split()[1])
-        expected = load_run(file.parent).rows[step - 1]["mismatch/k3"]
+        expected = load_run(file.parent).steps[step - 1]["mismatch/k3"]
         read = await page.evaluate("document.querySelector('[data-name=\"k3/0\"] b').textContent")
         assert float(read) == pytest.approx(expected, rel=6e-3)
 
