@@ -97,16 +97,19 @@ def test_a_mistake_is_one_problem_for_the_run_too(
     assert sorted(path for path in own.rglob("*") if "__pycache__" not in str(path)) == before
 
 
-def test_what_only_a_tokenizer_shows_is_refused_alike_and_before_the_plan(own: Path) -> None:
+def test_what_only_a_tokenizer_shows_is_refused_alike_and_before_the_plan(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for words, expected in (
         (["data.max_prompt_tokens=1"], "more than data.max_prompt_tokens=1"),
         (["sampling.max_new_tokens=127", "eval.max_new_tokens=126"], "eval.max_new_tokens must be <= 108: the model"),
     ):
         for more in (["--dry-run"], []):
-            found = parity("train", "mine.yaml", *words, *more, cwd=own)
-            title, *problems = found.err.splitlines()
-            assert found.code == 2 and title.startswith("parity train") and title.endswith(", nothing was started")
-            assert problems[0].startswith("  - ") and expected in found.err
+            assert run(["train", "mine.yaml", *words, *more]) == 2
+            found = capsys.readouterr()
+            [title] = [line for line in found.err.splitlines() if line.startswith("parity train")]
+            assert title.endswith(", nothing was started")
+            assert "\n  - " in found.err and expected in found.err
             assert bool(found.out) is bool(more)
     assert not (own / "outputs").exists()
 
