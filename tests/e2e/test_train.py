@@ -398,15 +398,10 @@ def test_two_sglang_engines_and_ranks_train_until_a_killed_server_ends_the_run_a
     servers: list[psutil.Process] = []
 
     def kill_after_two_steps() -> None:
-        deadline = time.monotonic() + 300
-        metrics = run_dir / "metrics.jsonl"
-        while time.monotonic() < deadline:
-            if metrics.exists() and len(metrics.read_text("utf-8").splitlines()) >= 2:
-                servers.extend(sglang_processes(os.getpid()))
-                for process in servers:
-                    process.send_signal(signal.SIGKILL)
-                return
-            time.sleep(0.2)
+        if has_taken_steps(run_dir, 2):
+            servers.extend(sglang_processes(os.getpid()))
+            for process in servers:
+                process.send_signal(signal.SIGKILL)
 
     killer = threading.Thread(target=kill_after_two_steps)
     killer.start()
