@@ -6,6 +6,7 @@ import io
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,12 +19,27 @@ from rollout.types import FinishReason
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, RunConfig
+from trainer.report.data import RunData
 from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow, SampleTokens
 from trainer.tracking.tracker import Tracker
 
 ATTACK = "</pre></script><script>window.attacked = 1</script><img src=x onerror='window.attacked=2'>{{ 7*7 }}<!--"
 """What a model, a dataset or a name may try to get onto the page."""
+
+
+def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
+    """A run of these rows; everything else is empty unless it is given."""
+    empty: dict[str, Any] = {
+        "samples": [],
+        "histograms": [],
+        "config": {},
+        "environment": {},
+        "status": {},
+        "accounting": {},
+        "remarks": [],
+    }
+    return RunData(name="made", rows=rows, **(empty | other))
 
 
 def hostile_sample(text: str) -> SampleRow:

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_directory import ATTACK, hostile_sample, step_metrics, write_run
+from run_directory import ATTACK, hostile_sample, make_run, step_metrics, write_run
 
 from trainer.cli.commands import run as parity
 from trainer.report.charts import draw
-from trainer.report.data import RunData, evaluation_rows, load_run, load_runs, show, thin
-from trainer.report.headline import config_difference, phases, speeds, tiles
+from trainer.report.data import RunData, load_run, load_runs, show, thin
+from trainer.report.headline import config_difference, speeds
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
 from trainer.report.samples import coloured, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
@@ -39,19 +39,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = write_run(tmp_path_factory.mktemp("runs") / "first", extra_samples=(hostile_sample(ATTACK),))
     write_report(made)
     return made
-
-
-def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
-    empty: dict[str, Any] = {
-        "samples": [],
-        "histograms": [],
-        "config": {},
-        "environment": {},
-        "status": {},
-        "accounting": {},
-        "remarks": [],
-    }
-    return RunData(name="made", rows=rows, **(empty | other))
 
 
 def figures(run: RunData) -> dict[str, Any]:
@@ -79,43 +66,6 @@ class Elements(HTMLParser):
 
     def named(self, tag: str) -> list[dict[str, str | None]]:
         return [attrs for found, attrs in self.found if found == tag]
-
-
-def test_headline_numbers() -> None:
-    rows = [
-        {"step": 0, "eval/accuracy": 0.4, "eval/policy_version": 0},
-        {"step": 1, "reward/mean": 0.25, "mismatch/k3": 2e-6, "mismatch/k3_floor": 1e-6, "time/step_s": 3.0,
-         "time/rollout_s": 1.5, "sync/gb_per_s": 0.5},
-        {"step": 2, "reward/mean": 0.5, "mismatch/k3": 4e-6, "mismatch/k3_floor": None, "time/step_s": 2.0,
-         "time/rollout_s": 1.0},
-        {"step": 3, "reward/mean": 0.75, "mismatch/k3": 9e-6, "time/step_s": 1.0, "time/rollout_s": 0.5,
-         "eval/accuracy": 0.9, "eval/policy_version": 3},
-    ]  # fmt: skip
-    shown = {tile.label: (tile.before, tile.value, tile.detail) for tile in tiles(make_run(rows))}
-    assert shown == {
-        "Held-out, greedy": ("40.0 %", "90.0 %", "+50.0 points"),
-        "Reward": ("0.25", "0.75", "+0.5, first to last step"),
-        "Mismatch K3": ("", "4.00e-06", "median, rounding floor 1.00e-06"),
-        "Time per step": ("", "2 s", "median, rollout 50 %"),
-    }
-    assert [tile.value for tile in speeds(make_run(rows))] == ["0.5 GB/s"], "not a headline: an engineer looks for it"
-    assert [row["step"] for row in evaluation_rows(rows)] == [0, 3]
-
-
-@pytest.mark.parametrize(
-    ("weights", "arithmetic", "cause"),
-    [
-        (9e-4, 3e-4, ", mostly from the rounding of the weights"),
-        (1e-4, 3e-4, ", mostly from the arithmetic"),
-        (0.0, 3e-4, ", mostly from the arithmetic"),
-        (3e-4, 2e-4, ", from weights and arithmetic alike"),
-        (None, None, ""),
-    ],
-)
-def test_the_larger_part_of_the_mismatch_is_named(weights: float | None, arithmetic: float | None, cause: str) -> None:
-    parts = {"mismatch/k3_weights": weights, "mismatch/k3_arithmetic": arithmetic}
-    [tile] = [tile for tile in tiles(make_run([{"step": 1, "mismatch/k3": 1e-3, **parts}])) if "K3" in tile.label]
-    assert tile.detail == f"median{cause}"
 
 
 @pytest.mark.parametrize(
@@ -422,14 +372,6 @@ def test_runs_are_compared_curve_by_curve(run_dir: Path, tmp_path: Path) -> None
     assert f"{runs[1].name}: histograms.jsonl is missing" in text
 
 
-def test_a_key_that_one_run_does_not_have_differs() -> None:
-    first = make_run(
-        [], config={"a": {"b": 1, "c": None, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}}
-    )
-    second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
-    assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
-
-
 def test_bins_of_a_run_add_up() -> None:
     def row(step: int, k3: float) -> dict[str, Any]:
         axis = {"edges": [1.0, 0.5, 0.0], "counts": [30.0, 10.0], "k3": [k3, 5 * k3], "abs_logdiff": [0.1, 0.2]}
@@ -458,16 +400,6 @@ def test_bins_of_a_run_add_up() -> None:
     ]
     assert "1 lines have another shape and are left out (step 9)" in render(run)
     assert {"by_probability-share", "joint-1"} <= set(charts_of(sections))
-
-
-def test_phases_have_their_share_of_the_run() -> None:
-    rows = [
-        {"step": 1, "time/rollout_s": 3.0, "time/step_s": 4.0, "perf/rollout_floor_frac": 0.5, "time/eval_s": 1.0},
-        {"step": 2, "time/rollout_s": 3.0, "time/step_s": 6.0, "perf/rollout_floor_frac": 0.25},
-    ]
-    table = {row.name: row.cells[0] for row in phases([make_run(rows)])}
-    assert (table["rollout"].seconds, table["rollout"].share, table["rollout"].limit) == ("3 s", "60.0 %", "37.5 %")
-    assert (table["eval"].share, table["eval"].limit, table["step"].seconds) == ("10.0 %", "", "5 s")
 
 
 def test_tokens_are_coloured_by_delta() -> None:

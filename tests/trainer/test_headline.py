@@ -1,0 +1,64 @@
+"""The content around the charts of a report: headline numbers, phases, differences of configs."""
+
+from __future__ import annotations
+
+import pytest
+from run_directory import make_run
+
+from trainer.report.data import evaluation_rows
+from trainer.report.headline import config_difference, phases, speeds, tiles
+
+
+def test_headline_numbers() -> None:
+    rows = [
+        {"step": 0, "eval/accuracy": 0.4, "eval/policy_version": 0},
+        {"step": 1, "reward/mean": 0.25, "mismatch/k3": 2e-6, "mismatch/k3_floor": 1e-6, "time/step_s": 3.0,
+         "time/rollout_s": 1.5, "sync/gb_per_s": 0.5},
+        {"step": 2, "reward/mean": 0.5, "mismatch/k3": 4e-6, "mismatch/k3_floor": None, "time/step_s": 2.0,
+         "time/rollout_s": 1.0},
+        {"step": 3, "reward/mean": 0.75, "mismatch/k3": 9e-6, "time/step_s": 1.0, "time/rollout_s": 0.5,
+         "eval/accuracy": 0.9, "eval/policy_version": 3},
+    ]  # fmt: skip
+    shown = {tile.label: (tile.before, tile.value, tile.detail) for tile in tiles(make_run(rows))}
+    assert shown == {
+        "Held-out, greedy": ("40.0 %", "90.0 %", "+50.0 points"),
+        "Reward": ("0.25", "0.75", "+0.5, first to last step"),
+        "Mismatch K3": ("", "4.00e-06", "median, rounding floor 1.00e-06"),
+        "Time per step": ("", "2 s", "median, rollout 50 %"),
+    }
+    assert [tile.value for tile in speeds(make_run(rows))] == ["0.5 GB/s"], "not a headline: an engineer looks for it"
+    assert [row["step"] for row in evaluation_rows(rows)] == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("weights", "arithmetic", "cause"),
+    [
+        (9e-4, 3e-4, ", mostly from the rounding of the weights"),
+        (1e-4, 3e-4, ", mostly from the arithmetic"),
+        (0.0, 3e-4, ", mostly from the arithmetic"),
+        (3e-4, 2e-4, ", from weights and arithmetic alike"),
+        (None, None, ""),
+    ],
+)
+def test_the_larger_part_of_the_mismatch_is_named(weights: float | None, arithmetic: float | None, cause: str) -> None:
+    parts = {"mismatch/k3_weights": weights, "mismatch/k3_arithmetic": arithmetic}
+    [tile] = [tile for tile in tiles(make_run([{"step": 1, "mismatch/k3": 1e-3, **parts}])) if "K3" in tile.label]
+    assert tile.detail == f"median{cause}"
+
+
+def test_a_key_that_one_run_does_not_have_differs() -> None:
+    first = make_run(
+        [], config={"a": {"b": 1, "c": None, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}}
+    )
+    second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
+    assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
+
+
+def test_phases_have_their_share_of_the_run() -> None:
+    rows = [
+        {"step": 1, "time/rollout_s": 3.0, "time/step_s": 4.0, "perf/rollout_floor_frac": 0.5, "time/eval_s": 1.0},
+        {"step": 2, "time/rollout_s": 3.0, "time/step_s": 6.0, "perf/rollout_floor_frac": 0.25},
+    ]
+    table = {row.name: row.cells[0] for row in phases([make_run(rows)])}
+    assert (table["rollout"].seconds, table["rollout"].share, table["rollout"].limit) == ("3 s", "60.0 %", "37.5 %")
+    assert (table["eval"].share, table["eval"].limit, table["step"].seconds) == ("10.0 %", "", "5 s")
