@@ -57,6 +57,13 @@ def micro_batch(
     )
 
 
+def token_places(micro: MicroBatch, chosen: Sequence[int]) -> Tensor:
+    """[P] int64, positions of the tokens of some sequences of `micro`, sequence after sequence, on its device."""
+    bounds = micro.cu_seqlens.tolist()
+    places = [place for i in chosen for place in range(bounds[i], bounds[i + 1])]
+    return torch.tensor(places, dtype=torch.int64, device=micro.token_ids.device)
+
+
 def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
     """A micro-batch of some sequences of `micro`, on its device, without lags and without what a worker sets.
 
@@ -65,10 +72,9 @@ def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
     device = micro.token_ids.device
     if not chosen:
         return micro_batch([]).to(device)
-    bounds = micro.cu_seqlens.tolist()
-    index = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in chosen]).to(device)
-    lengths = [bounds[i + 1] - bounds[i] for i in chosen]
-    token_ids, mask = micro.token_ids[index], micro.response_mask[index]
+    places = token_places(micro, chosen)
+    lengths = micro.cu_seqlens.diff()[list(chosen)].tolist()
+    token_ids, mask = micro.token_ids[places], micro.response_mask[places]
     inputs = decoder_inputs(token_ids.cpu().numpy(), mask.cpu().numpy(), lengths, [(length, 1) for length in lengths])
     return MicroBatch(
         token_ids=token_ids,
@@ -76,7 +82,7 @@ def chosen_sequences(micro: MicroBatch, chosen: Sequence[int]) -> MicroBatch:
         inputs=inputs.to(device),
         response_index=mask.nonzero().flatten(),
         response_mask=mask,
-        rollout_logprobs=micro.rollout_logprobs[index],
+        rollout_logprobs=micro.rollout_logprobs[places],
         sample_keys=[micro.sample_keys[i] for i in chosen],
         sample_numbers=micro.sample_numbers[list(chosen)],
     )

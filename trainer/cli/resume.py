@@ -20,8 +20,7 @@ from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
 from trainer.rundir.redact import REDACTED
-from trainer.rundir.rows import read_lines
-from trainer.rundir.run_dir import CONFIG_FILE, METRICS_FILE, has_checkpoint, is_run
+from trainer.rundir.run_dir import CONFIG_FILE, has_checkpoint, is_run, logged_step
 from trainer.rundir.yaml_text import load_yaml
 
 COMMAND = "parity resume"
@@ -101,13 +100,8 @@ def earlier_run(resolution: Resolution) -> Path | None:
         return None
     beside = Path(run.config.run.dir).absolute().parent
     runs = [path for path in beside.iterdir() if path.is_dir() and is_run(path)] if beside.is_dir() else []
-    begun = [path for path in runs if has_checkpoint(path) or _has_step(path / METRICS_FILE)]
+    begun = [path for path in runs if has_checkpoint(path) or logged_step(path)]
     return max(begun or runs, key=lambda path: path.name, default=None)
-
-
-def _has_step(log: Path) -> bool:
-    """True if a file of metrics holds the row of a step; step 0 is only the evaluation before training."""
-    return log.is_file() and any(line.row and line.row.get("step") for line in read_lines(log))
 
 
 def _redacted(node: object, key: str = "") -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rollout.config import DType, EngineConfig, Quantization
 from rollout.weights.quantization import GRIDS, held_weight
-from trainer.batch.packing import chosen_sequences
+from trainer.batch.packing import chosen_sequences, token_places
 from trainer.batch.train_batch import HeldScores, MicroBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.host_copy import full_tensor, local_part, own_rows
@@ -57,10 +57,7 @@ def held_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config:
     few = chosen_sequences(micro, chosen)
     with torch.no_grad(), _held_weights(model, config.rollout):
         logprobs = model(few, temperature=config.sampling.temperature).logprobs
-    starts = micro.cu_seqlens.tolist()
-    parts = [torch.arange(starts[i], starts[i + 1]) for i in chosen]
-    places = torch.cat(parts).to(logprobs.device) if parts else few.response_index.new_zeros(1)
-    return HeldScores(places[few.response_mask], logprobs[few.response_mask])
+    return HeldScores(token_places(micro, chosen)[few.response_index], logprobs[few.response_index])
 
 
 def _few_fresh(micro: MicroBatch, lags: Tensor) -> list[int]:
