@@ -279,6 +279,22 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(entropy_grad: boo
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6 * (10 if index < 2 else largest))
 
 
+def test_two_backward_passes_over_shared_prompts_are_bitwise_equal() -> None:
+    # Large enough for two threads, which both add to the gradient of the last token of the prompt.
+    micro, model, threads = micro_batch(make_group(6, [6] * 256)), make_model(), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(5):
+            model.zero_grad()
+            model(micro, temperature=1.0).logprobs.sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    finally:
+        torch.set_num_threads(threads)
+    for again in gradients[1:]:
+        assert all(torch.equal(first, other) for first, other in zip(gradients[0], again, strict=True))
+
+
 def test_a_processor_has_no_flash_attention_for_packed_sequences() -> None:
     assert not attention.flash_runs(*random_states(5, kv_heads=2, dtype=torch.bfloat16))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from trainer.batch.train_batch import MicroBatch, TokenScores
@@ -30,7 +30,9 @@ def states_before(decoder: nn.Module, micro: MicroBatch) -> Tensor:
         use_cache=False,  # with a cache, packed sequences would attend to each other
         segments=Segments(inputs.roots, inputs.branches),
     ).last_hidden_state[0]
-    return hidden[inputs.before_response]
+    # The gradient of the last token of a shared prompt is a sum over the responses. The backward of hidden[...] on a
+    # CPU, and of index_select on a GPU, adds in an order that differs from run to run; that of an embedding does not.
+    return embedding(inputs.before_response, hidden)
 
 
 def head_floor(
