@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from trainer.cli.commands import run
+from trainer.rundir.termination import REQUESTS
 
 
 def main() -> int:
     """Entry point of the console script; returns the exit code, see `parity --help`."""
-    return run(sys.argv[1:])
+    code = run(sys.argv[1:])
+    if code - 128 in REQUESTS:
+        # Everything is ended and written. Code in C that a signal interrupted may crash at the interpreter's exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
