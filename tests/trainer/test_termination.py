@@ -12,7 +12,7 @@ import pytest
 from resume_cases import make
 
 from trainer.rundir import termination as termination_module
-from trainer.rundir.termination import REQUESTS, RunTerminated, termination_requests
+from trainer.rundir.termination import REQUESTS, RunTerminated, requests_held, termination_requests
 from trainer.tracking.tracker import Tracker
 
 
@@ -58,6 +58,20 @@ def test_a_request_before_the_first_step_ends_at_once_and_one_in_a_rollout_inter
         assert not termination.at_once
         with pytest.raises(KeyboardInterrupt), termination.interruptible("the next is not begun"):
             pytest.fail("a rollout began after the request")
+
+
+@pytest.mark.parametrize("sent", REQUESTS)
+def test_a_request_that_is_held_ends_the_run_after_the_block(sent: signal.Signals) -> None:
+    done = []
+    with (
+        pytest.raises(RunTerminated, match=rf"asked to end \({sent.name}\), before the first step"),
+        termination_requests(),
+    ):
+        with requests_held():
+            os.kill(os.getpid(), sent)
+            done.append("the rest of the block")
+        done.append("what follows it")
+    assert done == ["the rest of the block"]
 
 
 def test_a_run_in_a_thread_hears_no_signals() -> None:

@@ -6,19 +6,19 @@ import copy
 import logging
 import os
 import secrets
-import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
 import ray
 from ray._private import ray_constants, services
+from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.actor import ActorHandle
@@ -39,7 +39,7 @@ from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import may_take_turns, memory_plan
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.rundir.provenance import num_cores
-from trainer.rundir.termination import end_descendants
+from trainer.rundir.termination import end_descendants, requests_held
 
 logger = logging.getLogger(__name__)
 
@@ -185,19 +185,19 @@ def _check_reachable(address: str) -> None:
 
 
 def _start_ray(**options: Any) -> None:
-    """Start or join Ray; keeps the handler of SIGTERM, which Ray replaces, and leaves no process if it fails.
+    """Start or join Ray; keeps the handlers of signals, and leaves no process if it fails.
 
     Ray counts its own attempts. A deadline would need another thread, and Ray's processes end with the thread that
     starts them.
     """
-    handler, others = signal.getsignal(signal.SIGTERM), psutil.Process().children(recursive=True)
+    others = psutil.Process().children(recursive=True)
     try:
-        ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
-    except BaseException:  # Ray forgets what it had started when a signal interrupted it
+        # Ray's own handler of SIGTERM would leave its start with SystemExit, and stay.
+        with requests_held(), _replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
+            ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
+    except BaseException:  # Ray forgets what it had started when its start failed
         end_descendants(besides=others)
         raise
-    if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets no handler either
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _give_back(group: PlacementGroup) -> None:
@@ -236,19 +236,24 @@ def _token_of_its_own() -> Iterator[None]:
                 os.environ[name] = value
 
 
-@contextmanager
-def _sessions_of_their_own() -> Iterator[None]:
+def _sessions_of_their_own() -> AbstractContextManager[None]:
     """Ray's processes that are started within do not hear what is sent to the driver's process group.
 
     A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
     option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills them with it.
     """
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, start_new_session=True)  # type: ignore[misc, assignment]
+    return _replaced(services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True))
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    """`value` in place of a function of Ray while the block runs, where Ray has no option."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        services.ConsolePopen = popen  # type: ignore[misc]
+        setattr(module, name, before)
 
 
 class Cluster:

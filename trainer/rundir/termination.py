@@ -214,6 +214,31 @@ def termination_requests() -> Iterator[Termination]:
         yield termination
 
 
+@contextmanager
+def requests_held() -> Iterator[None]:
+    """Let no signal interrupt the block: the handlers run after it, and are those from before it.
+
+    For the start of a library that is not made to be interrupted. An exception between fork and exec of a child of Ray
+    is lost, and leaves a lock of `logging` held for good. The deadline of an end at once runs meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals interrupt the main thread only
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in REQUESTS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[-1:]:
+            handler = before[signal.Signals(number)]
+            if callable(handler):
+                handler(number, None)  # sent again, it would be another request
+            else:
+                signal.raise_signal(number)
+
+
 def end_descendants(besides: Collection[psutil.Process] = ()) -> None:
     """End all processes below this one but those of `besides`, in order with SIGTERM, then with SIGKILL.
 
