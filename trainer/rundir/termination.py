@@ -231,12 +231,12 @@ def requests_held() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came[-1:]:
-            handler = before[signal.Signals(number)]
+        for last in came[-1:]:
+            handler = before[signal.Signals(last)]
             if callable(handler):
-                handler(number, None)  # sent again, it would be another request
+                handler(last, None)  # sent again, it would be another request
             else:
-                signal.raise_signal(number)
+                signal.raise_signal(last)
 
 
 def end_descendants(besides: Collection[psutil.Process] = ()) -> None:
