@@ -268,6 +268,20 @@ def test_the_entry_point_is_cheap_and_makes_torchvision_importable() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("build", ["None", "'13.0'"])
+def test_torchvision_is_found_in_its_directory_under_every_build_of_torch(build: str, tmp_path: Path) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    script = (
+        "import sys; from pathlib import Path; import torch; import rollout.sglang.cpu.torchvision as module;"
+        f"torch.version.cuda = {build}; module.DIRECTORY = Path({str(tmp_path)!r});"
+        "assert not module.make_torchvision_importable();"
+        "import torchvision; assert torchvision.__file__.startswith(str(module.DIRECTORY))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.sglang
 def test_the_refused_engine_args_are_options_of_the_installed_release() -> None:
     """Each option of SGLang that names a port or an address is set by Parity, refused, or known to be harmless."""

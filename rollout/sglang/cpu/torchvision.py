@@ -1,8 +1,9 @@
-"""Makes torchvision importable for SGLang under a CPU build of torch; no other process of Parity imports torchvision.
+"""Makes torchvision importable for SGLang; no other process of Parity imports torchvision.
 
 requirements/install.sh puts torchvision into a directory of its own. In the common directory transformers would import
-it with every model class, in every process of the user too, and its wheel is a CUDA build, which fails. This module
-imports no torch at the top: every process that imports SGLang on a machine with Parity loads it.
+it with every model class, in every process of the user too, and its wheel is a CUDA build, which a CPU build of torch
+cannot load. This module imports no torch at the top, because every process that imports SGLang on a machine with Parity
+loads it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,17 @@ _MISSING_OPERATORS = {
 
 
 def make_torchvision_importable() -> bool:
-    """Make torchvision importable in this process under a CPU build of torch; returns True if operators were declared.
+    """Make torchvision importable in this process; returns True if operators were declared.
 
-    SGLang imports torchvision at start. The compiled part of a CUDA wheel cannot be loaded without CUDA, and the Python
-    part then stops at undeclared operators. Declaring their schemas is enough: a text model never calls them. Does
-    nothing with a CUDA build of torch, with a CPU build of torchvision, or without torchvision.
+    SGLang imports torchvision at start. A CPU build of torch cannot load the compiled part of a CUDA wheel, and the
+    Python part then stops at undeclared operators. Declaring their schemas is enough: a text model never calls them. A
+    CUDA build of torch, which PyPI has for Linux, loads the wheel on a machine without a GPU too.
     """
     import torch
 
-    if torch.version.cuda is not None:
-        return False
     if importlib.util.find_spec("torchvision") is None and DIRECTORY.is_dir():
         sys.path.append(str(DIRECTORY))
-    if not _torchvision_is_cuda_build():
+    if torch.version.cuda is not None or not _torchvision_is_cuda_build():
         return False
     declared = False
     for name, schema in _MISSING_OPERATORS.items():
