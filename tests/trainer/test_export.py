@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from cli_process import HEAVY, parity
 from policy_cases import lone_worker, make_config, make_samples, save_policy
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from algorithms.config import AdvantageConfig, Estimator
@@ -139,9 +142,43 @@ def index_that_leads_out(policy: Path, owned: Path) -> None:
     (policy / ".metadata").write_bytes(pickle.dumps(index))
 
 
+class EarlyPython(pickle.Pickler):
+    """Writes members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def rewrite_as_early_python(policy: Path) -> bytes:
+    written = io.BytesIO()
+    EarlyPython(written).dump(dcp.FileSystemReader(policy).read_metadata())
+    (policy / ".metadata").write_bytes(written.getvalue())
+    return written.getvalue()
+
+
+def test_a_checkpoint_of_an_early_python_3_11_can_be_read(tmp_path: Path) -> None:
+    start = save_policy(tmp_path / "start")
+    with lone_worker(make_config(start, num_workers=1), start) as worker:
+        worker.save_checkpoint(tmp_path / "saved", asynchronous=False)
+        assert b"getattr" in rewrite_as_early_python(tmp_path / "saved")
+        worker.load_checkpoint(tmp_path / "saved", 1)
+
+
+class Member:
+    """An object whose pickle takes a function out of a class of the index."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, str]]:
+        return getattr, (Metadata, "__init__")
+
+
+def index_that_asks_for_a_member(policy: Path, owned: Path) -> None:
+    (policy / ".metadata").write_bytes(pickle.dumps(Member()))
+
+
 @pytest.mark.parametrize(
     ("tamper", "reason"),
     [
+        (index_that_asks_for_a_member, r"\.metadata is not the index .*: it asks for __init__ of something else"),
         (index_that_runs_code, r"\.metadata is not the index .*: it names posix\.mkdir, which could run code"),
         (value_that_runs_code, r"the value of policy\.model\.\S+ is no data"),
         (index_that_leads_out, r"\.metadata is not the index .*: it leads out of the checkpoint"),

@@ -32,6 +32,15 @@ from torch.serialization import _get_layout
 from trainer.rundir.checkpoint import CheckpointError
 
 INDEX = ".metadata"
+
+
+def _memory_format(owner: object, name: str) -> object:
+    """Member `name` of the only enum of an index: early releases of Python 3.11 write it as a call of getattr."""
+    if owner is not _MEM_FORMAT_ENCODING:
+        raise CheckpointError(f"it asks for {name} of something else than a memory format, which could run code")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 _PARTS = (
     Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, MetadataIndex,
     StorageMeta, _StorageInfo, _MEM_FORMAT_ENCODING, torch.Size, _get_layout,
@@ -39,6 +48,7 @@ _PARTS = (
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(part.__module__, part.__qualname__): part for part in _PARTS},
     **{("torch", name): kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)},
+    ("builtins", "getattr"): _memory_format,
     # The place where it was written. Python 3.13 calls the module pathlib._local.
     **{(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")},
 }
