@@ -110,17 +110,17 @@ def test_a_dry_run_says_what_it_would_go_on_with(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def plan_of(*words: str) -> str:
-        assert (
-            parity(["train", "arithmetic_grpo", "run.num_steps=5", f"run.dir={tmp_path / 'run'}", *words, *TORCH]) == 0
-        )
+    def plan_of(*words: str, code: int = 0) -> str:
+        command = ["train", "arithmetic_grpo", "run.num_steps=5", f"run.dir={tmp_path / 'run'}", *words, *TORCH]
+        assert parity(command) == code
         found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume ")]
         return found[0] if found else ""
 
     assert plan_of() == ""
     assert "no earlier run" in plan_of("resume=auto")
     leave_run(tmp_path / "run", steps=5)
-    assert "moved aside" in plan_of("resume=auto"), "nothing was saved"
+    assert "has taken all 5 steps: nothing is started; it saved no checkpoint" in plan_of("resume=auto")
+    assert "moved aside" in plan_of("resume=auto", "run.num_steps=6"), "nothing was saved"
     config = resolve_recipe("rollout=torch", f"run.dir={tmp_path / 'run'}")
     save(config, 4)
     assert "after step 4 of 5, if" in plan_of("resume=auto"), "the last step was not saved"
@@ -128,6 +128,7 @@ def test_a_dry_run_says_what_it_would_go_on_with(
     assert "moved aside" in plan_of("resume=clean")
     assert "has taken all 5 steps: nothing is started" in plan_of("resume=auto")
     assert "after step 5 of 6, if" in plan_of("resume=auto", "run.num_steps=6")
+    assert "refused: " in plan_of("resume=auto", "run.num_steps=4", code=2)
 
 
 def test_resume_auto_passes_over_runs_without_a_step(

@@ -180,6 +180,17 @@ def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
     assert completed_steps(run_dir) == 3, "nothing was written"
 
 
+def test_a_completed_run_that_saved_nothing_is_left_as_it_is(tmp_path: Path) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=2), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"reward/mean": step})
+    assert completed_steps(run_dir) == 2 and newest_saved_step(run_dir) is None
+    assert train(config).was_complete
+    assert rows(run_dir / "metrics.jsonl") == [1, 2]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+
+
 def test_a_report_that_cannot_be_written_does_not_fail_a_completed_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

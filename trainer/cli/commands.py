@@ -335,10 +335,10 @@ def _checked_train(
         place_in_wandb(resolution)
     if arguments.dry_run:
         refused: Sequence[Problem | str] = [*problems, *found] or loading_problems(resolution)
-        code = report(refused, command=command) if refused else DONE
         if not resolution.problems:
             from trainer.cli.plan import render_plans
 
             to_stdout(render_plans(resolution))
-        return code
+        # Last: what is wrong must not scroll away.
+        return report(refused, command=command) if refused else DONE
     return report([*problems, *found], command=command) if problems or found else launch(resolution)

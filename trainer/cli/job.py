@@ -20,7 +20,7 @@ from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
-from trainer.rundir.run_dir import StartError, make_private, newest_saved_step
+from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout
 from trainer.rundir.time_limit import job_variable
@@ -107,7 +107,7 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
     except Exception as error:
         return failed(error, run_dir, command="parity train")
     if result.was_complete:
-        more = f"{resume_command(run_dir)} run.num_steps=<more> goes on with it"
+        more = how_to_go_on(resume_command(run_dir), saved=newest_saved_step(run_dir))
         to_stdout(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
     to_stdout(f"{result.report_path or run_dir}\n")
     return DONE

@@ -11,6 +11,7 @@ from pathlib import Path
 from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from rollout.config import Quantization
+from trainer.cli.job import resume_command
 from trainer.cli.tables import labelled
 from trainer.compose.compose import Resolution
 from trainer.config.guard import MismatchGuardConfig
@@ -21,7 +22,7 @@ from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.rundir.run_dir import needs_no_step, newest_saved_step
+from trainer.rundir.run_dir import how_to_go_on, needs_no_step, newest_saved_step, steps_taken
 from trainer.rundir.text import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
 
@@ -99,11 +100,14 @@ def _resume(config: TrainConfig, run_dir: Path) -> str:
     saved = newest_saved_step(run_dir)
     if not run_dir.is_dir() or not any(run_dir.iterdir()):
         return "there is no earlier run: it begins"
+    last, taken = config.run.num_steps, steps_taken(run_dir)
+    if config.run.resume is Resume.auto and taken > last:
+        return f"refused: {run_dir} has taken {counted(taken, 'step')}, more than run.num_steps={last}"
+    if config.run.resume is Resume.auto and needs_no_step(run_dir, saved=saved, num_steps=last):
+        more = how_to_go_on(resume_command(run_dir), saved=saved)
+        return f"{run_dir} has taken all {counted(last, 'step')}: nothing is started; {more}"
     if config.run.resume is Resume.clean or saved is None:
         return f"the earlier run in {run_dir} is moved aside: it begins"
-    last = config.run.num_steps
-    if needs_no_step(run_dir, saved=saved, num_steps=last):
-        return f"{run_dir} has taken all {counted(last, 'step')}: nothing is started; run.num_steps=<more> goes on"
     return f"goes on in {run_dir} after step {saved} of {last}, if its newest checkpoint is good"
 
 

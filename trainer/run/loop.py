@@ -37,6 +37,7 @@ from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
+from trainer.config.training import Resume
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.report.page import write_report
@@ -101,8 +102,9 @@ def train(config: TrainConfig) -> RunResult:
     with termination_requests() as termination:
         try:
             checkpoint = checkpoint_to_resume(config, run_dir)
-            was_complete = checkpoint is not None and needs_no_step(
-                run_dir, saved=checkpoint.state.step, num_steps=config.run.num_steps
+            saved = None if checkpoint is None else checkpoint.state.step
+            was_complete = config.run.resume is Resume.auto and needs_no_step(
+                run_dir, saved=saved, num_steps=config.run.num_steps
             )
             if not was_complete:
                 run_steps(config, run_dir, checkpoint, termination, limit)

@@ -148,9 +148,17 @@ def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
     return kept
 
 
-def needs_no_step(directory: Path, *, saved: int, num_steps: int) -> bool:
-    """True if the run is complete: it took all steps, and the weights of the last step are `saved`."""
-    return min(saved, completed_steps(directory) or 0) >= num_steps
+def needs_no_step(directory: Path, *, saved: int | None, num_steps: int) -> bool:
+    """True if the run is complete: it took all steps, and the weights of the last step are `saved`, or none are."""
+    taken = completed_steps(directory) or 0
+    return (taken if saved is None else min(saved, taken)) >= num_steps
+
+
+def how_to_go_on(command: str, *, saved: int | None) -> str:
+    """The sentence for a run that has taken all its steps; `command` resumes it."""
+    if saved is None:
+        return f"it saved no checkpoint to go on from; {command} run.resume=clean begins it again"
+    return f"{command} run.num_steps=<more> goes on with it"
 
 
 def write_whole(path: Path, text: str) -> None:
