@@ -10,8 +10,10 @@ from test_keys import every_key
 
 from algorithms.config import Problem
 from trainer.compose.catalog import find_recipe
+from trainer.compose.compose import resolve
 from trainer.compose.keys import did_you_mean, nearest, unknown_section
 from trainer.compose.renamed import ABSENT, RENAMED, renamed_hint
+from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, TrainConfig
 
 KINDS = get_type_hints(TrainConfig) | {
@@ -147,6 +149,20 @@ def test_the_probable_value_is_found_without_guessing(
     word: str, options: tuple[str, ...], expected: str | None
 ) -> None:
     assert nearest(word, options) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("loss=grpo", "It is an estimator of advantages: advantage.estimator=grpo."),
+        ("loss=DR_GRPO", "It is an estimator of advantages: advantage.estimator=dr_grpo."),
+        ("rollout=vllm", "There is no such engine here; rollout=sglang is the server."),
+    ],
+)
+def test_a_choice_of_another_trainer_is_not_taken_for_a_similar_word(word: str, answer: str) -> None:
+    resolution = resolve(recipe_dir() / "arithmetic_grpo.yaml", (word,), own_dir=None, multirun=False)
+    [problem] = resolution.problems
+    assert problem.key == word.partition("=")[0] and problem.remedy == answer
 
 
 def test_every_answer_names_keys_that_exist() -> None:

@@ -26,6 +26,7 @@ from trainer.compose.catalog import recipe_name
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
+from trainer.compose.renamed import CHOICES
 from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.paths import MAIN_CONFIG, config_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
@@ -186,8 +187,9 @@ def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> lis
 
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
     """Report an option that does not exist; return the override that replaces the choice."""
-    close = nearest(str(value), options)
-    hint = f"Did you mean {group}={close}?" if close else ""
+    known = CHOICES.get(f"{group}={value}".lower(), "")
+    close = None if known else nearest(str(value), options)
+    hint = known or (f"Did you mean {group}={close}?" if close else "")
     rule = f"must be one of {', '.join(options)}"
     found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))
     return f"{group}={close}" if close else f"~{group}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from algorithms.config.advantage import Estimator
+
 _NAMES: Final[dict[str, str]] = {
     "off: truncated sampling makes the engine's log-prob wrong by the log of the kept mass": "others top_p top_k min_p",
     "advantage.estimator": "verl adv_estimator; slime advantage_estimator",
@@ -187,10 +189,19 @@ SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("on", "true", "yes"), ("mismatch", "always", "online")),
     "async": ("one_step_off",),
     "ppo": ("ppo_clip", "gae"),
-    "vllm": ("sglang",),
     "hf": ("torch",),
 }
 """Word of other trainers for a value -> values of Parity; the first one that a key or a group accepts is meant."""
+
+
+CHOICES: Final[dict[str, str]] = {
+    "rollout=vllm": "There is no such engine here; rollout=sglang is the server.",
+    **{
+        f"loss={estimator.name}": f"It is an estimator of advantages: advantage.estimator={estimator.name}."
+        for estimator in Estimator
+    },
+}
+"""Choice of an option that other trainers have in this group -> a sentence about what there is instead."""
 
 
 def renamed_hint(path: list[str]) -> str:
