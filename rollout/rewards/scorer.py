@@ -31,6 +31,8 @@ MAX_FAILED_FRACTION = 0.2
 EARLY = 256
 """Responses whose scoring is enough to end a run in the middle of a step."""
 POLL_S = 5.0
+TRIED = 2
+"""Responses with which a function is tried before the start."""
 
 
 class RewardError(RuntimeError):
@@ -208,18 +210,21 @@ class Scorer:
 
 
 def call_once(config: RewardConfig, prompt: Prompt) -> str:
-    """Call the function once, in its usual process, with the prompt's own answer as the response.
+    """Call the function in its usual process, with the prompt's own answer as each of two responses.
 
-    Returns the reason why it cannot be used; "" if it gave a reward.
+    Two, because a function of many responses that returns one result for all of them shows only then. Returns the
+    reason why it cannot be used; "" if it gave a reward to both.
     """
     with closing(_pool(config, num_workers=1)) as pool:
-        pool.submit(0, _item(prompt, prompt.answer, with_row=is_custom(config.function)))
+        outcomes: list[Outcome] = []
+        for number in range(TRIED):
+            pool.submit(number, _item(prompt, prompt.answer, with_row=is_custom(config.function)))
         try:
-            while not (outcomes := pool.poll(POLL_S)):
-                pass  # the pool has a deadline of its own
+            while len(outcomes) < TRIED:  # the pool has a deadline of its own
+                outcomes += [outcome for _, outcome in pool.poll(POLL_S)]
         except RewardPoolError as error:
             return str(error.__cause__ or error)
-        return outcomes[0][1].message
+        return next((outcome.message for outcome in outcomes if outcome.message), "")
 
 
 def _pool(config: RewardConfig, *, num_workers: int) -> RewardPool:
