@@ -165,6 +165,8 @@ def _bad_rows(bad: Sequence[BadRow]) -> str:
     shown = [str(row) for row in bad[:LISTED_ROWS]]
     more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
     way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+    if any("data.max_prompt_tokens" in row.problem for row in bad):
+        way_out += " Prompts that are too long need a higher data.max_prompt_tokens."
     return "\n".join([f"{len(bad)} row{'s' * (len(bad) > 1)} cannot be used:", *shown, *more, way_out])
 
 

@@ -95,7 +95,8 @@ def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
         f"{train}, line 5: answer is missing",
         f"{train}, line 6: question is empty",
         f"{train}, line 7: answer must be text or a finite number, got ' '",
-        "Mend them, or leave them out with data.on_bad_row=skip.",
+        "Mend them, or leave them out with data.on_bad_row=skip. Prompts that are too long need a higher "
+        "data.max_prompt_tokens.",
         f"data.eval_path must have rows that can be used, got '{held}'. 1 row cannot be used:",
         f"{held}, line 2: answer is missing",
         "Mend them, or leave them out with data.on_bad_row=skip.",
