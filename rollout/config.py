@@ -120,7 +120,7 @@ class PauseMode(Enum):
     """Responses end at the tokens so far; the collector may resume them."""
 
 
-SGLANG_REMEDY = 'make setup in the checkout, or pip install ".[sglang]" there, or use rollout=torch'
+SGLANG_REMEDY = 'make setup in the checkout, or pip install -e ".[sglang]" there, or use rollout=torch'
 """Remedy if SGLang is not installed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of hosts that only this machine can reach."""

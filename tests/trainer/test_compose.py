@@ -208,7 +208,7 @@ def test_a_missing_sglang_is_reported_with_everything_else(monkeypatch: pytest.M
     broken = resolved("loss.clip_hihg=1")
     assert broken.problems, "the config has a problem of its own"
     assert [str(problem) for problem in start_problems(broken)] == [
-        "rollout must be an engine that is installed, got 'sglang'. make setup in the checkout, or pip install "
+        "rollout must be an engine that is installed, got 'sglang'. make setup in the checkout, or pip install -e "
         '".[sglang]" there, or use rollout=torch.'
     ]
     assert start_problems(resolved("rollout=torch")) == []

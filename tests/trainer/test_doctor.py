@@ -65,7 +65,7 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
     findings = doctor.examine()
     assert findings.engines == ("torch",)
     assert by_name(findings)["sglang"].status == MISSING
-    assert 'pip install ".[sglang]"' in doctor.render(findings)
+    assert 'pip install -e ".[sglang]"' in doctor.render(findings)
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,5 +327,5 @@ def test_tensorboard_is_refused_before_the_start_where_it_is_not_installed(monke
     resolution = resolve(recipe, words, own_dir=None, multirun=False)
     monkeypatch.setattr("trainer.run.start.TENSORBOARD_PACKAGE", "no_such_package")
     [problem] = start_problems(resolution)
-    assert problem.key == "tracking.tensorboard" and 'pip install ".[tensorboard]"' in str(problem)
+    assert problem.key == "tracking.tensorboard" and 'pip install -e ".[tensorboard]"' in str(problem)
     assert not start_problems(resolve(recipe, words[:1], own_dir=None, multirun=False))

@@ -59,7 +59,7 @@ def missing_tensorboard() -> Problem | None:
         key="tracking.tensorboard",
         rule=f"must be false without the package {TENSORBOARD_PACKAGE}",
         value=True,
-        remedy='pip install ".[tensorboard]" in the checkout.',
+        remedy='pip install -e ".[tensorboard]" in the checkout.',
     )
 
 
