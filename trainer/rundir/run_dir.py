@@ -9,7 +9,7 @@ import os
 import secrets
 import tempfile
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
 
@@ -36,8 +36,8 @@ _BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, LOCK_FILE, STATUS_FILE})
 """Files of a run that was killed before it wrote environment.json, besides unfinished ones."""
 
 
-class RunStatus(Enum):
-    """State of a run that has ended."""
+class RunStatus(StrEnum):
+    """State of a run that has ended; equal to its name as a text."""
 
     completed = "completed"
     """The run took all its steps."""
