@@ -6,6 +6,7 @@ reported together. Callers receive dataclasses, not the DictConfig. This module 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from algorithms.config import Problem
-from trainer.compose.catalog import recipe_name
+from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
 from trainer.compose.read import HYDRA_KEY, build_config
 from trainer.compose.renamed import CHOICES
 from trainer.compose.session import SCHEMA, hydra_session
-from trainer.config.paths import MAIN_CONFIG, config_dir
+from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
 from trainer.config.training import RunConfig
 from trainer.rundir.yaml_text import load_yaml
@@ -275,7 +276,17 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     # Hydra's search path does not help a user who named a recipe.
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))
-    return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe))
+    meant = [close for word in re.findall(r"Could not (?:load|override) '([^']+)'", shown) if (close := _near(word))]
+    remedy = f"Did you mean {meant[0]}?" if meant else ""
+    return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe), remedy=remedy)
+
+
+def _near(word: str) -> str | None:
+    """What an entry of a recipe's defaults probably means: a recipe, a group, or an option of a group."""
+    group, _, option = word.rpartition("/")
+    if group:
+        return nearest(option, [*GROUPS.get(group, {}), *PRESETS.get(group, {})])
+    return nearest(option, [*GROUPS, *recipe_files(recipe_dir())])
 
 
 def _together(runs: Sequence[ComposedRun]) -> list[Problem]:
