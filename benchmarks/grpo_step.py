@@ -180,6 +180,8 @@ def parity_words(args: argparse.Namespace) -> Iterator[str]:
     if args.size != REAL:
         yield "model=hf"
         yield f"model.path={args.model}"
+    else:
+        yield "data.instruction=''"  # the questions as TRL gets them, nearly all answered with the longest response
     yield f"reward.function={REWARD_FILE}:rewarded"
     yield "optim.lr=1e-6"
     yield "checkpoint.every=0"
