@@ -191,13 +191,13 @@ def _start_ray(**options: Any) -> None:
     starts them.
     """
     others = psutil.Process().children(recursive=True)
-    try:
-        # Ray's own handler of SIGTERM would leave its start with SystemExit, and stay.
-        with requests_held(), _replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
+    # Ray's own handler of SIGTERM would leave its start with SystemExit, and stay.
+    with requests_held(), _replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
+        try:
             ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
-    except BaseException:  # Ray forgets what it had started when its start failed
-        end_descendants(besides=others)
-        raise
+        except BaseException:  # Ray forgets what it had started when its start failed
+            end_descendants(besides=others)
+            raise
 
 
 def _give_back(group: PlacementGroup) -> None:
