@@ -5,6 +5,6 @@
 """
 
 from rollout.rewards.rules import RULES
-from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, call_once
+from rollout.rewards.scorer import RewardError, Scorer, ScoreStats, try_reward
 
-__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "call_once"]
+__all__ = ["RULES", "RewardError", "ScoreStats", "Scorer", "try_reward"]

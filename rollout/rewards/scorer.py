@@ -209,7 +209,7 @@ class Scorer:
         return (True, config.correct) if outcome.correct else (False, config.incorrect)
 
 
-def call_once(config: RewardConfig, prompt: Prompt) -> str:
+def try_reward(config: RewardConfig, prompt: Prompt) -> str:
     """Call the function in its usual process, with the prompt's own answer as each of two responses.
 
     Two, because a function of many responses that returns one result for all of them shows only then. Returns the

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.rewards import RULES, RewardError, Scorer, call_once
+from rollout.rewards import RULES, RewardError, Scorer, try_reward
 from rollout.rewards.scorer import overlong_penalty
 from rollout.task_config import RewardConfig
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
@@ -217,14 +217,14 @@ def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch)
 def test_a_function_is_tried_with_the_answer_of_a_prompt(tmp_path, body, reason):
     (tmp_path / "own.py").write_text(f"def reward(response, row): {body}\n")
     prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={"a": "x"})
-    said = call_once(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
+    said = try_reward(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
     assert reason in said and bool(said) is bool(reason)
 
 
 def test_a_function_of_many_responses_is_tried_with_more_than_one(tmp_path):
     (tmp_path / "own.py").write_text("def reward(responses, answers): return [1.0]\n")
     prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={})
-    assert "1 results for 2 responses" in call_once(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
+    assert "1 results for 2 responses" in try_reward(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
 
 
 def test_scorer_refuses_what_it_cannot_do():

@@ -168,7 +168,7 @@ def test_more_workers_than_the_machine_has_room_for_are_refused(own: Path, monke
 
 def test_a_function_that_several_runs_share_is_called_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
-    monkeypatch.setattr(task_check, "call_once", lambda config, prompt: called.append(prompt.answer) or "no")
+    monkeypatch.setattr(task_check, "try_reward", lambda config, prompt: called.append(prompt.answer) or "no")
     config = config_of(own)
     runs = [replace(config, run=replace(config.run, seed=seed)) for seed in range(3)]
     [problem] = task_problems(runs)

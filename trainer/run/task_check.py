@@ -17,7 +17,7 @@ from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
-from rollout.rewards import call_once
+from rollout.rewards import try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
@@ -228,6 +228,6 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     own_rule = isinstance(config.data, ArithmeticDataConfig) and ":" not in config.reward.function
     if prompt is None or own_rule:
         return
-    if reason := call_once(config.reward, prompt):
+    if reason := try_reward(config.reward, prompt):
         rule = "must score the first row of the data, with its own answer as the response"
         yield config.broken("reward.function", rule, f"It failed with {reason}")
