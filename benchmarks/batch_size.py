@@ -1,6 +1,6 @@
 """How much the size of a batch alone changes log-probs: the same tokens, the same weights, the same code.
 
-    python benchmarks/batch_size.py [--prompts 128] [--batches 2 8 32] [--dtypes float32 float16 bfloat16]
+    python benchmarks/batch_size.py [--prompts 32] [--batches 2 8 32] [--dtypes float32 float16 bfloat16]
 
 SmolLM2-135M-Instruct answers word problems of two steps with 48 tokens each. Plain transformers then scores every
 response alone, and again in batches of each size, padded on the right, as many trainers do. The table compares the two
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -63,15 +63,11 @@ def answered(path: Path, *, prompts: int) -> list[tuple[list[int], int]]:
     ]
 
 
-def batches_of(sequences: Sequence[tuple[list[int], int]], size: int) -> Iterator[Sequence[tuple[list[int], int]]]:
-    for start in range(0, len(sequences), size):
-        yield sequences[start : start + size]
-
-
 def scores(model: PreTrainedModel, sequences: Sequence[tuple[list[int], int]], *, size: int) -> Tensor:
     """Log-probs [R] float64 of all response tokens, scored in batches of `size` sequences, padded on the right."""
     found: list[Tensor] = []
-    for batch in batches_of(sequences, size):
+    for start in range(0, len(sequences), size):
+        batch = sequences[start : start + size]
         longest = max(len(tokens) for tokens, _ in batch)
         ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
         mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens, _ in batch])
@@ -100,7 +96,7 @@ def table_row(name: str, size: int, alone: Tensor, together: Tensor) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="log-probs of the same tokens in batches of several sizes")
-    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--batches", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32", "float16", "bfloat16"])
     arguments = parser.parse_args()
