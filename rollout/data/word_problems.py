@@ -74,6 +74,14 @@ ONE_STEP_TRAIN: Templates = {
         "{a} had {x} books. {b} borrowed {y} of them. How many books does {a} still have?",
         "There are {x} birds in a tree. Then {y} of them fly away. How many birds stay?",
         "A book has {x} pages. {a} has read {y} of them. How many pages are left to read?",
+        "{a} has {x} {beads} and gives away {y}. How many {beads} does {a} have now?",
+        "There are {x} people on a bus. At the stop {y} get off. How many people are on the bus now?",
+        "A shop had {x} {things} and sold {y} of them today. How many {things} does the shop have now?",
+        "{a} had {x} coins and spent {y}. How many coins are left?",
+        "A farmer had {x} sheep, but {y} ran away. How many sheep does the farmer have now?",
+        "There were {x} cars in the street. Then {y} drove away. How many cars are still there?",
+        "A team has {x} players. Today {y} of them are ill. How many players can play?",
+        "{a} picked {x} {food} and used {y} of them for a cake. How many {food} are left?",
     ),
 }
 ONE_STEP_EVAL: Templates = {
