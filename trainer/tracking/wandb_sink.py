@@ -201,7 +201,7 @@ class WandbSink:
             self._sync_command = f"wandb sync {shlex.quote(str(Path(run.dir).resolve().parent))}"
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
-            where = f" at {run.url}" if mode is WandbMode.online else f"; upload later with: {self._sync_command}"
+            where = f" at {run.url}" if mode is WandbMode.online else "; the end of the run says how to upload it"
             self._report(f"W&B: {mode.name}{why}{where}")
             return run
         self._report(f"W&B: off ({'; '.join(reasons)})")
