@@ -1,7 +1,7 @@
 r"""Word problems that the project makes: `word_problems:LEVEL@SPLIT` -> rows with the columns of GSM8K.
 
-    {"question": "Lily has 5 coins and gets 8 more. How many coins does Lily have now?",
-     "answer": "5 + 8 = 13\n#### 13"}
+    {"question": "Lily has 5 coins and gets 6 more. How many coins does Lily have now?",
+     "answer": "5 + 6 = 11\n#### 11"}
 
 `rollout/data/data_files.py` reads them like the rows of a file. The splits share names and things, but no template and
 no pair of numbers, so that a held-out problem can neither be remembered nor matched word by word.
@@ -89,12 +89,12 @@ ONE_STEP_EVAL: Templates = {
         "{a} keeps {x} {toys} in a drawer. {b} adds {y}. How many {toys} does the drawer hold?",
         "{a} owns {x} {toys}. {b} owns {y}. How many {toys} do {a} and {b} own altogether?",
         "{a} owned {x} {toys} and received {y} more as a present. How many {toys} does {she} own now?",
-        "A farm has {x} cows and {y} horses. How many animals does the farm have?",
+        "{a} has a farm with {x} cows and {y} horses. How many animals live on the farm?",
         "{a} planted {x} trees last year and {y} this year. How many trees did {she} plant in all?",
         "{a} walked {x} miles yesterday and {y} miles today. How many miles did {she} walk?",
     ),
     TAKE: (
-        "There were {x} children in the park. Then {y} went home. How many children were left?",
+        "{a} saw {x} children in the park. Then {y} of them went home. How many children were left?",
         "{a} packed {x} {food} and handed {y} of them to {b}. How many {food} does {a} keep?",
         "{a} had {x} balloons, but {y} of them burst. How many balloons does {a} still have?",
     ),
@@ -184,7 +184,7 @@ class Level(NamedTuple):
 
 
 LEVELS = {
-    "one_step": Level(18, {"train": ONE_STEP_TRAIN, "eval": ONE_STEP_EVAL}),
+    "one_step": Level(12, {"train": ONE_STEP_TRAIN, "eval": ONE_STEP_EVAL}),
     "two_steps": Level(50, {"train": TWO_STEPS_TRAIN, "eval": TWO_STEPS_EVAL}),
 }
 
