@@ -114,7 +114,7 @@ def make_config(
         correction=correction or TISConfig(),
         loss=loss or PPOClipConfig(),
         optim=OptimConfig(lr=1e-2),
-        policy=PolicyConfig(num_workers=num_workers),
+        policy=PolicyConfig(num_workers=num_workers, dtype=DType.float32),
     )
 
 

@@ -229,11 +229,11 @@ def test_a_critic_is_counted_and_described(tmp_path: Path) -> None:
     shape = model_shape(config)
     assert critic_shape(config) is None and critic_shape(with_critic) == shape
     alone, both = rank_memory(config, shape), rank_memory(with_critic, shape, shape)
-    # float32 weights, gradients and two moments, on two ranks; both roots are gathered at one time.
+    # float32 weights, gradients and two moments, on two ranks; both roots are gathered at one time, in bfloat16.
     shard = shape.num_parameters // 2
     assert (both.weights - alone.weights, both.optimizer - alone.optimizer) == (shard * 4, shard * 8)
     assert both.gradients - alone.gradients == shard * 4
-    assert both.gathered - alone.gathered == shape.root_parameters * 4
+    assert both.gathered - alone.gathered == shape.root_parameters * 2
     assert both.on_device - alone.on_device == shard * 16 + both.gathered - alone.gathered
     assert f"weights {size(both.weights)} (policy and critic)" in text
     elsewhere = replace(with_critic, critic=CriticConfig(path="some/model"))
