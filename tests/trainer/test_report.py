@@ -27,7 +27,7 @@ from trainer.report.charts import draw
 from trainer.report.data import RunData, load_run, load_runs, show, thin
 from trainer.report.headline import config_difference, speeds
 from trainer.report.page import contents, render, render_runs, write_comparison, write_report
-from trainer.report.samples import coloured, sample_tables, worst_samples
+from trainer.report.samples import coloured, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import SECTIONS
 from trainer.report.spec import Chart, Section
 
@@ -302,6 +302,20 @@ def test_rows_of_any_json_have_a_page(tmp_path: Path, run_dir: Path) -> None:
         assert write_report(tmp_path).is_file()
 
     check()
+
+
+def test_what_all_prompts_share_is_shown_once() -> None:
+    texts = [
+        "You answer questions about numbers. What is 12 + 5? Answer with one short sentence, please.",
+        "You answer questions about numbers. What is 13 + 6? Answer with one short sentence, please.",
+    ]
+    frame = prompt_frame(make_run([], samples=[{"step": 1, "prompt": text} for text in texts]))
+    assert frame == ("You answer questions about numbers. What is ", " Answer with one short sentence, please.")
+    assert [frame.inside(text) for text in texts] == ["…12 + 5?…", "…13 + 6?…"], "12 and 13 begin alike"
+    alone = prompt_frame(make_run([], samples=[{"step": 1, "prompt": texts[0]}] * 2))
+    assert alone == ("", "") and alone.inside(texts[0]) == texts[0]
+    short = prompt_frame(make_run([], samples=[{"step": 1, "prompt": f"What is {number}?"} for number in (1, 2)]))
+    assert short == ("", "")
 
 
 def test_long_text_is_cut_on_the_page(run_dir: Path, tmp_path: Path) -> None:

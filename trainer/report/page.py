@@ -23,7 +23,7 @@ from trainer.report.bins import histogram_section, unreadable
 from trainer.report.data import RunData, at, load_run, load_runs
 from trainer.report.frame import render_page, write_page
 from trainer.report.present import MAX_POINTS, compared, dash_of, present, run_tables, slot_of
-from trainer.report.samples import coloured, legend, sample_tables, worst_samples
+from trainer.report.samples import coloured, legend, prompt_frame, sample_tables, worst_samples
 from trainer.report.sections import MISMATCH, SECTIONS
 from trainer.report.spec import MAX_PLAIN_POINTS, Section, Table
 from trainer.rundir.run_dir import REPORT_FILE
@@ -69,6 +69,7 @@ def render(run: RunData) -> str:
         "smoothed": len(run.steps) > MAX_PLAIN_POINTS,
         "sample_tables": sample_tables(run),
         "worst": worst_samples(run),
+        "frame": prompt_frame(run),
         "coloured": coloured,
         "legend": list(legend()),
         "config_sections": headline.config_sections(run),
@@ -93,7 +94,11 @@ def render_runs(runs: Sequence[RunData]) -> str:
         "tiles": [{tile.label: tile for tile in headline.tiles(run)} for run in runs],
         "phases": headline.phases(runs),
         "difference": headline.config_difference(runs),
-        "worst": [(run.name, samples) for run in runs if (samples := worst_samples(run, count=_WORST_OF_EACH))],
+        "worst": [
+            (run.name, samples, prompt_frame(run))
+            for run in runs
+            if (samples := worst_samples(run, count=_WORST_OF_EACH))
+        ],
         "legend": list(legend()),
         "smoothed": any(len(run.steps) > MAX_PLAIN_POINTS for run in runs),
         "remarks": [f"{run.name}: {remark}" for run in runs for remark in (*run.remarks, *unreadable(run))],

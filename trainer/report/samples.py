@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ SHORT_TOKENS = 64
 MAX_TOKENS = 4096
 """Tokens of a sample on the page, each of at most MAX_TOKEN_CHARS; the tracker writes fewer."""
 MAX_TOKEN_CHARS = 200
+LEAST_FRAME = 24
+"""Number of equal characters at one end of all prompts from which they are shown once instead of in every prompt."""
 DECADES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Values of |Delta| from which a token has the next stronger colour."""
 
@@ -62,6 +64,35 @@ class SampleTable(NamedTuple):
 
     step: int
     rows: list[Row]
+
+
+class PromptFrame(NamedTuple):
+    """What every prompt of a run begins and ends with: a system prompt, a template, an instruction."""
+
+    start: str
+    end: str
+
+    def inside(self, prompt: str) -> str:
+        """The prompt with an ellipsis in place of the frame."""
+        first, last = len(self.start), len(prompt) - len(self.end)
+        return f"{'…' if self.start else ''}{prompt[first:last]}{'…' if self.end else ''}"
+
+
+def prompt_frame(run: RunData) -> PromptFrame:
+    """The frame of the run's prompts; an end that is short, or not shared by all, is ""."""
+    prompts = list({str(row["prompt"]) for row in run.samples})
+    if len(prompts) < 2:
+        return PromptFrame("", "")
+    start = _shared_start(prompts)
+    end = _shared_start([prompt[len(start) :][::-1] for prompt in prompts])[::-1]
+    return PromptFrame(*(part if len(part) >= LEAST_FRAME else "" for part in (start, end)))
+
+
+def _shared_start(texts: Sequence[str]) -> str:
+    """The characters that all texts begin with, up to the last space: 12 and 13 share no part of a number."""
+    pairs = zip(min(texts), max(texts), strict=False)  # what these two share, all others in between share too
+    shared = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
 
 
 def sample_tables(run: RunData) -> list[SampleTable]:
