@@ -22,8 +22,8 @@ PEOPLE = re.compile(rf"\b({'|'.join((*GIRLS, *BOYS))})\b")
 THINGS = re.compile(rf"\b({'|'.join((*FOODS, *TOYS, *COLOURED))})\b")
 TAKES = re.compile(
     r"(gives|gave) \d|\d+ to [A-Z]|lost|spent|handed|swapped|took|takes \d+ (of them )?out|borrowed|burst|away|get "
-    r"off|leave|of them left|went home|has read|are ill|used|read \d+ pages on Monday|ate \d+ of|sold \d+( of|$| in the "
-    r"the afternoon)"
+    r"off|leave|of them left|went home|has read|are ill|used|read \d+ pages on Monday|ate \d+ of|"
+    r"sold \d+( of|$| in the afternoon)"
 )
 """Words of a clause whose number is taken away from what was there."""
 GOES_ON = re.compile(r"\d+ on [A-Z]\w+day")
