@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
-from rollout.task_config import HUB_SOURCE
+from rollout.task_config import HUB_SOURCE, READERS
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File suffix -> builder of the `datasets` library."""
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
 MAX_DEPTH = 100

@@ -19,7 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import default_text
-from rollout.processes.custom_code import function_problem
+from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
 from trainer.config.train import GROUPS, TrainConfig
@@ -143,8 +143,10 @@ def _function_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problem of a reward function that is neither a built-in rule nor a function in a file."""
     rule = function_problem(config.reward.function, RULES)
     if rule is not None:
-        close = keys.nearest(config.reward.function, RULES)
-        yield config.broken("reward.function", rule, f"Did you mean reward.function={close}?" if close else "")
+        function = config.reward.function
+        close = keys.nearest(function, RULES)
+        meant = f"Did you mean reward.function={close}?" if close else similar_custom(function)
+        yield config.broken("reward.function", rule, meant)
 
 
 def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:
