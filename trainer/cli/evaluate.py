@@ -20,6 +20,7 @@ from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.run.start import start_problems
 from trainer.run.task_check import find_model, policy_problems
+from trainer.rundir.checkpoint import best_problem
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
@@ -48,7 +49,9 @@ def run_eval(words: Sequence[str]) -> int:
     [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)
-        problems += [] if source is None else _weights_problems(run.config, source)
+        problems += (
+            [] if source is None else [*_weights_problems(run.config, source), *_best_problems(run.config, source)]
+        )
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     return _evaluate(run.config, source, resolution.run_dir(0))
@@ -96,6 +99,12 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
         yield from policy_problems(config)
     elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
         yield found
+
+
+def _best_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Problem]:
+    """Yield the problem of the flag for the best checkpoint of a run that kept none."""
+    if source.best and source.kind is SourceKind.run and (problem := best_problem(config, source.path)) is not None:
+        yield problem
 
 
 def _server_problems(config: TrainConfig) -> Iterator[Problem]:
