@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import find_recipe, read_card, recipe_files
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import (
@@ -278,7 +278,7 @@ def _train(words: list[str]) -> int:
             to_stdout(TRAIN_HELP.format(groups=groups, presets=presets))
             return DONE
         names = ", ".join(recipe_files(recipe_dir()))
-        return refuse(command, "recipe", "must be given", None, f"{command} <recipe>; recipes: {names}.")
+        return refuse(command, "recipe", "is missing", NOT_SET, f"{command} <recipe>; recipes: {names}.")
     from trainer.cli.arguments import parse_train
 
     arguments, problems = parse_train(words)
@@ -294,7 +294,7 @@ def _resume(words: list[str]) -> int:
     from trainer.rundir.run_dir import CONFIG_FILE
 
     if not words or words[0].startswith("-"):
-        return refuse(COMMAND, "run.dir", "must be given first", None, f"{COMMAND} <run.dir> [key=value ...].")
+        return refuse(COMMAND, "run.dir", "is missing", NOT_SET, f"{COMMAND} <run.dir> [key=value ...].")
     run_dir = Path(words[0]).absolute()
     with recorded_recipe(run_dir, words[1:]) as recipe:
         if isinstance(recipe, Problem):
