@@ -7,7 +7,6 @@ large package: help appears at once, and a mistake is reported before torch or R
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -30,7 +29,7 @@ from trainer.compose.outcome import (
 )  # fmt: skip
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
-from trainer.rundir.text import PrintableFormatter, to_stderr, to_stdout
+from trainer.rundir.text import PrintableFormatter, to_nowhere, to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -148,8 +147,7 @@ def run(words: Sequence[str]) -> int:
         to_stderr("parity: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has closed the pipe; the interpreter must not report this at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere(sys.stdout)
         return DONE
 
 
