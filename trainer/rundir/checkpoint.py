@@ -199,7 +199,8 @@ def best_metric(config: TrainConfig, run_dir: Path) -> str | None:
         newest = newest_state(run_dir)
     except SealError:
         newest = None
-    recorded = None if newest is None else newest[1].config.get("checkpoint.best_metric")
+    saved = {} if newest is None else newest[1].config
+    recorded = saved.get("checkpoint.best_metric")
     return config.checkpoint.best_metric or (recorded if isinstance(recorded, str) else None)
 
 
