@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import Rule, above, at_least, given, ruled
+from rollout.similar_file import similar_file
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +88,18 @@ def is_source(path: str) -> bool:
     return Path(path).is_file() or HUB_SOURCE.fullmatch(path) is not None
 
 
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Suffix of a file with rows -> builder of the `datasets` library."""
+
+
+def source_problem(key: str, path: str) -> Problem | None:
+    """The Problem of a source of rows, the value of `key`, that is no file and has no form of another; or None."""
+    if is_source(path):
+        return None
+    rule, remedy = "must be an existing file, or repo[:config]@split", similar_file(path, READERS)
+    return Problem(key=key, rule=rule, value=path, remedy=remedy)
+
+
 _SOURCES = (
     "A jsonl, json, csv or parquet file, repo[:config]@split of the Hugging Face hub, or word_problems:one_step@train."
 )
@@ -122,7 +135,7 @@ class FileDataConfig(DataConfig):
 
     def conflicts(self) -> Iterator[Problem]:
         for key in ("train_path", "eval_path"):
-            if not is_source(getattr(self, key)):
-                yield self.broken(key, "must be an existing file, or repo[:config]@split")
+            if (problem := source_problem(key, getattr(self, key))) is not None:
+                yield problem
         for name in sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS)):
             yield Problem(key=f"chat_template_kwargs.{name}", rule="cannot be chosen", value=name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from test_style import ROOT
 
+from algorithms.config.loss import TAU_NEGATIVE, TAU_POSITIVE
 from algorithms.config.presets import PRESETS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -184,3 +185,8 @@ def test_sentences_are_told_apart() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MAX_README_WORDS
+
+
+def test_the_guide_of_losses_states_the_tau_of_the_code() -> None:
+    text = (ROOT / "docs/losses.md").read_text(encoding="utf-8")
+    assert f"tau of SAPO is {TAU_POSITIVE} where A > 0 and {TAU_NEGATIVE} where A ≤ 0" in text

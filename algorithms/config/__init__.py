@@ -33,7 +33,7 @@ from algorithms.config.loss import (
 from algorithms.config.presets import PRESETS
 from algorithms.config.reference import KLEstimator, KLPlacement, ReferenceKLConfig
 from algorithms.config.rejection import RejectConfig
-from algorithms.config.rules import Checked, ConfigError, Problem
+from algorithms.config.rules import NOT_SET, Checked, ConfigError, Problem
 from algorithms.config.spec import (
     MAX_LOG_RATIO,
     WHOLE_RESPONSE_LEVELS,
@@ -48,10 +48,10 @@ from algorithms.config.spec import (
 )
 
 __all__ = [
-    "MAX_LOG_RATIO", "PRESETS", "WHOLE_RESPONSE_LEVELS", "AdvantageConfig", "Aggregation", "Anchor", "BaselineScope",
-    "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared", "ConfigError", "CorrectionConfig",
-    "CorrectionSpec", "CustomConfig", "DPPOConfig", "DPPOKLConfig", "DPPOTVConfig", "Estimator", "GSPOConfig",
-    "KLEstimator", "KLPlacement", "Level", "LossConfig", "MISBound", "MISConfig", "PPOClipConfig", "PPOISConfig",
-    "Problem", "RecomputeConfig", "ReferenceKLConfig", "ReinforceConfig", "RejectConfig", "RejectedDenominator",
-    "SAPOConfig", "SelfNormalize", "TISConfig", "VanillaISConfig", "WeightSpec",
+    "MAX_LOG_RATIO", "NOT_SET", "PRESETS", "WHOLE_RESPONSE_LEVELS", "AdvantageConfig", "Aggregation", "Anchor",
+    "BaselineScope", "Bound", "BypassConfig", "BypassLoss", "CISPOConfig", "Checked", "Compared", "ConfigError",
+    "CorrectionConfig", "CorrectionSpec", "CustomConfig", "DPPOConfig", "DPPOKLConfig", "DPPOTVConfig", "Estimator",
+    "GSPOConfig", "KLEstimator", "KLPlacement", "Level", "LossConfig", "MISBound", "MISConfig", "PPOClipConfig",
+    "PPOISConfig", "Problem", "RecomputeConfig", "ReferenceKLConfig", "ReinforceConfig", "RejectConfig",
+    "RejectedDenominator", "SAPOConfig", "SelfNormalize", "TISConfig", "VanillaISConfig", "WeightSpec",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import ClassVar, Final
 
 from algorithms.config.rejection import RejectConfig
-from algorithms.config.rules import Checked, Problem, Rule, ruled
+from algorithms.config.rules import NOT_SET, Checked, Problem, Rule, ruled
 from algorithms.config.spec import (
     Anchor,
     Bound,
@@ -263,7 +263,7 @@ class CustomConfig(CorrectionConfig):
                 cause = "without a weight (level)" if self.level is None else "with bound=none"
                 yield Problem(key=key, rule=f"has no effect {cause}", value=value, remedy="Set it to null.")
             if value is None and needed[key]:
-                yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=None)
+                yield Problem(key=key, rule=f"must be set with bound={self.bound.name}", value=NOT_SET)
         if bounded and self.high is not None:
             yield from _interval_problems(self.low, self.high)
 

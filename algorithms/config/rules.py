@@ -17,6 +17,15 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class NotSet(Enum):
+    """The value of a Problem of an argument or a key that was not given."""
+
+    NOT_SET = "not set"
+
+
+NOT_SET = NotSet.NOT_SET
 _DECLARED = "parity_rule"
 
 
@@ -105,7 +114,7 @@ class Problem:
     rule: str
     """The rule in words, for example "must be > 0"."""
     value: object
-    """The given value."""
+    """The given value; NOT_SET if there is none, which the rule says then."""
     remedy: str = ""
     """Way out for the user: a value, an allowed set, or another key."""
 
@@ -114,8 +123,12 @@ class Problem:
         return replace(self, key=f"{prefix}.{self.key}" if prefix else self.key)
 
     def __str__(self) -> str:
-        shown = self.value.name if isinstance(self.value, Enum) else repr(self.value)
-        text = f"{self.key} {self.rule}, got {shown}."
+        if self.value is NOT_SET:
+            text = f"{self.key} {self.rule}."
+        else:
+            # null is how a user writes None.
+            is_plain = isinstance(self.value, Enum) or self.value is None
+            text = f"{self.key} {self.rule}, got {as_yaml(self.value) if is_plain else repr(self.value)}."
         return f"{text} {self.remedy}" if self.remedy else text
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +22,8 @@ from typing import Any, NamedTuple
 from algorithms.config import Problem
 from rollout.data.word_problems import NAME as WORD_PROBLEMS
 from rollout.data.word_problems import word_problems
-from rollout.task_config import HUB_SOURCE
+from rollout.task_config import HUB_SOURCE, READERS
 
-READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File suffix -> builder of the `datasets` library."""
 BATCH_ROWS = 1000
 LARGEST_INT = 2**63 - 1
 MAX_DEPTH = 100
@@ -195,7 +194,7 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
     # CSV has no types: guessed types would turn the answers 007 and 42 into 7 and, beside an empty cell, 42.0.
     options: dict[str, Any] = {"converters": dict.fromkeys(_header(path), str)} if suffix == ".csv" else {}
     # A private cache, so that no stale data are read and no files are left in the user's home.
-    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
+    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars():
         try:
             table = datasets.load_dataset(
                 READERS[suffix],
@@ -210,7 +209,22 @@ def _file_rows(path: Path, suffix: str) -> Iterator[RawRow]:
             return
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
             raise ValueError(f"{path} could not be read: {error.__cause__ or error}") from error
-        yield from _table_rows(table)
+    yield from _table_rows(table)
+
+
+@contextmanager
+def _without_bars(*, hides: bool = True) -> Iterator[None]:
+    """Let `datasets` draw no bars in the block if it `hides` them: local files take no time that needs one."""
+    import datasets
+
+    if not hides or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
 
 
 def _refuse_compressed(path: Path, suffix: str) -> None:
@@ -256,7 +270,8 @@ def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterat
     hub_logging.set_verbosity_error()  # a hub out of reach is one error below, not a warning per try
     is_local = Path(repo).expanduser().is_dir()
     # A downloaded data set is cached; a local directory is read anew, because it may have changed.
-    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache:
+    # A download keeps its bars.
+    with tempfile.TemporaryDirectory(prefix="parity-data-") as cache, _without_bars(hides=is_local):
         try:
             table = datasets.load_dataset(
                 str(Path(repo).expanduser()) if is_local else repo,

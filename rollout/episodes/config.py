@@ -9,7 +9,7 @@ from algorithms.config import Checked, Problem
 from algorithms.config.rules import above, at_least, ruled
 from rollout.config import CollectConfig
 from rollout.episodes.tools import ROLLOUTS
-from rollout.processes.custom_code import function_problem
+from rollout.processes.custom_code import function_problem, similar_custom
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class EpisodeConfig(Checked):
 
     def conflicts(self) -> Iterator[Problem]:
         if self.function is not None and (rule := function_problem(self.function, ROLLOUTS)):
-            yield self.broken("function", rule)
+            yield self.broken("function", rule, similar_custom(self.function))
 
 
 EPISODE_MEMORY_BYTES = 16 * 2**30

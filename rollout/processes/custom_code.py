@@ -8,6 +8,8 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from rollout.similar_file import similar_file
+
 
 def is_custom(function: str) -> bool:
     """True if a config value names a file and an object in the file."""
@@ -29,6 +31,13 @@ def function_problem(function: str, built_in: Collection[str]) -> str | None:
     if is_custom(function):
         return custom_problem(function)
     return None if function in built_in else f"must be one of {', '.join(sorted(built_in))}, or path.py:function"
+
+
+def similar_custom(function: str) -> str:
+    """A sentence with the `path.py:name` whose file is beside a missing one and similar; empty if there is none."""
+    path, _, name = function.rpartition(":")
+    meant = similar_file(path, (".py",)) if custom_problem(function) else ""
+    return f"{meant[:-1]}:{name}?" if meant.endswith("?") else meant
 
 
 def load_function(function: str, *, key: str) -> object:

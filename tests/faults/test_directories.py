@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_directory import write_run
 
-from trainer.rundir.run_dir import unusable_problem
+from trainer.rundir.run_dir import lock_directory, release_directory, unusable_problem
 
 HEAVY = ("torch", "ray", "transformers", "sglang", "datasets", "wandb")
 COMMANDS = """
@@ -55,6 +55,24 @@ def test_an_unusable_directory_is_one_line_before_anything_heavy_is_loaded(tmp_p
         assert title.endswith("1 problem, nothing was started"), words
         assert "must be a directory that can be written to (" in problem and "Use another" in problem, words
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_directory_of_an_active_run_is_refused_with_the_process_id(tmp_path: Path) -> None:
+    """Whether the command would begin there, go on there, or move aside what is there."""
+    run_dir = write_run(tmp_path / "run", num_steps=2)
+    train = ["train", "arithmetic_grpo", "rollout=torch", f"run.dir={run_dir}"]
+    commands = [[*train, *more] for more in ([], ["--dry-run"], ["resume=auto"], ["resume=clean"])]
+    lock = lock_directory(run_dir, key="run.dir")
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        for words, (code, _, err, loaded) in zip(commands, run_all(commands, tmp_path), strict=True):
+            assert (code, loaded) == (2, []), (words, err)
+            assert f"  - run.dir is in use by process {os.getpid()}, got '{run_dir}'. Wait for that process" in err
+    finally:
+        release_directory(lock, run_dir)
+    assert sorted(tmp_path.rglob("*")) == [path for path in before if path.name != ".lock"]
+    [(_, _, err, _)] = run_all([train], tmp_path)
+    assert "run.dir must be absent or empty" in err, "the run has ended"
 
 
 @pytest.mark.scenario(12)

@@ -266,6 +266,18 @@ def test_a_name_is_no_pattern(tmp_path, name):
     assert [row.values for row in read_rows(path)] == [{"question": "a", "answer": "1"}]
 
 
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.parquet"])
+def test_reading_a_file_draws_no_bar(tmp_path, name, capfd):
+    import datasets
+
+    path = write_rows(tmp_path / name, [{"question": "a", "answer": "1"}])
+    datasets.enable_progress_bars()
+    capfd.readouterr()
+    assert [row.values for row in read_rows(path)] == [{"question": "a", "answer": "1"}]
+    assert "".join(capfd.readouterr()) == ""
+    assert not datasets.are_progress_bars_disabled(), "downloads keep theirs"
+
+
 @pytest.mark.parametrize(
     ("template", "problem"),
     [

@@ -45,9 +45,15 @@ def test_recipes_lists_what_each_is_for(tmp_path: Path) -> None:
         (["recipes", "x"], "parity recipes takes no arguments, got 'x'."),
         (
             ["train"],
-            "recipe must be given, got None. parity train <recipe>; recipes: arithmetic_async, arithmetic_dapo",
+            "recipe is missing. parity train <recipe>; recipes: arithmetic_async, arithmetic_dapo",
         ),
-        (["train", "--dry-run"], "recipe must be given"),
+        (["train", "--dry-run"], "recipe is missing."),
+        (["study"], "recipe is missing. parity study <recipe>; see parity study --help."),
+        (["eval", "checkpoint=none"], "recipe is missing. parity eval <recipe>; see parity eval --help."),
+        (["eval", "arithmetic_grpo"], "checkpoint is missing. checkpoint=... is one of: a run directory, a checkpoint"),
+        (["resume"], "run.dir is missing. parity resume <run.dir> [key=value ...]."),
+        (["report"], "run is missing. A run directory is what parity train printed"),
+        (["replay"], "run.dir is missing. parity replay <run.dir> step=N."),
         (
             ["train", "arithmetic_grp"],
             "recipe is not known, got 'arithmetic_grp'. Did you mean arithmetic_grpo? Recipe",

@@ -143,6 +143,33 @@ def test_weights_of_another_model_and_damaged_ones_are_refused(tmp_path: Path) -
     assert json.loads((path / "state.json").read_text("utf-8"))["step"] == 3
 
 
+def test_the_best_checkpoint_of_a_run_that_kept_none_is_a_mistake_in_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started or written; the metric is that of the run, which another recipe does not name."""
+    monkeypatch.chdir(tmp_path)
+    words = ["arithmetic_grpo", "rollout=torch", "checkpoint=run", "--best"]
+    state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    evaluated = "it was evaluated"
+
+    def refused(metric: str | None, evaluation: dict[str, float | None]) -> str:
+        recorded = replace(state, config={"checkpoint.best_metric": metric}, evaluation=evaluation)
+        commit_checkpoint(begin_checkpoint(tmp_path / "run", 1), recorded, keep=1)
+        monkeypatch.setattr("trainer.cli.evaluate._evaluate", lambda *_: evaluated)
+        code = run_eval(words)
+        return evaluated if code == evaluated else f"{code} {capsys.readouterr().err}"
+
+    error = refused(None, {"eval/accuracy": 0.5})
+    assert error.startswith(
+        "2 parity eval arithmetic_grpo: 1 problem, nothing was started\n  - --best needs a run that"
+    )
+    assert "checkpoint.best_metric" in error and "got 'run'. Leave --best out for the newest checkpoint." in error
+    error = refused("eval/accuracy", {})
+    assert error.startswith("2 ") and "--best needs a checkpoint that was evaluated: none of the run has eval/" in error
+    assert refused("eval/accuracy", {"eval/accuracy": 0.5}) == evaluated
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_cluster_for_evaluation_has_engines_only() -> None:
     words = ("policy.num_workers=4", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
     config = config_of(*words, "rollout.num_engines=2")

@@ -82,14 +82,14 @@ def test_the_exported_model_is_the_trained_one(
     assert not any(torch.equal(exported[name], untrained[name]) for name in exported if "proj.weight" in name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (start / name).read_bytes(), "transformers would rebuild it"
-    with pytest.raises(CheckpointError, match=r"was not trained with checkpoint\.best_metric"):
+    with pytest.raises(CheckpointError, match=r"needs a run that was trained with checkpoint\.best_metric"):
         export_model(config, tmp_path / "run", tmp_path / "best", best=True)
     for metric, has_it in (("eval/accuracy_sampled", False), ("eval/accuracy", True)):
         keeps_best = replace(config, eval=EvalConfig(every=1), checkpoint=CheckpointConfig(every=1, best_metric=metric))
         if has_it:
             assert export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True).state.step == 1
             continue
-        with pytest.raises(CheckpointError, match=r"no checkpoint of .* has eval/accuracy_sampled"):
+        with pytest.raises(CheckpointError, match="none of the run has eval/accuracy_sampled, got"):
             export_model(keeps_best, tmp_path / "run", tmp_path / "best", best=True)
     write_model(config, checkpoint_at(tmp_path / "run" / "checkpoints" / "step_000001"), tmp_path / "named")
     modes = {path.stat().st_mode for path in (tmp_path / "named").iterdir()}

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from run_directory import write_run
 
+import trainer.cli.job as job
 from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
@@ -109,6 +111,50 @@ def test_a_sweep_ends_with_a_table_and_a_page_and_one_failure_does_not_stop_the_
     assert float(rows[3]["K3"]) == sorted(row["mismatch/k3"] for row in logged)[1]
     assert rows[3]["held-out"] and f"{100 * float(rows[3]['held-out']):.1f} %" in fourth
     assert "3 runs compared" in (tmp_path / "all/comparison.html").read_text()
+
+
+@pytest.mark.parametrize("lines_read", [0, 1, 4])
+def test_a_sweep_whose_reader_leaves_runs_to_its_end(
+    lines_read: int,
+    use: Callable[[Train], None],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with `| head -1`: before the first run, in a run, or before the table, at which the pipe is closed."""
+    read, write = os.pipe()
+    stdout = os.fdopen(write, "w")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    seen: list[TrainConfig] = []
+
+    def leave_after(lines: int) -> None:
+        if lines == lines_read:
+            os.close(read)
+
+    def train(config: TrainConfig) -> SimpleNamespace:
+        seen.append(config)
+        leave_after(2 * len(seen) - 1)
+        write_run(Path(config.run.dir), num_steps=1, seed=len(seen))
+        return finished(config)
+
+    def all_loaded(*words: object) -> None:
+        leave_after(4)
+        compare(*words)  # type: ignore[arg-type]
+
+    compare = job.compare
+    monkeypatch.setattr(job, "compare", all_loaded)
+    use(train)
+    leave_after(0)
+    assert run(["train", "arithmetic_grpo", "-m", "run.seed=0,1", "hydra.sweep.dir=all"]) == 0
+    stdout.close()  # the flush at the exit of the interpreter, which would end with exit code 120
+    assert [config.run.seed for config in seen] == [0, 1]
+    assert capsys.readouterr().err.count("parity train: nobody reads the output any more; the work goes on") == 1
+    assert (tmp_path / "all/sweep.csv").is_file() and (tmp_path / "all/comparison.html").is_file()
+
+
+def test_reports_without_a_reader_leave_the_exit_code(tmp_path: Path) -> None:
+    script = f"{Path(sys.executable).parent}/python -m trainer train nosuch 2>&1 | true; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(["/bin/bash", "-c", script], cwd=tmp_path).returncode == 2
 
 
 def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]) -> None:

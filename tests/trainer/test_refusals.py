@@ -45,7 +45,7 @@ REFUSALS = {
     "additions and removals": [
         ("~loss.clip_low", "~loss.clip_low cannot be removed, got 0.2."),
         ("+correction=mis", "+correction is not how a group is chosen, got 'mis'. Write correction=mis."),
-        ("~model", "model must be chosen, got None. Use one of model=hf, model=smollm2, model=arithmetic."),
+        ("~model", "model is not chosen. Use one of model=hf, model=smollm2, model=arithmetic."),
     ],
     "options that do not exist": [
         (
@@ -54,7 +54,7 @@ REFUSALS = {
         ),
         ("correction=tiss", "Did you mean correction=tis?"),
         ("rollout=sglan", "rollout must be one of sglang, torch, got 'sglan'. Did you mean rollout=sglang?"),
-        ("collect=null", "collect must be one of dynamic, fixed, got None."),
+        ("collect=null", "collect must be one of dynamic, fixed, got null."),
     ],
     "keys of another option": [
         (
@@ -69,7 +69,7 @@ REFUSALS = {
         ("batch.group_size=4.5", "batch.group_size must be an integer, got 4.5. The default is 8."),
         ("loss.clip_low=abc", "loss.clip_low must be a number, got 'abc'."),
         ("loss.dual_clip=abc", "loss.dual_clip must be a number or null, got 'abc'. The default is null."),
-        ("run.seed=null", "run.seed must be an integer, got None."),
+        ("run.seed=null", "run.seed must be an integer, got null."),
         ("reward.function=[1,2]", "reward.function must be text, got [1, 2]."),
         ("loss.aggregation=token_maen", "must be one of token_mean, seq_mean_token_mean, seq_mean_token_sum, fixed_le"),
         ("loss.aggregation=token_maen", "got 'token_maen'. Did you mean loss.aggregation=token_mean?"),
@@ -78,7 +78,7 @@ REFUSALS = {
             "policy must be a mapping of its keys to values, got 3. Its keys: policy.num_workers, policy.dtype",
         ),
         ("optim.lr=nan", "optim.lr must be a finite number, got nan. The default is 1e-06."),
-        ("optim.weight_decay=???", "optim.weight_decay must be set, got '???'. The default is 0.01."),
+        ("optim.weight_decay=???", "optim.weight_decay is not set. The default is 0.01."),
         ("optim.beta2=${no.key}", "optim.beta2 cannot be resolved (Interpolation key 'no.key' not found), got '${no.k"),
     ],
     "rules": [

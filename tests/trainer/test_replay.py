@@ -287,8 +287,8 @@ def test_the_command_writes_a_table_and_its_files_and_loads_neither_transformers
 @pytest.mark.parametrize(
     ("words", "messages"),
     [
-        ([], ["run.dir must be the directory of one run", "step must be given"]),
-        (["RUN"], ["step must be given, got None. Steps with a dump: 3."]),
+        ([], ["run.dir is missing. parity replay <run.dir> step=N.", "step is missing. Write step=N."]),
+        (["RUN"], ["step is missing. Write step=N. Steps with a dump: 3."]),
         (["RUN", "step=4"], ["has no dump of step 4. Steps with a dump: 3."]),
         (["RUN", "step=x"], ["step must be a whole number >= 1, got 'x'"]),
         (["RUN", "step=3", "modes=tiss"], ["Did you mean tis?"]),

@@ -100,7 +100,8 @@ def test_all_problems_of_all_runs_come_together(
         "run.dir is set by the study",
         "optim.lr cannot be swept in a study",
         "[correction=mis] correction.cap is not a key of correction=mis",
-        "nosuch",
+        "study.modes must be one of bypass, ",
+        "got 'nosuch'",
         "batch.group_size must be >= 1, got 0",
     ):
         assert said in error, said
@@ -130,6 +131,16 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
     )
     for said in ("study.precisions must be of float32", "study.seeds must name everything once", "study.parallel must"):
         assert said in error, said
+
+
+def test_a_wrong_value_of_an_axis_is_named_under_the_key_of_the_study(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("study.precisions=[bfloat16,int8]", "study.modes=[tiss,mis]")
+    error = refused(capsys, "arithmetic_grpo", *WORDS, *words, "study.seeds=[-1,0]")
+    first, second = error.splitlines()[1:]
+    assert first.startswith("  - study.modes must be one of ") and first.endswith(", got 'tiss'. Did you mean tis?")
+    assert second == "  - study.seeds must lie in [0, 2**31), got -1."
+    error = refused(capsys, "arithmetic_grpo", *WORDS, "study.precisions=[int8]", "study.modes=[zzzz]")
+    assert "1 problem" in error and "  - study.modes must be one of " in error
 
 
 def test_runs_at_a_time_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

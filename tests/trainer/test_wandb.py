@@ -60,8 +60,8 @@ def test_wandb_offline_has_every_row(
     assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
     assert "wandb" not in "".join(capfd.readouterr()), "the client says nothing of its own"
     offline = next((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert "W&B: offline; the end of the run says how to upload it\n" in stream.getvalue()
-    assert stream.getvalue().count(f"wandb sync {offline}") == 1
+    said = [line for line in stream.getvalue().splitlines() if line.startswith("W&B: ")]
+    assert said == [f"W&B: offline, in {offline}", f"W&B: upload this run with: wandb sync {offline}"]
 
 
 def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
@@ -195,7 +195,7 @@ def test_a_server_that_does_not_let_the_run_in_means_offline(
         assert time.monotonic() - before < 30
     assert wandb_file.history(tmp_path / "run") == [{"global_step": 1, "reward/mean": 0.25}]
     assert "W&B: offline (online: " in stream.getvalue()
-    assert stream.getvalue().count("W&B: upload this run with: wandb sync ") == 1
+    assert "W&B: upload this run with: wandb sync" in stream.getvalue()
     assert tracker.errors == 1
 
 

@@ -7,14 +7,13 @@ large package: help appears at once, and a mistake is reported before torch or R
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import find_recipe, read_card, recipe_files
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import (
@@ -30,7 +29,7 @@ from trainer.compose.outcome import (
 )  # fmt: skip
 from trainer.config.paths import recipe_dir
 from trainer.config.train import GROUPS, PRESETS
-from trainer.rundir.text import PrintableFormatter, to_stderr, to_stdout
+from trainer.rundir.text import PrintableFormatter, to_nowhere, to_stderr, to_stdout
 
 if TYPE_CHECKING:
     from trainer.cli.arguments import TrainArguments
@@ -148,8 +147,7 @@ def run(words: Sequence[str]) -> int:
         to_stderr("parity: interrupted\n")
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has closed the pipe; the interpreter must not report this at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        to_nowhere(sys.stdout)
         return DONE
 
 
@@ -278,7 +276,7 @@ def _train(words: list[str]) -> int:
             to_stdout(TRAIN_HELP.format(groups=groups, presets=presets))
             return DONE
         names = ", ".join(recipe_files(recipe_dir()))
-        return refuse(command, "recipe", "must be given", None, f"{command} <recipe>; recipes: {names}.")
+        return refuse(command, "recipe", "is missing", NOT_SET, f"{command} <recipe>; recipes: {names}.")
     from trainer.cli.arguments import parse_train
 
     arguments, problems = parse_train(words)
@@ -294,7 +292,7 @@ def _resume(words: list[str]) -> int:
     from trainer.rundir.run_dir import CONFIG_FILE
 
     if not words or words[0].startswith("-"):
-        return refuse(COMMAND, "run.dir", "must be given first", None, f"{COMMAND} <run.dir> [key=value ...].")
+        return refuse(COMMAND, "run.dir", "is missing", NOT_SET, f"{COMMAND} <run.dir> [key=value ...].")
     run_dir = Path(words[0]).absolute()
     with recorded_recipe(run_dir, words[1:]) as recipe:
         if isinstance(recipe, Problem):

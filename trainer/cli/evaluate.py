@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from rollout.config import SGLangConfig
 from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.tables import rows_text
@@ -20,6 +20,7 @@ from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.run.start import start_problems
 from trainer.run.task_check import find_model, policy_problems
+from trainer.rundir.checkpoint import best_problem
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
@@ -36,7 +37,7 @@ def run_eval(words: Sequence[str]) -> int:
     given = [word.partition("=")[2] for word in words if word.startswith(f"{KEY}=")]
     rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
     if not any(not word.startswith("-") for word in rest):
-        return refuse(NAME, "recipe", "must be given", None, f"See {NAME} --help.")
+        return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
     arguments, problems = parse_train(rest)
     problems += flag_problems(arguments, command=NAME)
     source = _source(given, best=best, problems=problems)
@@ -48,7 +49,9 @@ def run_eval(words: Sequence[str]) -> int:
     [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)
-        problems += [] if source is None else _weights_problems(run.config, source)
+        problems += (
+            [] if source is None else [*_weights_problems(run.config, source), *_best_problems(run.config, source)]
+        )
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
     return _evaluate(run.config, source, resolution.run_dir(0))
@@ -66,8 +69,9 @@ def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
 def _source(given: list[str], *, best: bool, problems: list[Problem]) -> WeightsSource | None:
     """Source of the weights to evaluate; None if it is unknown, with an entry in `problems`."""
     if len(given) != 1:
-        remedy = f"A run directory, a checkpoint in it, an exported model, or {BASE} for the base model."
-        problems.append(Problem(key=KEY, rule="must be given once", value=" ".join(given) or None, remedy=remedy))
+        remedy = f"a run directory, a checkpoint in it, an exported model, or {BASE} for the base model."
+        rule, value = ("must be given once", " ".join(given)) if given else ("is missing", NOT_SET)
+        problems.append(Problem(key=KEY, rule=rule, value=value, remedy=f"{KEY}=... is one of: {remedy}"))
         return None
     source = find_source(given[0], best=best)
     if isinstance(source, Problem):
@@ -96,6 +100,12 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
         yield from policy_problems(config)
     elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
         yield found
+
+
+def _best_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Problem]:
+    """Yield the problem of the flag for the best checkpoint of a run that kept none."""
+    if source.best and source.kind is SourceKind.run and (problem := best_problem(config, source.path)) is not None:
+        yield problem
 
 
 def _server_problems(config: TrainConfig) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.cli.report import COMPARISON
-from trainer.cli.sweep import Ended, begun_directories, compare
+from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
 from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
@@ -22,7 +22,7 @@ from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
-from trainer.rundir.text import printable, to_stderr, to_stdout
+from trainer.rundir.text import printable, to_stderr, to_stdout_while_read
 from trainer.rundir.time_limit import job_variable
 
 OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
@@ -83,7 +83,7 @@ def _run_jobs(resolution: Resolution, ended: list[Ended]) -> None:
         run_dir = resolution.run_dir(index)
         run.config.run.dir = str(run_dir)
         if len(resolution.runs) > 1:
-            to_stdout(f"run {index}: {' '.join(redact_argv(run.overrides))} -> {run_dir}\n")
+            _answer(f"run {index}: {' '.join(redact_argv(run.overrides))} -> {run_dir}\n")
         began = time.monotonic()
         code = run_job(run.config, run_dir)
         ended.append(Ended(exit_code=code, seconds=time.monotonic() - began))
@@ -108,9 +108,14 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
         return failed(error, run_dir, command="parity train")
     if result.was_complete:
         more = how_to_go_on(resume_command(run_dir), saved=newest_saved_step(run_dir))
-        to_stdout(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
-    to_stdout(f"{result.report_path or run_dir}\n")
+        _answer(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")
+    _answer(f"{result.report_path or run_dir}\n")
     return DONE
+
+
+def _answer(text: str) -> None:
+    """Write an answer; the runs that are left do not depend on its reader."""
+    to_stdout_while_read(text, command=COMMAND)
 
 
 def loading_problems(resolution: Resolution) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.cli.tables import rows_text
 from trainer.compose.compose import resolve
 from trainer.compose.keys import nearest
@@ -65,13 +65,13 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
     run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
     if run_dir is None or not run_dir.is_dir():
-        value = " ".join(places) or None
-        problems.append(Problem(key="run.dir", rule="must be the directory of one run", value=value))
+        rule, value = ("must be the directory of one run", " ".join(places)) if places else ("is missing", NOT_SET)
+        problems.append(Problem(key="run.dir", rule=rule, value=value, remedy=f"{NAME} <run.dir> step=N."))
         run_dir = None
     step = given.get("step")
     if step is None:
-        remedy = way_to_a_dump(run_dir) if run_dir is not None else ""
-        problems.append(Problem(key="step", rule="must be given", value=None, remedy=remedy))
+        remedy = f"Write step=N. {way_to_a_dump(run_dir) if run_dir is not None else ''}".strip()
+        problems.append(Problem(key="step", rule="is missing", value=NOT_SET, remedy=remedy))
     elif not step.isdecimal() or int(step) < 1:
         problems.append(Problem(key="step", rule="must be a whole number >= 1", value=step))
     names = [name for name in given.get("modes", "").split(",") if name]

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.compose.outcome import DONE, FAILED, report
 from trainer.rundir.run_dir import REPORT_FILE, unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
@@ -52,7 +52,7 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
     run_dirs = {path.resolve(): path for path in (path.parent if path.is_file() else path for path in parsed.runs)}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
-        problems.append(Problem(key="run", rule="must be given", value=None, remedy=remedy))
+        problems.append(Problem(key="run", rule="is missing", value=NOT_SET, remedy=remedy))
     return list(run_dirs.values()), parsed.out, problems
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import yaml
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.cli.arguments import TrainArguments
 from trainer.compose.compose import Resolution, resolve
 from trainer.compose.overrides import directory_override
@@ -48,7 +48,9 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
     missing = [key for key in _redacted(record) if key not in [name.lstrip("+") for name in names]]
     if missing:
         remedy = f"Add {' '.join(f'{key}=...' for key in missing)}."
-        yield Problem(key=missing[0], rule=f"was redacted in {path} and must be given again", value=None, remedy=remedy)
+        yield Problem(
+            key=missing[0], rule=f"was redacted in {path} and must be given again", value=NOT_SET, remedy=remedy
+        )
         return
     name = str(record["run"].get("recipe") or "config")
     with TemporaryDirectory(prefix="parity-resume-") as directory:

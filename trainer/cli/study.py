@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from algorithms.objective import objective, reference_term
 from trainer.cli.arguments import parse_train
 from trainer.cli.evaluate import flag_problems
@@ -50,7 +50,7 @@ def run_study(words: Sequence[str]) -> int:
     own = [word for word in words if word.startswith(f"{SECTION}.")]
     rest = [word for word in words if word not in own and word not in RESUME_WORDS]
     if not any(not word.startswith("-") for word in rest):
-        return refuse(NAME, "recipe", "must be given", None, f"See {NAME} --help.")
+        return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
     arguments, problems = parse_train(rest)
     problems += flag_problems(replace(arguments, dry_run=False), command=NAME)
     config, wrong = read_own_keys(StudyConfig, own, section=SECTION)

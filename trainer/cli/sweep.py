@@ -21,12 +21,13 @@ from trainer.compose.outcome import DONE
 from trainer.config.outputs import WANDB_NAME, WANDB_RUN_GROUP
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import METRICS_FILE, write_whole
-from trainer.rundir.text import to_stdout
+from trainer.rundir.text import to_stdout_while_read
 from trainer.tracking.wandb_run import MAX_NAME
 
 if TYPE_CHECKING:
     from trainer.report.data import RunData
 
+COMMAND = "parity train"
 TABLE_FILE = "sweep.csv"
 """In the directory of the sweep: the table with all digits."""
 _NUMBERS: tuple[tuple[str, str, Callable[[Sequence[float]], float], str], ...] = (
@@ -96,14 +97,13 @@ def compare(resolution: Resolution, ended: Sequence[Ended]) -> None:
         seconds = ["", ""] if end is None else [f"{end.seconds:.3f}", f"{end.seconds:.0f}"]
         table.append([str(directory), *facts, *raw, seconds[0]])
         printed.append([str(index), *facts, *shown, seconds[1]])
-    to_stdout(
-        f"{directories[0].parent}: {len(directories)} runs\n{rows_text(printed, num_words=len(differing[0]) + 2)}"
-    )
+    table_text = rows_text(printed, num_words=len(differing[0]) + 2)
+    to_stdout_while_read(f"{directories[0].parent}: {len(directories)} runs\n{table_text}", command=COMMAND)
     _write(directories[0].parent / TABLE_FILE, table)
     if begun:
         page = directories[0].parent / COMPARISON
         write_whole(page, render_runs(list(loaded.values())))
-        to_stdout(f"{page}\n")
+        to_stdout_while_read(f"{page}\n", command=COMMAND)
 
 
 def _status(run: RunData | None, end: Ended | None) -> str:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from algorithms.config import Problem
+from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import recipe_files, recipe_name
 from trainer.compose.keys import field_names, nearest
 from trainer.compose.overrides import SWEEP_DIR, expand, lenient, parse, recipe_override
@@ -104,7 +104,8 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         problems += [found for found in broken if found.key not in named]
         output_dir, has_default_dir = _directory(root, SWEEP_DIR if multirun else "run.dir")
         if multirun and output_dir is None:
-            problems.append(Problem(key=SWEEP_DIR, rule="must name a directory", value=None))
+            remedy = f"Leave it out, or write {SWEEP_DIR}=outputs/sweep."
+            problems.append(Problem(key=SWEEP_DIR, rule="names no directory", value=NOT_SET, remedy=remedy))
         if multirun and not has_default_dir:
             rule = "has no effect in a sweep: every run has its own directory"
             remedy = f"Remove it; {SWEEP_DIR}=... names the directory that holds them all."

@@ -6,7 +6,6 @@ option. `read.py` uses these functions, which read types only, never values.
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -15,12 +14,11 @@ from typing import Any, Union, get_args, get_origin
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import default_text
+from algorithms.config.similar import similar
 from trainer.compose.renamed import SYNONYMS, renamed_hint
 from trainer.config.train import GROUPS, TrainConfig
 
 Kinds = Mapping[str, type]
-SIMILAR = 0.75
-"""Ratio of difflib in [0, 1] from which two names are similar: two letters exchanged in four still are."""
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -33,10 +31,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that `word` probably means: the same but for upper case, a synonym, or similar; or None."""
     names = {name.lower(): name for name in known}
     lower = word.lower()
-    for meant in (lower, *SYNONYMS.get(lower, ()), *difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)):
+    for meant in (lower, *SYNONYMS.get(lower, ())):
         if meant in names:
             return names[meant]
-    return None
+    return similar(word, names.values())
 
 
 def accepted(hint: Any) -> str:

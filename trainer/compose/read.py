@@ -17,9 +17,9 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from algorithms.config import Checked, Problem
+from algorithms.config import NOT_SET, Checked, Problem
 from algorithms.config.rules import default_text
-from rollout.processes.custom_code import function_problem
+from rollout.processes.custom_code import function_problem, similar_custom
 from rollout.rewards import RULES
 from trainer.compose import keys
 from trainer.config.train import GROUPS, TrainConfig
@@ -43,7 +43,9 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
         if name in GROUPS and name not in chosen:
             setattr(config, name, kind())  # TrainConfig reports a group without a choice
         elif name not in root.keys():  # noqa: SIM118 - a key whose value is missing (???) counts as present
-            found.append(Problem(key=f"~{name}", rule="cannot be removed", value=None))
+            found.append(
+                Problem(key=f"~{name}", rule="cannot be removed", value=NOT_SET, remedy="Leave this word out.")
+            )
             setattr(config, name, kind())
         else:
             setattr(config, name, read_section(kind, root._get_node(name), [name], kinds, found))
@@ -116,7 +118,7 @@ def _value(
     try:
         value = _container(values[spec.name])
     except MissingMandatoryValue:
-        found.append(Problem(key=key, rule="must be set", value="???", remedy=default_text(default)))
+        found.append(Problem(key=key, rule="is not set", value=NOT_SET, remedy=default_text(default)))
         return default
     except OmegaConfBaseException as error:
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
@@ -143,8 +145,10 @@ def _function_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problem of a reward function that is neither a built-in rule nor a function in a file."""
     rule = function_problem(config.reward.function, RULES)
     if rule is not None:
-        close = keys.nearest(config.reward.function, RULES)
-        yield config.broken("reward.function", rule, f"Did you mean reward.function={close}?" if close else "")
+        function = config.reward.function
+        close = keys.nearest(function, RULES)
+        meant = f"Did you mean reward.function={close}?" if close else similar_custom(function)
+        yield config.broken("reward.function", rule, meant)
 
 
 def _leaves(path: list[str], value: object) -> Iterator[tuple[list[str], object]]:

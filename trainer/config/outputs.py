@@ -12,7 +12,7 @@ from enum import Enum
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import above, at_least, one_of, ruled
-from rollout.task_config import is_source
+from rollout.task_config import source_problem
 
 CHECKPOINTS = "checkpoints"
 """Directory in run.dir that `trainer/rundir/checkpoint.py` writes."""
@@ -53,8 +53,8 @@ class EvalConfig(Checked):
             if name == HELDOUT or not _SET_NAME.fullmatch(name):
                 rule = f"must be named by letters, digits, _ and -, and not {HELDOUT}, the set of data.eval_path"
                 yield Problem(key=f"sets.{name}", rule=rule, value=name)
-            if not is_source(path):
-                yield Problem(key=f"sets.{name}", rule="must be an existing file, or repo[:config]@split", value=path)
+            if (problem := source_problem(f"sets.{name}", path)) is not None:
+                yield problem
 
 
 BEST_METRICS = ("eval/accuracy", "eval/accuracy_sampled")

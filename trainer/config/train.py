@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from algorithms.config import PRESETS as CORRECTION_PRESETS
 from algorithms.config import (
+    NOT_SET,
     AdvantageConfig,
     Aggregation,
     BaselineScope,
@@ -24,6 +24,7 @@ from algorithms.config import (
     ReferenceKLConfig,
     TISConfig,
 )
+from algorithms.config import PRESETS as CORRECTION_PRESETS
 from algorithms.config.combine import combination_problems, resolved_loss
 from algorithms.config.correction import CORRECTIONS
 from algorithms.config.loss import LOSSES
@@ -184,8 +185,8 @@ class TrainConfig(Checked):
         for key in unchosen:
             yield Problem(
                 key=key,
-                rule="must be chosen",
-                value=None,
+                rule="is not chosen",
+                value=NOT_SET,
                 remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}.",
             )
         if isinstance(self.model, ArithmeticModelConfig) and not isinstance(self.data, ArithmeticDataConfig):

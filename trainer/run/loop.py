@@ -234,7 +234,9 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     timer, notices = StepTimer(), Notices(config)
     termination.step = done
     if evaluates_first:
-        tracker.log_evaluation(done, evaluate_policy(run, timer))
+        evaluate_before_step(run, done + 1, timer)
+    else:
+        tracker.console.training()
     for step in range(done + 1, config.run.num_steps + 1):
         termination.then = f"step {step} is finished and {kept}{run.limit.pace}"
         given_up = f"the rollout of step {step} is given up{f', step {step - 1} is {kept}' if step > 1 else ''}"
@@ -284,6 +286,12 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
             run.saver.keep(state)
         if end is not None and step < config.run.num_steps:
             raise end if isinstance(end, StoppedByGuard) else termination.leave(end)
+
+
+def evaluate_before_step(run: Run, step: int, timer: StepTimer) -> None:
+    """Evaluate the weights that the run begins with, as a phase of its own: a failure is not one of the start."""
+    run.tracker.console.phase(f"evaluating before step {step}")
+    run.tracker.log_evaluation(step - 1, evaluate_policy(run, timer))
 
 
 def reason_to_end(run: Run, step: int, *, step_s: float) -> RunTerminated | None:

@@ -18,7 +18,7 @@ from trainer.config.training import Resume
 from trainer.run.task_check import task_problems
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import other_run
-from trainer.rundir.run_dir import is_run, steps_taken, unusable_problem
+from trainer.rundir.run_dir import is_run, lock_holder, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
 
@@ -69,6 +69,9 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
     if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
         return [unusable]
+    if directory is not None and (holder := lock_holder(directory)) is not None:
+        remedy = f"Wait for that process, end it with kill {holder}, or use another {key}."
+        return [Problem(key=key, rule=f"is in use by process {holder}", value=str(directory), remedy=remedy)]
     resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
     if resumes and resolution.multirun:
         remedy = "Resume its runs one by one with run.dir=..."

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from algorithms.config import Problem
 from rollout.collect.pending import CollectorState
 from rollout.data.dataset import StreamState
 from trainer.config.outputs import CHECKPOINTS
@@ -192,14 +193,37 @@ def best_checkpoint(run_dir: Path, metric: str) -> Checkpoint | None:
         raise CheckpointError(f"the best checkpoint cannot be used: {problem}. Take the newest instead.") from problem
 
 
+def best_metric(config: TrainConfig, run_dir: Path) -> str | None:
+    """The metric by which a run kept its best checkpoint: of `config`, which may be another's, else as it recorded."""
+    try:
+        newest = newest_state(run_dir)
+    except SealError:
+        newest = None
+    saved = {} if newest is None else newest[1].config
+    recorded = saved.get("checkpoint.best_metric")
+    return config.checkpoint.best_metric or (recorded if isinstance(recorded, str) else None)
+
+
+def best_problem(config: TrainConfig, run_dir: Path) -> Problem | None:
+    """The Problem of --best for a run that kept no best checkpoint; None if there is one. Reads no weights."""
+    metric, remedy = best_metric(config, run_dir), "Leave --best out for the newest checkpoint."
+    if metric is None:
+        rule = "needs a run that was trained with checkpoint.best_metric, which keeps its best checkpoint"
+        return Problem(key="--best", rule=rule, value=str(run_dir), remedy=remedy)
+    try:
+        found = _best(list(sealed_steps(run_dir / CHECKPOINTS).values()), metric)
+    except SealError:  # whoever reads the checkpoint reports it
+        return None
+    rule = f"needs a checkpoint that was evaluated: none of the run has {metric}"
+    return Problem(key="--best", rule=rule, value=str(run_dir), remedy=remedy) if found is None else None
+
+
 def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Checkpoint:
     """The newest good, or the `best` checkpoint of a run. Raises CheckpointError if there is none."""
-    metric = config.checkpoint.best_metric
-    if best and metric is None:
-        raise CheckpointError(f"{run_dir} was not trained with checkpoint.best_metric. Leave --best out.")
-    checkpoint = best_checkpoint(run_dir, metric) if best and metric else newest_checkpoint(run_dir)
-    if checkpoint is None and best:
-        raise CheckpointError(f"no checkpoint of {run_dir} has {metric}. Leave --best out.")
+    if best and (problem := best_problem(config, run_dir)) is not None:
+        raise CheckpointError(str(problem))
+    metric = best_metric(config, run_dir) if best else None
+    checkpoint = newest_checkpoint(run_dir) if metric is None else best_checkpoint(run_dir, metric)
     if checkpoint is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint. A run saves them with checkpoint.every=<steps>.")
     return checkpoint

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import TextIO
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -43,9 +45,31 @@ def to_stdout(text: str) -> None:
 
 
 def to_stderr(text: str) -> None:
-    """Write what a command reports, at once and without control characters."""
-    sys.stderr.write(printable(text))
-    sys.stderr.flush()
+    """Write what a command reports, at once and without control characters; a reader that has gone changes nothing."""
+    try:
+        sys.stderr.write(printable(text))
+        sys.stderr.flush()
+    except BrokenPipeError:
+        to_nowhere(sys.stderr)
+
+
+def to_stdout_while_read(text: str, *, command: str) -> None:
+    """`to_stdout` for a command that has more to do than to write: a reader that has gone ends the output alone."""
+    try:
+        to_stdout(text)
+    except BrokenPipeError:
+        to_nowhere(sys.stdout)
+        to_stderr(f"{command}: nobody reads the output any more; the work goes on, and its files are written\n")
+
+
+def to_nowhere(stream: TextIO) -> None:
+    """Drop what `stream` holds and gets from now on: its reader has closed the pipe.
+
+    The interpreter flushes it at its exit, and would end with exit code 120.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class PrintableFormatter(logging.Formatter):

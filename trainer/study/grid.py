@@ -29,6 +29,8 @@ _OWNED = {
     "run.resume": "A study goes on with what is in study.dir.",
 }
 """Key that the study sets -> advice to the user."""
+_AXES = {"correction": "study.modes", "run.seed": "study.seeds"}
+"""Key that the study sets in each run -> its own key, with which the user named the value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,7 @@ def compose_study(
     problems: dict[str, list[Problem]] = {}
     for precision in config.precisions:
         resolution = resolve(recipe, [*words, *precision_words(precision), *axes], own_dir=own_dir, multirun=True)
-        problems[precision] = [*resolution.problems, *start_problems(resolution)]
+        problems[precision] = [_under_axis(found) for found in (*resolution.problems, *start_problems(resolution))]
         if problems[precision]:
             continue
         for (mode, seed), run in zip(product(config.modes, config.seeds), resolution.runs, strict=True):
@@ -115,6 +117,20 @@ def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
                 continue
             problems[word] = Problem(key=key, rule=rule, value=value, remedy=remedy)
     return problems
+
+
+def _under_axis(problem: Problem) -> Problem:
+    """The same problem under the key of the study, if the value of one of its axes is the problem.
+
+    The run in which it was found, `[correction=tiss run.seed=0]`, is left out: the value is wrong in any run.
+    """
+    axis = _AXES.get(problem.key.rpartition("] ")[2])
+    if axis is None:
+        return problem
+    # An axis is a list, so the one value that was probably meant is named without a key. The default of the key of a
+    # run is not that of the axis.
+    remedy = problem.remedy.replace("correction=", "") if axis == "study.modes" else ""
+    return replace(problem, key=axis, remedy=remedy)
 
 
 def _default_precisions(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[str]:

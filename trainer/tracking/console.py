@@ -169,7 +169,7 @@ class Console:
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write the line of a finished step, and one of its evaluation if it has one; move the bar."""
         with self._writing():
-            self._begin_training()
+            self.training()
             if self._bar is not None:
                 task = self._bar.task_ids[0]
                 reward, k3 = _shown(metrics, "reward/mean", ".2f"), _shown(metrics, "mismatch/k3", ".1e")
@@ -182,14 +182,15 @@ class Console:
     def evaluation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write the line of the evaluation between `step` and the next one."""
         with self._writing():
-            self._begin_training()
+            self.training()
             self.line(evaluation_line(f"before step {step + 1}", metrics))
 
-    def _begin_training(self) -> None:
+    def training(self) -> None:
         """End the phase that is open, and let the bar count steps."""
-        self._end_phase(outcome="done")
-        if self._bar is not None and self._bar.tasks[0].description != "training":
-            self._bar.reset(self._bar.task_ids[0], description="training", total=self._num_steps, **_EMPTY)
+        with self._writing():
+            self._end_phase(outcome="done")
+            if self._bar is not None and self._bar.tasks[0].description != "training":
+                self._bar.reset(self._bar.task_ids[0], description="training", total=self._num_steps, **_EMPTY)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -198,10 +198,12 @@ class WandbSink:
                     modes.insert(0, mode)
                     self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
                 continue
-            self._sync_command = f"wandb sync {shlex.quote(str(Path(run.dir).resolve().parent))}"
+            directory = shlex.quote(str(Path(run.dir).resolve().parent))
+            self._sync_command = f"wandb sync {directory}"
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
-            where = f" at {run.url}" if mode is WandbMode.online else "; the end of the run says how to upload it"
+            # The end of the run has the command; of a run that is killed, the directory is enough for it.
+            where = f" at {run.url}" if mode is WandbMode.online else f", in {directory}"
             self._report(f"W&B: {mode.name}{why}{where}")
             return run
         self._report(f"W&B: off ({'; '.join(reasons)})")
