@@ -130,9 +130,9 @@ class Critic:
         """
         self.trainable.zero_grad()
         stats: list[ValueStats] = []
-        for position, micro in enumerate(mini.micro_batches):
+        for micro in mini.micro_batches:
             part = micro_value_loss(self._config, micro, self.trainable.model(micro), mini=mini)
-            self.trainable.backward(part.loss, last=position == len(mini.micro_batches) - 1)
+            self.trainable.backward(part.loss)
             stats.append(part.stats)
         norm = self.trainable.scale_and_clip(1.0)
         overflowed = self.trainable.overflowed(norm)

@@ -68,7 +68,7 @@ def dry_run(
         micro = micro_batch(group_samples(groups)).to(device)
         scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
         policy.zero_grad()
-        policy.backward(scores.logprobs.sum() + scores.entropy.sum(), last=True)
+        policy.backward(scores.logprobs.sum() + scores.entropy.sum())
         del scores
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, MemoryError) and not any(text in str(error) for text in OUT_OF_MEMORY):

@@ -239,7 +239,7 @@ class TrainingStep:
             correction = correct(spec, tokens)
             loss = step_loss(config, micro, scores, correction, mini=mini)
             if learns:
-                self._policy.backward(loss.loss, last=position == len(mini.micro_batches) - 1)
+                self._policy.backward(loss.loss)
             counts += correction_counts(config, micro, correction)
             losses.append(loss.loss.detach())
             stats.add_loss(loss.stats)

@@ -171,14 +171,14 @@ class Trainable(Generic[ModelT]):
         """Begin an optimizer step."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def backward(self, loss: Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, a scalar that is this rank's part of a sum over ranks and micro-batches.
 
-        Gradients are reduced over ranks with the `last` micro-batch of an optimizer step only.
+        Every call reduces gradients over ranks. Reduction with the last micro-batch alone would keep the whole
+        unsharded gradient on every rank until then: 4 bytes per parameter, whatever the number of ranks.
         """
         if not isinstance(self.model, FSDPModule):
             raise TypeError("the model is not sharded yet")
-        self.model.set_requires_gradient_sync(last)
         # FSDP averages gradients over ranks; the denominators of the loss are global, so the gradient must be the sum.
         (loss * dist.get_world_size() * (self.loss_scale or 1.0)).backward()
 
