@@ -264,7 +264,7 @@ def test_resume_refuses_fewer_steps_than_were_taken_and_writes_nothing(
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ([], "run.dir must be given first"),
+        ([], "run.dir is missing"),
         (["absent"], "must be the directory of a run of Parity"),
         (["run", "run.dir=other"], "run.dir is set by parity resume"),
         (["run", "resume=clean"], "resume is set by parity resume"),
