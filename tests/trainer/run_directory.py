@@ -34,6 +34,7 @@ def make_run(rows: list[dict[str, Any]], **other: Any) -> RunData:
         "samples": [],
         "histograms": [],
         "config": {},
+        "earlier": [],
         "environment": {},
         "status": {},
         "accounting": {},

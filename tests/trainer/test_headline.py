@@ -6,7 +6,7 @@ import pytest
 from run_directory import make_run
 
 from trainer.report.data import evaluation_rows
-from trainer.report.headline import config_difference, phases, speeds, tiles
+from trainer.report.headline import changes, config_difference, facts, phases, speeds, tiles
 
 
 def test_headline_numbers() -> None:
@@ -52,6 +52,37 @@ def test_a_key_that_one_run_does_not_have_differs() -> None:
     )
     second = make_run([], config={"a": {"same": 2}, "defaults": [{"correction": "mis"}], "run": {"dir": "y"}})
     assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
+
+
+def test_settings_that_a_resume_changed_are_told_with_their_steps() -> None:
+    def settings(correction: str, lr: float, **more: object) -> dict[str, object]:
+        return {
+            "defaults": [{"correction": correction}],
+            "correction": more,
+            "optim": {"lr": lr, "beta2": 0.99},
+            "run": {"num_steps": int(1 / lr)},
+        }
+
+    earlier = [(9, settings("mis", 0.001, low=0.5)), (20, settings("tis", 0.001, cap=2.0))]
+    run = make_run([], config=settings("tis", 0.0005, cap=2.0), earlier=earlier)
+    assert changes(run) == [
+        ("correction", "mis until step 9, then tis"),
+        ("optim.lr", "0.001 until step 20, then 0.0005"),
+    ]
+    assert "correction mis until step 9, then tis" in facts(run)
+    other = make_run([], config=settings("tis", 0.0005, cap=2.0))
+    assert changes(other) == [] and "correction tis, C = 2" in facts(other)
+    different = dict(config_difference([run, other]))
+    assert different["correction"] == ["mis until step 9, then tis", "tis"]
+    assert different["correction.cap"] == ["- until step 9, then 2.0", "2.0"]
+    assert "optim.beta2" not in different
+
+
+def test_a_resumed_run_began_with_its_first_process() -> None:
+    first, last = "2026-11-24T02:15:00+00:00", "2026-11-24T02:17:27+00:00"
+    run = make_run([], environment={"first_started_at": first, "started_at": last})
+    assert facts(run)[-2:] == ["started 2026-11-24 02:15 UTC", "resumed 2026-11-24 02:17 UTC"]
+    assert facts(make_run([], environment={"started_at": last}))[-1] == "started 2026-11-24 02:17 UTC"
 
 
 def test_phases_have_their_share_of_the_run() -> None:

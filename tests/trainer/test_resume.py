@@ -14,6 +14,8 @@ from rollout.types import FinishReason
 from trainer.cli.commands import run as parity
 from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
+from trainer.report.data import load_run
+from trainer.report.headline import changes
 from trainer.run.loop import train
 from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
@@ -22,6 +24,8 @@ from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
     StartError,
     completed_steps,
+    earlier_configs,
+    first_start,
     needs_no_step,
     newest_saved_step,
 )
@@ -311,6 +315,12 @@ def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> N
         assert len(list(run_dir.glob("config.until_step_000002*.yaml"))) == count
     assert (run_dir / "config.until_step_000002.yaml").read_text() == first
     assert "lr: 0.5" in (run_dir / "config.until_step_000002.2.yaml").read_text()
+    assert earlier_configs(run_dir) == [(2, run_dir / "config.until_step_000002.yaml")], "0.5 made no step"
+    run = load_run(run_dir)
+    assert changes(run) == [("optim.lr", f"{config.optim.lr:g} until step 2, then 0.25")]
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert environment["first_started_at"] <= environment["started_at"]
+    assert first_start(run_dir) == environment["first_started_at"]
 
 
 def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.rundir.rows import read_lines
-from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE
+from trainer.rundir.run_dir import HISTOGRAMS_FILE, METRICS_FILE, SAMPLES_FILE, STATUS_FILE, earlier_configs
 from trainer.rundir.yaml_text import load_yaml
 
 Row = Mapping[str, Any]
@@ -44,6 +44,8 @@ class RunData:
     """histograms.jsonl: difference of the engines, one mapping per step, in the order of `step`."""
     config: Row
     """config.yaml; `defaults` holds the choice of each group."""
+    earlier: list[tuple[int, Row]]
+    """(last step with it, configuration) before each resume that changed it, the oldest first."""
     environment: Row
     status: Row
     accounting: Row
@@ -81,6 +83,7 @@ def load_run(run_dir: Path) -> RunData:
         samples=[_cut(row) for row in _read_lines(run_dir / SAMPLES_FILE, remarks, needed=_is_sample)],
         histograms=rows_by_step(_read_lines(run_dir / HISTOGRAMS_FILE, remarks)),
         config=_read_mapping(run_dir / "config.yaml", remarks),
+        earlier=[(step, _read_mapping(path, remarks)) for step, path in earlier_configs(run_dir)],
         environment=_read_mapping(run_dir / "environment.json", remarks),
         status=_read_mapping(run_dir / STATUS_FILE, []),
         accounting=_read_mapping(run_dir / "accounting.json", []),

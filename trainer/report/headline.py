@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from trainer.report.data import RunData, at, flat_config, is_number, plain, show
+from trainer.report.data import Row, RunData, at, flat_config, group_members, is_number, plain, show
 from trainer.report.sections import PHASES
 from trainer.rundir.text import size
 
 _MAIN_PHASES = ("rollout", "train", "sync")
+_LENGTH_KEYS = frozenset({"run.num_steps", "run.max_hours"})
+"""Keys that say how long a run goes on: another value changes nothing in the steps before."""
 
 
 class Tile(NamedTuple):
@@ -143,12 +146,38 @@ def _phase(run: RunData, name: str) -> PhaseCell:
 def config_difference(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
     """(key, value in each run) of every key that differs, chosen group members first.
 
-    The value is "" where a run lacks the key, which is no difference from null.
+    The value is "" where a run lacks the key, which is no difference from null; it tells the earlier values of a run
+    that was resumed with others.
     """
-    flat = [run.choices | flat_config(run.config) for run in runs]
+    flat = [_flat(run.config) | dict(_histories(run)) for run in runs]
     keys = dict.fromkeys(key for values in flat for key in values if key != "run.dir")
     rows = [(key, [values.get(key, "") for values in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1 and not set(values) <= {"", "null"}]
+
+
+def changes(run: RunData) -> list[tuple[str, str]]:
+    """(key, its values with their steps) of every setting that a resume has changed, chosen group members first.
+
+    Keys of another group member came and went with the choice of the member and are left out.
+    """
+    kept = set.intersection(*(set(_flat(config)) for config in (run.config, *(config for _, config in run.earlier))))
+    return [(key, text) for key, text in _histories(run) if key in kept and key not in _LENGTH_KEYS]
+
+
+def _histories(run: RunData) -> Iterator[tuple[str, str]]:
+    """(key, for example "mis until step 9, then tis") of every key that a resume has changed."""
+    stages = [(f" until step {step}", _flat(config)) for step, config in run.earlier] + [("", _flat(run.config))]
+    for key in dict.fromkeys(key for _, flat in reversed(stages) for key in flat):
+        values = [(flat.get(key, "-"), until) for until, flat in stages]
+        # A value that a later resume kept counts until the last of its steps.
+        parts = [f"{value}{until}" for (value, until), (after, _) in pairwise([*values, (None, "")]) if value != after]
+        if len({value for value, _ in values}) > 1:
+            yield key, ", then ".join(parts)
+
+
+def _flat(config: Row) -> dict[str, str]:
+    """Choice of each group, and dotted key -> value as text."""
+    return group_members(config) | flat_config(config)
 
 
 def status_of(run: RunData) -> StatusLabel:
@@ -166,12 +195,20 @@ def facts(run: RunData) -> list[str]:
     if "correction" in run.choices:
         correction = at(run.config, "correction")
         bound = f", C = {correction['cap']:g}" if isinstance(correction, dict) and is_number(correction, "cap") else ""
-        line.append(f"correction {run.choices['correction']}{bound}")
+        before = dict(changes(run)).get("correction")
+        line.append(f"correction {before or run.choices['correction'] + bound}")
     if at(run.config, "advantage", "estimator"):
         line.append(f"advantage {at(run.config, 'advantage', 'estimator')}")
-    if at(run.environment, "started_at"):
-        line.append(f"started {str(at(run.environment, 'started_at'))[:16].replace('T', ' ')} UTC")
+    first, last = (at(run.environment, key) for key in ("first_started_at", "started_at"))
+    if first or last:
+        line.append(f"started {_minute(first or last)}")
+    if first:
+        line.append(f"resumed {_minute(last)}")
     return line
+
+
+def _minute(time: object) -> str:
+    return f"{str(time)[:16].replace('T', ' ')} UTC"
 
 
 def config_sections(run: RunData) -> list[tuple[str, str, list[tuple[str, str]]]]:

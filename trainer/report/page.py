@@ -61,6 +61,7 @@ def render(run: RunData) -> str:
         "run": run,
         "status": headline.status_of(run),
         "facts": headline.facts(run),
+        "changes": headline.changes(run),
         "tiles": headline.tiles(run),
         "speeds": list(headline.speeds(run)),
         "phases": headline.phases([run]),

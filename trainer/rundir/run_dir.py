@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import secrets
 import tempfile
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ LOGS = "logs"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""
+_EARLIER_CONFIG = re.compile(r"config\.until_step_(?P<step>\d{6,9})(\.(?P<number>\d{1,4}))?\.yaml")
+"""What `keep_config` names the files."""
 _BEFORE_ENVIRONMENT = frozenset({CONFIG_FILE, LOCK_FILE, STATUS_FILE})
 """Files of a run that was killed before it wrote environment.json, besides unfinished ones."""
 
@@ -91,6 +94,27 @@ def is_run(directory: Path) -> bool:
         return LOCK_FILE in names and whole <= _BEFORE_ENVIRONMENT
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def first_start(directory: Path) -> str | None:
+    """When the first process of the run in `directory` began, as environment.json says; None if it does not say it."""
+    try:
+        record = json.loads((directory / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
+        return str(record.get("first_started_at") or record["started_at"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def earlier_configs(directory: Path) -> list[tuple[int, Path]]:
+    """(last step with it, file) of every configuration that a resumed run has left behind, the oldest first.
+
+    Of several with the same last step the first one made the steps; the others were replaced before they made any.
+    """
+    found = [(match, path) for path in directory.glob("config.*") if (match := _EARLIER_CONFIG.fullmatch(path.name))]
+    by_step: dict[int, Path] = {}
+    for step, _, path in sorted((int(match["step"]), int(match["number"] or 1), path) for match, path in found):
+        by_step.setdefault(step, path)
+    return list(by_step.items())
 
 
 def has_checkpoint(directory: Path) -> bool:

@@ -48,6 +48,7 @@ from trainer.rundir.run_dir import (
     SAMPLES_FILE,
     STATUS_FILE,
     RunStatus,
+    first_start,
     keep_config,
     release_directory,
     take_directory,
@@ -109,6 +110,8 @@ class Tracker:
         """Begin the files, the console and the trackers; `aside` is the new place of an earlier run."""
         self._write_status(None)
         config, environment = config_document(self._config), environment_record(sys.argv)
+        if self._resumed is not None and (first := first_start(self._run_dir)) is not None:
+            environment = {"first_started_at": first} | environment
         notes = [] if self._resumed is None else self._take_up(self._resumed, config)
         write_whole(self._run_dir / CONFIG_FILE, config)
         write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
