@@ -203,6 +203,19 @@ def test_what_zeros_mean_is_said(model_path: Path, one_step: Path, tmp_path: Pat
     assert replace(replay, scores=[alike]).facts()[3].startswith("K3 is 0: engine and trainer agree on every token")
 
 
+def test_rows_that_speak_of_the_first_optimizer_step_are_named(
+    model_path: Path, one_step: Path, tmp_path: Path
+) -> None:
+    config = config_of(model_path, correction=MASKING, mini_batch_prompts=2)
+    trained(config, model_path, tmp_path)
+    replay = replayed(config, tmp_path, ["tis", "bypass"])
+    run, tis, bypass = (score.metrics["mismatch/num_tokens"] for score in replay.scores)
+    assert run == tis == int(replay.step.samples.num_tokens.sum()) > bypass > 0
+    [line] = replay.facts()[2:]
+    assert line.startswith("bypass: the weights have no pi_old") and f"first one, {bypass:,.0f} of {run:,.0f}" in line
+    assert len(replayed(config_of(model_path), one_step, ["tis", "bypass"]).facts()) == 2, "one step has all tokens"
+
+
 def test_a_changed_dump_is_noticed_and_a_changed_row_is_shown(model_path: Path, one_step: Path, tmp_path: Path) -> None:
     config = config_of(model_path)
     shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)

@@ -102,6 +102,7 @@ class Replay:
             f"{counted(self.step.num_optimizer_steps, 'optimizer step')}, {counted(len(step.ranks), 'rank')}",
             self.reproduction.line(),
             *self._nothing_to_tell_apart(),
+            *self._measured_in_part(),
         ]
 
     def _nothing_to_tell_apart(self) -> Iterator[str]:
@@ -114,6 +115,20 @@ class Replay:
             )
         if metrics.get("mismatch/k3") == 0:
             yield "K3 is 0: engine and trainer agree on every token, so there is nothing to correct in this step"
+
+    def _measured_in_part(self) -> Iterator[str]:
+        """Yield which rows of the table do not speak of all tokens."""
+        total = int(self.step.samples.num_tokens.sum())
+        by_tokens: dict[int, list[str]] = {}
+        for score in self.scores:
+            by_tokens.setdefault(int(score.metrics["mismatch/num_tokens"] or 0), []).append(score.name)
+        for measured, names in by_tokens.items():
+            if measured < total:
+                yield (
+                    f"{', '.join(names)}: the weights have no pi_old, so after the first optimizer step they hold the "
+                    f"update too; all columns but loss, max and kept are those of the first one, {measured:,} of "
+                    f"{total:,} tokens. Do not compare them with other rows"
+                )
 
 
 def replay_step(dump: Dump, config: TrainConfig, names: Sequence[str], *, run_dir: Path) -> Replay:
