@@ -33,10 +33,13 @@ current() {
 }
 ! usable || ! current "$@" || exit 0
 
-# uv does not read pip's configuration: it gets the index from there, and for torch the other places to look.
+# uv does not read pip's configuration: it gets the index and the certificates from there, and for torch the other
+# places to look.
 pip_option() { "$venv/bin/python" -m pip config list | sed -nE "s/^[^.]+\.$1='(.*)'$/\1/p" | sed 's/\\n/ /g' | xargs; }
 uv_install() {
+    local certificates=${SSL_CERT_FILE:-$(pip_option cert)}
     UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_option index-url)} \
+        env ${certificates:+"SSL_CERT_FILE=$certificates"} \
         "$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode "$@"
 }
 
