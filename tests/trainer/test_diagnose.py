@@ -44,10 +44,17 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("loss: {clip_high: 0.3}\n", "defaults must begin with /train and end with _self_"),
-        ("defaults: [_self_, /train]\nloss: {clip_high: 0.3}\n", "defaults must begin with /train and end with _self_"),
+        (
+            "loss: {clip_high: 0.3}\n",
+            "defaults is missing; it must begin with /train or another recipe, and end with _self_.",
+        ),
+        (
+            "defaults: [_self_, /train]\nloss: {clip_high: 0.3}\n",
+            "defaults must begin with /train or another recipe, and end with _self_, got ['_self_', '/train']",
+        ),
         (START + "loss: {clip_high: 0.3\n", "line 3"),
         ("defaults: [/train, /nosuch, _self_]\n", "Could not load 'nosuch'"),
+        ("defaults: [/nosuch, _self_]\n", "nosuch.yaml is looked for in "),
         (START + "loss: {clip_high: 0.3}\nloss: {clip_low: 0.3}\n", "found duplicate key loss"),
         ("defaults: [/train, override /nosuch: tis, _self_]\n", "nosuch"),
         ("- 1\n", "mine"),

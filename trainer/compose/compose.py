@@ -128,7 +128,7 @@ def _compose(
     Raises errors of Hydra, OmegaConf, YAML and the file system, for example of an unreadable file. A misspelt option
     is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
-    load_yaml(recipe.read_text(encoding="utf-8"))  # Hydra would write out every alias
+    document = load_yaml(recipe.read_text(encoding="utf-8"))  # Hydra would write out every alias
     choices: dict[str, str] = {}
     for override in overrides:
         group, value = override.key_or_group, override.value()
@@ -148,10 +148,11 @@ def _compose(
             choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
-        shown = [path for path in order if path is not None and not path.startswith("hydra/")]
-        rule = f"must begin with /{MAIN_CONFIG} and end with _self_"
+        shown = document.get("defaults") if isinstance(document, dict) else None
+        rule = f"must begin with /{MAIN_CONFIG} or another recipe, and end with _self_"
+        rule, given = (f"is missing; it {rule}", NOT_SET) if shown is None else (rule, shown)
         remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
-        found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=shown, remedy=remedy))
+        found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=given, remedy=remedy))
         return None, []
     found += _about_hydra(defaults, loader)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
@@ -277,8 +278,14 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     # Hydra's search path does not help a user who named a recipe.
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))
-    meant = [close for word in re.findall(r"Could not (?:load|override) '([^']+)'", shown) if (close := _near(word))]
+    words = re.findall(r"Could not (?:load|override) '([^']+)'", shown)
+    meant = [close for word in words if (close := _near(word))]
     remedy = f"Did you mean {meant[0]}?" if meant else ""
+    if not meant and "Could not load" in shown:
+        remedy = (
+            f"{words[0]}.yaml is looked for in {recipe.parent}, among the recipes of Parity (parity recipes), and in "
+            "the directory that --config-dir names."
+        )
     return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe), remedy=remedy)
 
 
