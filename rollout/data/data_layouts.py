@@ -103,7 +103,15 @@ def choose_columns(rows: Sequence[dict[str, Any]], config: FileDataConfig, *, so
             found.setdefault(keys, candidate)
     # An empty column is a sign of a layout only if no other layout fits better.
     filled = [each for each in found.values() if any(None not in (each.prompt(row), each.answer(row)) for row in rows)]
-    return _the_one(filled or list(found.values()), rows, columns=columns, source=source)
+    candidates = filled or list(found.values())
+    absent = [key for key, name in given.items() if name is None]
+    if not candidates and len(absent) == 1:
+        [present] = given.keys() - absent
+        raise ValueError(
+            f"{source}: data.{present} is set and data.{absent[0]} is not, and no known layout has that column beside "
+            f"{given[present]}. Set data.{absent[0]} too; columns are {', '.join(columns)}"
+        )
+    return _the_one(candidates, rows, columns=columns, source=source)
 
 
 def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, columns: list[str], source: str) -> Columns:

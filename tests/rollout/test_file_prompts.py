@@ -80,6 +80,8 @@ def test_given_keys_come_first_and_leave_the_rest_to_be_recognised():
         ValueError, match=r"no known layout has the columns a, b\. .*data\.prompt_key and data\.answer_key"
     ):
         choose_columns([{"a": 1, "b": 2}], CONFIG, source="f")
+    with pytest.raises(ValueError, match=r"data\.answer_key is not, and .* Set data\.answer_key too"):
+        choose_columns([{"a": "1", "b": "2"}], replace(CONFIG, prompt_key="a"), source="f")
     with pytest.raises(ValueError, match=r"data\.prompt_key=a\+c is not a column; columns are a, b"):
         choose_columns([{"a": "1", "b": "2"}], replace(CONFIG, prompt_key="a+c", answer_key="b"), source="f")
 
