@@ -427,7 +427,7 @@ def test_a_dry_run_shows_the_grid_and_starts_nothing(
     words = ["study", "arithmetic_grpo", *WORDS, "study.modes=[tis,mis]", "study.seeds=[0]", "--dry-run"]
     assert run(words) == 0
     shown = capsys.readouterr().out
-    assert "4 runs = 2 modes x 2 precisions x 1 seeds, 1 at a time, in outputs/studies/arithmetic_grpo/" in shown
+    assert "4 runs = 2 modes x 2 precisions x 1 seed, 1 at a time, in outputs/studies/arithmetic_grpo/" in shown
     for text in ("tis-bfloat16-seed0: new", "mis-int8-seed0: new", "3 each, 12 together", "objective   L = -sum m"):
         assert text in shown, text
     assert not list(tmp_path.iterdir())

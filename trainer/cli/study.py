@@ -25,7 +25,7 @@ from trainer.run.start import shared_id_problems
 from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
 from trainer.rundir.termination import GO_ON, RunTerminated
-from trainer.rundir.text import duration, to_stderr, to_stdout
+from trainer.rundir.text import counted, duration, to_stderr, to_stdout
 from trainer.study.config import StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study, recipe_problems
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
@@ -134,8 +134,9 @@ def summary(study: Study, study_dir: Path, records: dict[str, CellRecord]) -> st
     config = study.config
     done = [cell for cell in study.cells if stage_of(study_dir, cell) is Stage.finished]
     left = len(study.cells) - len(done)
-    shape = f"{len(config.modes)} modes x {len(config.precisions)} precisions x {len(config.seeds)} seeds"
-    text = f"{len(study.cells)} runs = {shape}, {config.parallel} at a time, in {study_dir}"
+    parts = (counted(len(config.modes), "mode"), counted(len(config.precisions), "precision"))
+    shape = " x ".join((*parts, counted(len(config.seeds), "seed")))
+    text = f"{counted(len(study.cells), 'run')} = {shape}, {config.parallel} at a time, in {study_dir}"
     if done:
         text += f"; {len(done)} are finished"
     seconds = [records[cell.name].seconds for cell in done if cell.name in records]
