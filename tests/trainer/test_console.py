@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.tracking.console import Console, step_line
+from trainer.tracking.console import Console, evaluation_line, step_line
 
 METRICS: dict[str, float | None] = {
     "reward/mean": 0.4123,
@@ -42,6 +42,21 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def test_step_line() -> None:
     assert step_line(12, 40, METRICS) == LINE
     assert len(step_line(1200, 2000, {**METRICS, "optim/grad_norm": 123.4, "time/step_s": 1000.0})) <= 120
+
+
+def test_the_seconds_of_an_evaluation_and_further_sets_are_shown() -> None:
+    metrics = {
+        **METRICS,
+        "time/eval_s": 1.25,
+        "eval/accuracy": 0.5,
+        "eval/hard/accuracy": 0.25,
+        "eval/hard/length": 9.0,
+    }
+    assert step_line(12, 40, metrics) == LINE.replace("2.1 s", "2.1 s (1.2 s evaluation)")
+    assert evaluation_line("after step 3", metrics) == (
+        "held-out after step 3 | accuracy 0.500 greedy, - sampled | reward - | "
+        "hard | accuracy 0.250 greedy, - sampled | reward -"
+    )
 
 
 def test_an_evaluation_has_a_line_that_names_its_weights() -> None:

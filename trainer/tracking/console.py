@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
     def show(key: str, form: str) -> str:
         return _shown(metrics, key, form)
 
+    evaluated = metrics.get("time/eval_s")
     parts = [
         f"step {step}/{num_steps}",
         f"reward {show('reward/mean', '.2f')}",
@@ -48,15 +50,21 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         f"kept {show('rollout/num_samples', '.0f')}/{show('rollout/samples_decided', '.0f')} samples",
         f"entropy {show('policy/entropy', '.2f')}",
         f"grad {show('optim/grad_norm', '.2f')}",
-        f"{show('time/step_s', '.1f')} s",
+        f"{show('time/step_s', '.1f')} s" + (f" ({evaluated:.1f} s evaluation)" if evaluated else ""),
     ]
     return " | ".join(parts)
 
 
 def evaluation_line(when: str, metrics: Mapping[str, float | None]) -> str:
-    """An evaluation on the held-out prompts in one line; `when`: "after step 3"."""
-    shown = [_shown(metrics, f"eval/{name}", ".3f") for name in ("accuracy", "accuracy_sampled", "reward_mean")]
-    return "held-out {} | accuracy {} greedy, {} sampled | reward {}".format(when, *shown)
+    """An evaluation in one line, the held-out prompts first, then each set of eval.sets; `when`: "after step 3"."""
+    others = [key.split("/")[1] for key in metrics if re.fullmatch(r"eval/[^/]+/accuracy", key)]
+    parts = [(f"held-out {when}", "eval"), *((name, f"eval/{name}") for name in others)]
+    return " | ".join(f"{name} | {_accuracies(metrics, prefix)}" for name, prefix in parts)
+
+
+def _accuracies(metrics: Mapping[str, float | None], prefix: str) -> str:
+    shown = [_shown(metrics, f"{prefix}/{name}", ".3f") for name in ("accuracy", "accuracy_sampled", "reward_mean")]
+    return "accuracy {} greedy, {} sampled | reward {}".format(*shown)
 
 
 def _shown(metrics: Mapping[str, float | None], key: str, form: str) -> str:
