@@ -1,4 +1,4 @@
-"""A path that leads to no file -> a sentence with the file beside it that was probably meant, for messages."""
+"""A path that leads to nothing -> a sentence with what lies beside it and was probably meant, for messages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from algorithms.config.similar import similar
 
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Suffixes of compressed files, which Parity does not unpack."""
+
+
+def similar_directory(given: str) -> str:
+    """A sentence with the directory that `given` probably means; empty if no name beside it is similar."""
+    path = Path(given)
+    try:
+        names = sorted(found.name for found in path.expanduser().parent.iterdir() if found.is_dir())
+    except (OSError, ValueError, RuntimeError):  # no such directory, a NUL in the path, a user without a home
+        return ""
+    close = similar(path.name, names)
+    return f"Did you mean {path.with_name(close)}?" if close else ""
 
 
 def similar_file(given: str, suffixes: Collection[str]) -> str:

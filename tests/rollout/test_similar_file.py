@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from algorithms.config import Problem
 from rollout.processes.custom_code import similar_custom
-from rollout.similar_file import similar_file
+from rollout.similar_file import similar_directory, similar_file
 from rollout.task_config import READERS
 from trainer.cli.commands import run
+from trainer.run.task_check import find_model
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,11 @@ def test_a_refusal_names_the_files_that_were_probably_meant(
         "Did you mean episode.py:play?",
     ):
         assert said in error, error
+
+
+def test_a_similar_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tinny.txt").touch()
+    problem = find_model("model.path", f"{tmp_path}/tinny", None)
+    assert isinstance(problem, Problem) and problem.remedy == f"Did you mean {tmp_path}/tiny?"
+    assert similar_directory(f"{tmp_path}/other") == similar_directory(f"{tmp_path}/nowhere/tiny") == ""

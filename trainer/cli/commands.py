@@ -128,7 +128,8 @@ USAGES = {
     "report": (
         "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
         "  <run.dir>            directory of a run, also of one that is still running\n"
-        "  -o, --out FILE       the page; without it report.html of the run, or comparison.html here for several\n\n"
+        "  -o, --out FILE       the page; without it report.html of the run, or comparison.html here for several.\n"
+        "                       An older page is replaced.\n\n"
         "  Writes one HTML file that opens offline and prints its path. Several runs: one curve each, what differs in\n"
         "  their configuration, and their headline numbers. See docs/reading_a_report.md.\n"
     ),

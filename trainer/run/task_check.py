@@ -18,6 +18,7 @@ from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
 from rollout.rewards import try_reward
+from rollout.similar_file import similar_directory
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
@@ -127,9 +128,8 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json"], local_files_only=True))
     except HFValidationError:
-        return Problem(
-            key=key, rule=rule, value=path, remedy="There is no such directory, and it is no name of the hub."
-        )
+        remedy = similar_directory(path) or "There is no such directory, and it is no name of the hub."
+        return Problem(key=key, rule=rule, value=path, remedy=remedy)
     except LocalEntryNotFoundError:
         pass  # the hub is asked below
     try:
@@ -140,6 +140,7 @@ def find_model(key: str, path: str, revision: str | None) -> Path | Problem | No
             return None
         said = str(error).splitlines()[0]
         remedy = f"There is no such directory here, and the hub cannot be asked or does not give it: {said}"
+        remedy = similar_directory(path) or remedy
         return Problem(key=key, rule=rule, value=path, remedy=remedy)
     return None
 
