@@ -36,12 +36,7 @@ current() {
 # uv does not read pip's configuration: it gets the index and the certificates from there, and for torch the other
 # places to look.
 pip_option() { "$venv/bin/python" -m pip config list | sed -nE "s/^[^.]+\.$1='(.*)'$/\1/p" | sed 's/\\n/ /g' | xargs; }
-uv_install() {
-    local certificates=${SSL_CERT_FILE:-$(pip_option cert)}
-    UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_option index-url)} \
-        env ${certificates:+"SSL_CERT_FILE=$certificates"} \
-        "$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode "$@"
-}
+uv_install() { "$venv/bin/uv" pip install --python "$venv/bin/python" --compile-bytecode "$@"; }
 
 if ! usable; then
     for python in ${PYTHON:-python3.11 python3.12 python3.13 python3 python} ''; do
@@ -54,6 +49,9 @@ if ! usable; then
     fresh=yes
 fi
 rm -f "$venv/installed-cpu"
+export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_option index-url)}
+certificates=${SSL_CERT_FILE:-$(pip_option cert)}
+[ -z "$certificates" ] || export SSL_CERT_FILE=$certificates
 # Without UV_TORCH_BACKEND: from PyTorch's index torchvision would be another file than the list has the hash of.
 (
     unset UV_TORCH_BACKEND
