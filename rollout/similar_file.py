@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from algorithms.config.similar import similar
@@ -14,11 +14,7 @@ PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 def similar_directory(given: str) -> str:
     """A sentence with the directory that `given` probably means; empty if no name beside it is similar."""
     path = Path(given)
-    try:
-        names = sorted(found.name for found in path.expanduser().parent.iterdir() if found.is_dir())
-    except (OSError, ValueError, RuntimeError):  # no such directory, a NUL in the path, a user without a home
-        return ""
-    close = similar(path.name, names)
+    close = similar(path.name, _names_beside(path, Path.is_dir))
     return f"Did you mean {path.with_name(close)}?" if close else ""
 
 
@@ -30,10 +26,7 @@ def similar_file(given: str, suffixes: Collection[str]) -> str:
     path = Path(given)
     if not path.name:
         return ""
-    try:
-        names = sorted(found.name for found in path.expanduser().parent.iterdir() if found.is_file())
-    except (OSError, ValueError, RuntimeError):  # no such directory, a NUL in the path, a user without a home
-        return ""
+    names = _names_beside(path, Path.is_file)
     packed = next((f"{path.name}{suffix}" for suffix in PACKED if f"{path.name}{suffix}" in names), None)
     if packed is not None:
         return f"There is {path.with_name(packed)}: unpack it."
@@ -47,3 +40,11 @@ def similar_file(given: str, suffixes: Collection[str]) -> str:
     elif same_stem:
         close = similar(name.name, same_stem) or same_stem[0]
     return f"Did you mean {path.with_name(close)}?" if close else ""
+
+
+def _names_beside(path: Path, is_wanted: Callable[[Path], bool]) -> list[str]:
+    """Sorted names of the wanted entries of the directory of `path`; none if it cannot be read."""
+    try:
+        return sorted(found.name for found in path.expanduser().parent.iterdir() if is_wanted(found))
+    except (OSError, ValueError, RuntimeError):  # no such directory, a NUL in the path, a user without a home
+        return []
