@@ -16,7 +16,7 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.tracking.console import Console, evaluation_line, step_line
+from trainer.tracking.console import Console, evaluation_lines, step_line
 
 METRICS: dict[str, float | None] = {
     "reward/mean": 0.4123,
@@ -52,11 +52,11 @@ def test_the_seconds_of_an_evaluation_and_further_sets_are_shown() -> None:
         "eval/hard/accuracy": 0.25,
         "eval/hard/length": 9.0,
     }
-    assert step_line(12, 40, metrics) == LINE.replace("2.1 s", "2.1 s (1.2 s evaluation)")
-    assert evaluation_line("after step 3", metrics) == (
-        "held-out after step 3 | accuracy 0.500 greedy, - sampled | reward - | "
-        "hard | accuracy 0.250 greedy, - sampled | reward -"
-    )
+    assert step_line(12, 40, metrics) == LINE
+    assert evaluation_lines("after step 3", metrics) == [
+        "held-out after step 3 | accuracy 0.500 greedy, - sampled | reward - | 1.2 s of the step",
+        "hard after step 3 | accuracy 0.250 greedy, - sampled | reward -",
+    ]
 
 
 def test_an_evaluation_has_a_line_that_names_its_weights() -> None:

@@ -42,7 +42,6 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
     def show(key: str, form: str) -> str:
         return _shown(metrics, key, form)
 
-    evaluated = metrics.get("time/eval_s")
     parts = [
         f"step {step}/{num_steps}",
         f"reward {show('reward/mean', '.2f')}",
@@ -50,16 +49,20 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float | None]) ->
         f"kept {show('rollout/num_samples', '.0f')}/{show('rollout/samples_decided', '.0f')} samples",
         f"entropy {show('policy/entropy', '.2f')}",
         f"grad {show('optim/grad_norm', '.2f')}",
-        f"{show('time/step_s', '.1f')} s" + (f" ({evaluated:.1f} s evaluation)" if evaluated else ""),
+        f"{show('time/step_s', '.1f')} s",
     ]
     return " | ".join(parts)
 
 
-def evaluation_line(when: str, metrics: Mapping[str, float | None]) -> str:
-    """An evaluation in one line, the held-out prompts first, then each set of eval.sets; `when`: "after step 3"."""
+def evaluation_lines(when: str, metrics: Mapping[str, float | None]) -> list[str]:
+    """A line for the held-out prompts, with the seconds of the whole evaluation, and one for each set of eval.sets.
+
+    `when`: "after step 3".
+    """
+    seconds = metrics.get("time/eval_s")
+    first = f"held-out {when} | {_accuracies(metrics, 'eval')}" + (f" | {seconds:.1f} s of the step" if seconds else "")
     others = [key.split("/")[1] for key in metrics if re.fullmatch(r"eval/[^/]+/accuracy", key)]
-    parts = [(f"held-out {when}", "eval"), *((name, f"eval/{name}") for name in others)]
-    return " | ".join(f"{name} | {_accuracies(metrics, prefix)}" for name, prefix in parts)
+    return [first, *(f"{name} {when} | {_accuracies(metrics, f'eval/{name}')}" for name in others)]
 
 
 def _accuracies(metrics: Mapping[str, float | None], prefix: str) -> str:
@@ -185,13 +188,17 @@ class Console:
                 self._bar.update(task, completed=step, count=count, values=values)
             self.line(step_line(step, self._num_steps, metrics))
             if metrics.get("eval/accuracy") is not None:
-                self.line(evaluation_line(f"after step {step}", metrics))
+                self._evaluated(f"after step {step}", metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Write the line of the evaluation between `step` and the next one."""
         with self._writing():
             self.training()
-            self.line(evaluation_line(f"before step {step + 1}", metrics))
+            self._evaluated(f"before step {step + 1}", metrics)
+
+    def _evaluated(self, when: str, metrics: Mapping[str, float | None]) -> None:
+        for text in evaluation_lines(when, metrics):
+            self.line(text)
 
     def training(self) -> None:
         """End the phase that is open, and let the bar count steps."""
