@@ -1,9 +1,9 @@
 """Cost of training on groups whose prompt is computed once, against the same groups with the prompt in every sequence.
 
-    python benchmarks/shared_prompts.py [--groups 4] [--size 8] [--rounds 3] [--dtype bfloat16]
+    python benchmarks/shared_prompts.py [--groups 4] [--size 8] [--rounds 3] [--dtype bfloat16] [--prompts 8 30 100 300]
 
 SmolLM2-135M-Instruct scores and differentiates `groups` x `size` sequences, in micro-batches of at most 4,096 computed
-tokens, with prompts of 30, 100 and 300 tokens and responses of 50 and 200 on average (uniform from half to one and a
+tokens, with prompts of 8, 30, 100 and 300 tokens and responses of 50 and 200 on average (uniform from half to one and a
 half times as many). The same sequences are packed twice: neighbours of one prompt, which share it, and dealt so that no
 neighbours have the same prompt. Both are timed in turns; the table shows the medians of seconds for forward and
 backward, and the largest difference of a log-prob in float32. Prints Markdown.
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=[each.name for each in DType], default="bfloat16")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 30, 100, 300])
     arguments = parser.parse_args()
     dtype = DTYPES[arguments.dtype]
     model = ScoringModel(load_causal_lm(build_smollm2()), chunk_tokens=512)
@@ -107,7 +108,7 @@ def main() -> None:
     write(f"{arguments.groups} groups of {arguments.size}, {arguments.dtype}, {torch.get_num_threads()} threads\n")
     write("| prompt | response | tokens | computed | every prompt s | once s | ratio | largest difference |")
     write("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for prompt in (30, 100, 300):
+    for prompt in arguments.prompts:
         for response in (50, 200):
             groups = draw_groups(arguments.groups, arguments.size, prompt=prompt, response=response, rng=rng)
             shared = batches([sample for group in groups for sample in group])
