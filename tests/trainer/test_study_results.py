@@ -128,9 +128,10 @@ def test_collapse_and_failure_are_counted() -> None:
     [row] = (ranking := rank(results)).rows
     assert (row.planned, row.finished, row.failed, row.collapsed) == (3, 2, 1, 1)
     assert near(row.score, mean=0.825, low=0.70, high=0.95, count=2), "only of runs that ended"
+    assert near(row.kept_of_best, mean=(1 + 0.7 / 0.92) / 2, low=0.7 / 0.92, high=1.0, count=2)
     assert near(row.worst_k3, mean=3e-5, low=3e-5, high=3e-5, count=2)
     [line] = table_rows(ranking)
-    assert {"tis", "0.825 (0.700-0.950)", "1 of 2", "2 of 3, 1 failed", "3.0e-05"} <= set(line)
+    assert {"tis", "0.825 (0.700-0.950)", "0.880 (0.761-1.000)", "1 of 2", "2 of 3, 1 failed", "3.0e-05"} <= set(line)
     notes = study_notes(StudyConfig(), results, ranking)
     assert "tis-int8-seed2 FAILED after step 1 of 3: engine 0: no answer. It is not in the table." in notes
 

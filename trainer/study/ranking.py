@@ -17,8 +17,8 @@ from trainer.study.config import StudyConfig
 from trainer.study.results import CellResult, Spread, spread
 
 TITLES = (
-    "precision", "place", "mode", "held-out, last", "collapsed", "worst K3", "entropy, last", "largest gradient",
-    "least ESS", "s per step", "seeds",
+    "precision", "place", "mode", "held-out, last", "last / best", "collapsed", "worst K3", "entropy, last",
+    "largest gradient", "least ESS", "s per step", "seeds",
 )  # fmt: skip
 MODE_COLUMN = TITLES.index("mode")
 """Columns up to this one are words, the others numbers."""
@@ -37,6 +37,8 @@ class Standing:
     """Number of runs that began and did not end."""
     score: Spread | None
     """Held-out accuracy after the last step."""
+    kept_of_best: Spread | None
+    """The score of a run over the best held-out accuracy that it ever had."""
     places: tuple[int, int] | None
     """Best and worst rank within its precision that the ranges allow, from 1; None without a score."""
     worst_k3: Spread | None
@@ -165,6 +167,7 @@ def _standing(results: Sequence[CellResult], known: dict[str, Spread]) -> Standi
         finished=len(ended),
         failed=sum(not result.finished and bool(result.error) for result in results),
         score=own,
+        kept_of_best=spread(result.kept_of_best for result in ended),
         places=None if own is None else (1 + above, len(known) - (len(others) - above)),
         worst_k3=spread(result.k3_max for result in ended),
         entropy=spread(result.entropy_last for result in ended),
@@ -186,6 +189,7 @@ def _row(row: Standing) -> tuple[str, ...]:
         place,
         row.mode,
         _mean_and_range(row.score),
+        _mean_and_range(row.kept_of_best),
         f"{row.collapsed} of {row.finished}" if row.finished else "-",
         "-" if row.worst_k3 is None else f"{row.worst_k3.high:.1e}",
         _mean_and_range(row.entropy),

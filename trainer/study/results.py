@@ -52,6 +52,8 @@ class CellResult:
     """Held-out accuracy of the untouched policy."""
     heldout_last: float | None
     """Held-out accuracy after the last step, by which modes are ranked; None unless the run ended."""
+    kept_of_best: float | None
+    """heldout_last over the largest held-out accuracy of the run, in [0, 1]; None unless the run ended."""
     collapsed: bool
     """True if heldout_last is more than study.collapse_drop below the best of the run."""
     k3_max: float | None
@@ -108,6 +110,7 @@ def cell_result(
     """The result of a cell from its curves."""
     heldout, entropy = _values(curves["heldout"]), _values(curves["entropy"])
     last = heldout[-1] if heldout and stage is Stage.finished else None
+    best = max(heldout, default=0.0)
     return CellResult(
         name=cell.name,
         mode=cell.mode,
@@ -120,7 +123,8 @@ def cell_result(
         error=record.error,
         heldout_first=heldout[0] if heldout else None,
         heldout_last=last,
-        collapsed=last is not None and last < max(heldout) - collapse_drop,
+        kept_of_best=None if last is None else last / best if best else 1.0,
+        collapsed=last is not None and last < best - collapse_drop,
         k3_max=max(_values(curves["k3"]), default=None),
         entropy_last=statistics.fmean(entropy[-_LAST_STEPS:]) if entropy else None,
         grad_norm_max=max(_values(curves["grad"]), default=None),
