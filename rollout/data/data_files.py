@@ -63,6 +63,8 @@ class BadRow:
     number: int
     problem: str
     values: dict[str, Any] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+    """Number of tokens of a prompt that is too long; None if the row has another problem."""
 
     @property
     def unit(self) -> str:

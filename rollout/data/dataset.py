@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 LISTED_ROWS = 20
 """Number of bad rows that an error lists; further rows are only counted."""
+LISTED_LONG_ROWS = 3
+"""Number of them whose prompt is too long."""
 TRAIN_KEY = "data.train_path"
 CHECKED_ROWS = 10_000
 """Rows per source that are read before anything is loaded, a second's work; the run itself reads all."""
@@ -162,11 +164,16 @@ def _bad_rows(bad: Sequence[BadRow]) -> str:
     """A line for each of the bad rows of a source, and the way out; "" without such rows."""
     if not bad:
         return ""
-    shown = [str(row) for row in bad[:LISTED_ROWS]]
-    more = [f"and {len(bad) - LISTED_ROWS} more"] if len(bad) > LISTED_ROWS else []
+    too_long = [row for row in bad if row.prompt_tokens is not None]
+    first_long = too_long[:LISTED_LONG_ROWS]  # the lines of all are alike, and the way out names the longest
+    listed = [row for row in bad if row.prompt_tokens is None or row in first_long][:LISTED_ROWS]
+    shown = [str(row) for row in listed]
+    more = [f"and {len(bad) - len(listed)} more"] if len(bad) > len(listed) else []
     way_out = "Mend them, or leave them out with data.on_bad_row=skip."
-    if any("data.max_prompt_tokens" in row.problem for row in bad):
-        way_out += " Prompts that are too long need a higher data.max_prompt_tokens."
+    if too_long:
+        longest = max(row.prompt_tokens or 0 for row in too_long)
+        counted = "1 prompt is" if len(too_long) == 1 else f"{len(too_long)} prompts are"
+        way_out += f" {counted} too long: data.max_prompt_tokens={longest} would take the longest."
     return "\n".join([f"{len(bad)} row{'s' * (len(bad) > 1)} cannot be used:", *shown, *more, way_out])
 
 

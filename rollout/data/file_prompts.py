@@ -47,9 +47,13 @@ class SourceReport:
     has_text: bool = False
     has_messages: bool = False
 
-    def refuse(self, number: int, problem: str, values: dict[str, Any]) -> None:
-        """Note a row that cannot become a prompt."""
-        self.bad.append(BadRow(source=self.source, number=number, problem=problem, values=plain(values)))
+    def refuse(self, number: int, problem: str, values: dict[str, Any], *, prompt_tokens: int | None = None) -> None:
+        """Note a row that cannot become a prompt; `prompt_tokens` is the length of a prompt that is too long."""
+        self.bad.append(
+            BadRow(
+                source=self.source, number=number, problem=problem, values=plain(values), prompt_tokens=prompt_tokens
+            )
+        )
 
     def lines(self, config: FileDataConfig) -> list[str]:
         """Lines about the source for the console."""
@@ -209,7 +213,8 @@ def _tokenized(
             if not 0 < len(ids) <= config.max_prompt_tokens:
                 limit = f"{len(ids)} prompt tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
                 problem = limit if ids else f"{report.columns.prompt_key} has no tokens"
-                report.refuse(row.number, problem, {"prompt": row.prompt, "answer": row.answer})
+                values = {"prompt": row.prompt, "answer": row.answer}
+                report.refuse(row.number, problem, values, prompt_tokens=len(ids) or None)
                 continue
             prompts.append(
                 Prompt(prompt_id=row.number - 1, token_ids=ids, text=row.text, answer=row.answer, row=plain(row.others))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import sys
@@ -9,6 +10,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rollout.similar_file import similar_file
+
+MOST_FUNCTIONS = 5
+"""Functions of a file that a message names."""
 
 
 def is_custom(function: str) -> bool:
@@ -34,10 +38,25 @@ def function_problem(function: str, built_in: Collection[str]) -> str | None:
 
 
 def similar_custom(function: str) -> str:
-    """A sentence with the `path.py:name` whose file is beside a missing one and similar; empty if there is none."""
+    """A sentence with the `path.py:name` that a value probably means; empty if nothing is similar.
+
+    Of a missing file it is a similar one beside it, of a file without a name its functions; the file is not run.
+    """
+    if not is_custom(function):
+        return _functions_of(function)
     path, _, name = function.rpartition(":")
     meant = similar_file(path, (".py",)) if custom_problem(function) else ""
     return f"{meant[:-1]}:{name}?" if meant.endswith("?") else meant
+
+
+def _functions_of(path: str) -> str:
+    """A sentence with the functions that a Python file defines; empty if `path` is no such file."""
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except (OSError, ValueError, SyntaxError, RuntimeError):  # no file, a NUL in it, no Python, a user without a home
+        return ""
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return f"Did you mean {' or '.join(f'{path}:{name}' for name in names[:MOST_FUNCTIONS])}?" if names else ""
 
 
 def load_function(function: str, *, key: str) -> object:

@@ -95,8 +95,8 @@ def test_all_bad_rows_of_both_files_are_reported_together(tmp_path, tokenizer):
         f"{train}, line 5: answer is missing",
         f"{train}, line 6: question is empty",
         f"{train}, line 7: answer must be text or a finite number, got ' '",
-        "Mend them, or leave them out with data.on_bad_row=skip. Prompts that are too long need a higher "
-        "data.max_prompt_tokens.",
+        "Mend them, or leave them out with data.on_bad_row=skip. 1 prompt is too long: "
+        "data.max_prompt_tokens=51 would take the longest.",
         f"data.eval_path must have rows that can be used, got '{held}'. 1 row cannot be used:",
         f"{held}, line 2: answer is missing",
         "Mend them, or leave them out with data.on_bad_row=skip.",
@@ -125,6 +125,16 @@ def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):
     lines = str(caught.value).splitlines()
     assert len(lines) == 23
     assert lines[-2] == "and 13 more"
+
+
+def test_prompts_that_are_too_long_take_three_lines_and_name_the_length_that_takes_them(tmp_path, tokenizer):
+    rows = [{"question": "x" * (30 + number), "answer": "1"} for number in range(9)] + [{"question": "", "answer": "1"}]
+    with pytest.raises(ValueError, match="10 rows") as caught:
+        load_dataset(file_config(tmp_path, rows, max_prompt_tokens=20), tokenizer)
+    lines = str(caught.value).splitlines()
+    assert [line.rpartition("line ")[2].partition(":")[0] for line in lines[1:-2]] == ["1", "2", "3", "10"]
+    assert lines[-2] == "and 6 more"
+    assert lines[-1].endswith("9 prompts are too long: data.max_prompt_tokens=39 would take the longest.")
 
 
 def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):

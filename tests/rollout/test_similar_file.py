@@ -50,6 +50,14 @@ def test_a_suggestion_for_code_keeps_the_name_of_the_function(tmp_path: Path) ->
     assert similar_custom(f"{tmp_path}/judge.py:score") == similar_custom("exact") == ""
 
 
+def test_a_file_without_the_name_of_a_function_is_answered_with_its_functions(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("LIMIT = 1\ndef score(response): return LIMIT\nasync def judge(response): return 0.5\n")
+    assert similar_custom(str(file)) == f"Did you mean {file}:score or {file}:judge?"
+    file.write_text("def score(response) return 1.0\n")
+    assert similar_custom(str(file)) == "", "it is no Python"
+
+
 def test_a_refusal_names_the_files_that_were_probably_meant(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ def test_ordinary_yaml_is_read_as_it_is() -> None:
         ("a: &a [*a]", "contains itself"),
         ("[" * 150 + "]" * 150, "nested more than 100 levels deep"),
         ("[" * 100_000, "is not YAML that can be read: RecursionError"),
-        ("a: [", "is not YAML that can be read: ParserError"),
+        ("a: [", r"not YAML that can be read, line 1, column 5: .* \(while parsing a flow node, line 1, column 5\)"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
         ("a: !!bool maybe", "KeyError"),
         ("a: !!timestamp x", "is not YAML that can be read"),

@@ -11,6 +11,11 @@ MAX_VALUES = 100_000
 MAX_DEPTH = 100
 
 
+def _place(mark: Any) -> str:
+    """ ", line 3, column 5", counted from 1, of a place of PyYAML; empty for None."""
+    return "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+
+
 def load_yaml(text: str) -> Any:
     """The document in `text`, with the values of JSON and dates. Raises ValueError if it cannot be read, or is too big.
 
@@ -27,6 +32,11 @@ def load_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except ValueError:
         raise
+    except yaml.MarkedYAMLError as error:
+        context = f" ({error.context}{_place(error.context_mark)})" if error.context else ""
+        raise ValueError(
+            f"it is not YAML that can be read{_place(error.problem_mark)}: {error.problem}{context}"
+        ) from error
     except Exception as error:  # PyYAML lets errors of all kinds through for a value that contradicts its tag
         reason = "; ".join(line.strip() for line in str(error).splitlines())
         raise ValueError(f"it is not YAML that can be read: {type(error).__name__}: {reason}") from error
