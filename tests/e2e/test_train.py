@@ -26,7 +26,7 @@ from trainer.cli.commands import run
 from trainer.policy.step import TOKEN_SAMPLES
 from trainer.run.evaluation import evaluate_model, evaluation_metrics
 from trainer.run.loop import train
-from trainer.rundir.weights_source import WeightsSource, find_source
+from trainer.rundir.weights_source import WeightsSource, checkpoint_of, find_source
 
 REPLAYED = (
     "k3",
@@ -232,7 +232,8 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     source = find_source(str(tmp_path / "with"), best=False)
     assert isinstance(source, WeightsSource)
     config = compose("arithmetic_dapo", *QUICK, *words)
-    found = evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda line: None)
+    checkpoint = checkpoint_of(config, source)
+    found = evaluate_model(config, source, checkpoint=checkpoint, run_dir=tmp_path / "eval", say=lambda line: None)
     last = {key: value for key, value in evaluated[-1].items() if key.startswith("eval/")}
     assert evaluation_metrics(found.results) == last
     record = json.loads(found.result_path.read_text("utf-8"))

@@ -24,11 +24,11 @@ from rollout.types import Prompt
 from trainer.cli.evaluate import render_results, run_eval
 from trainer.cluster.placement import engines_only, required_bundles
 from trainer.limits.machine import CPUS_PER_WORKER
-from trainer.run.evaluation import evaluate_model, evaluate_sets, evaluation_metrics
+from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.task import Task, data_notes
 from trainer.rundir.checkpoint import POLICY, CheckpointError, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.resume import flat_config
-from trainer.rundir.weights_source import SourceKind, WeightsSource, find_source
+from trainer.rundir.weights_source import SourceKind, WeightsSource, checkpoint_of, find_source
 
 
 def make_prompts(count: int) -> list[Prompt]:
@@ -116,30 +116,35 @@ def test_a_wrong_model_is_refused_before_anything_heavy_is_loaded(tmp_path: Path
 def test_evaluations_lie_apart_from_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     places: list[Path] = []
-    monkeypatch.setattr("trainer.cli.evaluate._evaluate", lambda config, source, run_dir: places.append(run_dir) or 0)
+    monkeypatch.setattr(
+        "trainer.cli.evaluate._evaluate", lambda config, source, checkpoint, run_dir: places.append(run_dir) or 0
+    )
     for words in ((), ("run.dir=mine",)):
         assert run_eval(["arithmetic_grpo", "checkpoint=none", "rollout=torch", *words]) == 0
     assert places[0].parent == tmp_path / "outputs" / "evals" / "arithmetic_grpo" and places[0].name.startswith("20")
     assert places[1] == tmp_path / "mine"
 
 
-def test_weights_of_another_model_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+def test_weights_of_another_model_and_damaged_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     config = config_of("rollout=torch")
     path = saved_checkpoint(tmp_path / "run", config=flat_config(config_of("model.hidden_size=128", "rollout=torch")))
     for given in (tmp_path / "run", path):
         source = find_source(str(given), best=False)
         assert isinstance(source, WeightsSource)
         with pytest.raises(CheckpointError, match=r"is of another model: model\.hidden_size 128 -> 64"):
-            evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda line: None)
+            checkpoint_of(config, source)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for given, reason in (("run", "is of another model: model.hidden_size 128 -> 64"), ("empty", "no checkpoint")):
+        assert run_eval(["arithmetic_grpo", "rollout=torch", f"checkpoint={given}"]) == 2
+        refused = capsys.readouterr().err
+        assert f"checkpoint must hold good weights of the model of the recipe, got '{given}'" in refused
+        assert reason in refused and not (tmp_path / "outputs").exists()
     (path / POLICY / "weights").write_bytes(b"0123456788")
     with pytest.raises(CheckpointError, match=r"cannot be used: .*weights has changed since it was written"):
-        evaluate_model(
-            config,
-            WeightsSource(kind=SourceKind.checkpoint, path=path),
-            run_dir=tmp_path / "eval",
-            say=lambda line: None,
-        )
-    assert list((tmp_path / "eval").iterdir()) == []
+        checkpoint_of(config, WeightsSource(kind=SourceKind.checkpoint, path=path))
     assert json.loads((path / "state.json").read_text("utf-8"))["step"] == 3
 
 
@@ -150,10 +155,10 @@ def test_the_best_checkpoint_of_a_run_that_kept_none_is_a_mistake_in_the_command
     monkeypatch.chdir(tmp_path)
     words = ["arithmetic_grpo", "rollout=torch", "checkpoint=run", "--best"]
     state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
-    evaluated = "it was evaluated"
+    config, evaluated = flat_config(config_of("rollout=torch")), "it was evaluated"
 
     def refused(metric: str | None, evaluation: dict[str, float | None]) -> str:
-        recorded = replace(state, config={"checkpoint.best_metric": metric}, evaluation=evaluation)
+        recorded = replace(state, config=config | {"checkpoint.best_metric": metric}, evaluation=evaluation)
         commit_checkpoint(begin_checkpoint(tmp_path / "run", 1), recorded, keep=1)
         monkeypatch.setattr("trainer.cli.evaluate._evaluate", lambda *_: evaluated)
         code = run_eval(words)

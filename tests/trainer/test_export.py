@@ -40,7 +40,7 @@ from trainer.rundir.checkpoint import (
     chosen_checkpoint,
     commit_checkpoint,
 )
-from trainer.rundir.weights_source import SourceKind, WeightsSource
+from trainer.rundir.weights_source import SourceKind, WeightsSource, checkpoint_of
 
 
 def export_model(config: TrainConfig, run_dir: Path, directory: Path, *, best: bool = False) -> Checkpoint:
@@ -202,5 +202,6 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(
         export_model(config, run_dir, tmp_path / "out")
     source = WeightsSource(kind=SourceKind.checkpoint, path=path)
     with pytest.raises(CheckpointError, match=reason):
-        evaluate_model(config, source, run_dir=tmp_path / "eval", say=lambda text: None)
+        checkpoint = checkpoint_of(config, source)
+        evaluate_model(config, source, checkpoint=checkpoint, run_dir=tmp_path / "eval", say=lambda text: None)
     assert not owned.exists()

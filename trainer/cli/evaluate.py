@@ -20,10 +20,10 @@ from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
 from trainer.run.start import start_problems
 from trainer.run.task_check import find_model, policy_problems
-from trainer.rundir.checkpoint import best_problem
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_problem
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
-from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, find_source
+from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, checkpoint_of, find_source
 
 if TYPE_CHECKING:
     from rollout.collect.evaluate import EvalResult
@@ -54,7 +54,12 @@ def run_eval(words: Sequence[str]) -> int:
         )
     if problems or source is None or run.config is None:
         return report(problems, command=f"{NAME} {arguments.recipe}")
-    return _evaluate(run.config, source, resolution.run_dir(0))
+    try:
+        checkpoint = checkpoint_of(run.config, source)
+    except CheckpointError as error:
+        rule = "must hold good weights of the model of the recipe"
+        return refuse(f"{NAME} {arguments.recipe}", KEY, rule, given[0], str(error))
+    return _evaluate(run.config, source, checkpoint, resolution.run_dir(0))
 
 
 def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
@@ -120,7 +125,7 @@ def _server_problems(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
+def _evaluate(config: TrainConfig, source: WeightsSource, checkpoint: Checkpoint | None, run_dir: Path) -> int:
     # Imported late, because these lines import torch, Ray and transformers.
     from trainer.cli.job import failed
     from trainer.run.evaluation import evaluate_model
@@ -130,7 +135,7 @@ def _evaluate(config: TrainConfig, source: WeightsSource, run_dir: Path) -> int:
 
     try:
         with termination_requests():
-            evaluated = evaluate_model(config, source, run_dir=run_dir, say=say)
+            evaluated = evaluate_model(config, source, checkpoint=checkpoint, run_dir=run_dir, say=say)
     except RunTerminated as ended:
         to_stderr(f"{NAME}: {ended}\n")
         return ended.exit_code

@@ -30,10 +30,9 @@ from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
 from trainer.run.export import write_model
 from trainer.run.task import Task, data_notes, load_task, resolve_model
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
+from trainer.rundir.checkpoint import Checkpoint
 from trainer.rundir.printed import printed_log
 from trainer.rundir.provenance import config_record, environment_record, group_choices
-from trainer.rundir.resume import changed_keys
 from trainer.rundir.run_dir import LOGS, make_private, write_whole
 from trainer.rundir.weights_source import SourceKind, WeightsSource
 
@@ -79,18 +78,23 @@ def evaluation_metrics(results: Mapping[str, EvalResult]) -> dict[str, float | N
 
 
 def evaluate_model(
-    config: TrainConfig, source: WeightsSource, *, run_dir: Path, say: Callable[[str], None]
+    config: TrainConfig,
+    source: WeightsSource,
+    *,
+    checkpoint: Checkpoint | None,
+    run_dir: Path,
+    say: Callable[[str], None],
 ) -> Evaluated:
     """Start the engines of `config` on what `source` names, evaluate, write eval.json and eval.jsonl to `run_dir`.
 
-    Raises CheckpointError if there is no good checkpoint, or the config describes another model than the one it is of.
+    `checkpoint` is `checkpoint_of(config, source)`. Raises CheckpointError if its weights cannot be read.
     """
     started = time.perf_counter()
     make_private(run_dir)
     # Beside the results, and not in a temporary directory: engines on other machines see the same disk.
     logs = run_dir / LOGS
     with printed_log(logs), tempfile.TemporaryDirectory(dir=run_dir, prefix=".model-") as scratch:
-        model_path, checkpoint = _model_directory(config, source, Path(scratch) / "model", say=say)
+        model_path = _model_directory(config, source, checkpoint, Path(scratch) / "model", say=say)
         task = load_task(config, progress=_silent, model_path=model_path)
         for note in data_notes(task.dataset, run_dir):
             say(note)
@@ -125,28 +129,19 @@ def evaluate_model(
 
 
 def _model_directory(
-    config: TrainConfig, source: WeightsSource, directory: Path, *, say: Callable[[str], None]
-) -> tuple[Path, Checkpoint | None]:
-    """Return the directory of the weights for the engines, and the checkpoint that they are of."""
-    match source.kind:
-        case SourceKind.base:
-            return resolve_model(config, progress=_silent), None
-        case SourceKind.model:
-            return source.path, None
-        case SourceKind.run:
-            checkpoint = chosen_checkpoint(config, source.path, best=source.best)
-        case SourceKind.checkpoint:
-            checkpoint = checkpoint_at(source.path)
-    changed = changed_keys(checkpoint.state.config, config)
-    other = [line for key, line in changed.items() if key.startswith("model") and key != "model.path"]
-    if checkpoint.state.config and other:
-        raise CheckpointError(
-            f"{checkpoint.path} is of another model: {'; '.join(other)}. Set them as they were, or name the "
-            "config.yaml of that run as the recipe."
-        )
+    config: TrainConfig,
+    source: WeightsSource,
+    checkpoint: Checkpoint | None,
+    directory: Path,
+    *,
+    say: Callable[[str], None],
+) -> Path:
+    """Return the directory of the weights for the engines; a checkpoint is written to `directory` as one model."""
+    if checkpoint is None:
+        return source.path if source.kind is SourceKind.model else resolve_model(config, progress=_silent)
     say(f"reading the weights of {checkpoint.path}")
     write_model(config, checkpoint, directory, dtype=DTYPES[config.rollout.dtype.name])
-    return directory, checkpoint
+    return directory
 
 
 def _silent(done: int, total: int, detail: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from algorithms.config import Problem
 from trainer.config.outputs import CHECKPOINTS
-from trainer.rundir.checkpoint import Checkpoint
+from trainer.config.train import TrainConfig
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, chosen_checkpoint
+from trainer.rundir.resume import changed_keys
 from trainer.rundir.sealed import MANIFEST
 
 KEY = "checkpoint"
@@ -64,3 +66,25 @@ def find_source(given: str, *, best: bool) -> WeightsSource | Problem:
         rule = f"must be a run directory with {CHECKPOINTS}/, a checkpoint of one, or a Hugging Face model directory"
         return Problem(key=KEY, rule=rule, value=given, remedy=remedy)
     return WeightsSource(kind=kind, path=path, best=best)
+
+
+def checkpoint_of(config: TrainConfig, source: WeightsSource) -> Checkpoint | None:
+    """The checkpoint that `source` names, with every file verified; None for a base model and an exported one.
+
+    Raises CheckpointError if there is no good one, or `config` describes another model than the one it is of.
+    """
+    match source.kind:
+        case SourceKind.base | SourceKind.model:
+            return None
+        case SourceKind.run:
+            checkpoint = chosen_checkpoint(config, source.path, best=source.best)
+        case SourceKind.checkpoint:
+            checkpoint = checkpoint_at(source.path)
+    changed = changed_keys(checkpoint.state.config, config)
+    other = [line for key, line in changed.items() if key.startswith("model") and key != "model.path"]
+    if checkpoint.state.config and other:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: {'; '.join(other)}. Set them as they were, or name the "
+            "config.yaml of that run as the recipe."
+        )
+    return checkpoint
