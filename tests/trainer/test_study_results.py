@@ -38,6 +38,7 @@ def result(
         "heldout": list(enumerate(scores)),
         "reward": [(step, 0.5) for step in steps],
         "k3": [(step, 1e-5 * step) for step in steps],
+        "worst": [(step, 0.1 * step) for step in steps],
         "entropy": [(step, 1.0 / step) for step in steps],
         "grad": [(step, 0.1 * step) for step in steps],
         "ess": [(step, 1 - 0.01 * step) for step in steps],
@@ -171,6 +172,7 @@ def study_dir(grid: Study, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "eval/accuracy": (0.5, 0.6 + 0.02 * number, 0.7)[step - 1],
                 "reward/mean": 0.5,
                 "mismatch/k3": 1e-5 * step,
+                "mismatch/prob_diff_max": 0.1 * step,
                 "policy/entropy": 1.0 / step,
                 "optim/grad_norm": 0.1 * step,
                 "mismatch/ess/raw_token": 1 - 0.01 * step,
@@ -241,7 +243,7 @@ def test_the_numbers_are_beside_the_page(grid: Study, study_dir: Path) -> None:
     assert curves["heldout"] == [[0, 0.4], [1, 0.5], [2, 0.6], [3, 0.7]]
     assert cells[grid.cells[0].name]["heldout_first"] == 0.4
     assert {name: points[0] for name, points in curves.items() if name != "heldout"} == {
-        "reward": [1, 0.5], "k3": [1, 1e-5], "entropy": [1, 1.0], "grad": [1, 0.1], "ess": [1, 0.99],
+        "reward": [1, 0.5], "k3": [1, 1e-5], "worst": [1, 0.1], "entropy": [1, 1.0], "grad": [1, 0.1], "ess": [1, 0.99],
     }  # fmt: skip
     assert read_records(study_dir)[grid.cells[4].name] == CellRecord(seconds=9.0, error="engine <0>: no answer")
     html = (study_dir / "study.html").read_text()

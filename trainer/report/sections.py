@@ -69,8 +69,8 @@ MISMATCH = Section(
             note="With the same weights on both sides, a probability difference near 1 is a bug: they disagree "
             "completely on some token. Quantised or older weights can come near it without one.",
             series=(
-                Series("mismatch/k3_max", "largest K3", 1),
                 Series("mismatch/prob_diff_max", "largest probability difference", 3),
+                Series("mismatch/k3_max", "largest K3", 1),
             ),
         ),
         Chart(

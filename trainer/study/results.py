@@ -27,7 +27,7 @@ CHARTS: Mapping[str, Chart] = {
     chart.id: chart
     for section in SECTIONS
     for chart in section.charts
-    if chart.id in ("heldout", "reward", "k3", "entropy", "grad", "ess")
+    if chart.id in ("heldout", "reward", "k3", "worst", "entropy", "grad", "ess")
 }
 """The charts of a report that a study has too, each for its first metric, by the ids that study.json uses."""
 
