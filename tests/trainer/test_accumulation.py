@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_ranks import one_rank_of
 from policy_cases import make_samples, save_policy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rollout.config import DType
 from trainer.batch.packing import micro_batch
@@ -23,16 +20,6 @@ from trainer.policy.model import load_causal_lm, shard
 from trainer.policy.trainable import Trainable
 
 RANKS = 8
-
-
-@contextmanager
-def one_rank_of(count: int) -> Iterator[None]:
-    """This process as rank 0 of `count` ranks that are not there: what it holds is real, what it receives is not."""
-    dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def unsharded_gradients(model: nn.Module) -> list[torch.Tensor]:

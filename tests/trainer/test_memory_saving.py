@@ -21,7 +21,9 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.floors import GroupLengths
+from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy, local_part
+from trainer.policy.trainable import Trainable
 from trainer.policy.worker import PolicyWorker
 
 
@@ -251,6 +253,22 @@ def test_a_dry_run_fills_the_cap_and_changes_nothing(model_path: Path) -> None:
     # An optimizer step has half of the samples, a rank half of these.
     config.batch.mini_batch_prompts, config.policy.num_workers = 2, 2
     assert largest_micro_batch(config) == [GroupLengths(6, (20,) * 4, 80)]
+
+
+def test_a_dry_run_holds_the_gradients_of_an_earlier_micro_batch(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    backward = Trainable.backward
+
+    def spy(self: Trainable[ScoringModel], loss: torch.Tensor) -> None:
+        held.append(all(parameter.grad is not None for parameter in self.model.parameters()))
+        backward(self, loss)
+
+    monkeypatch.setattr(Trainable, "backward", spy)
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.dry_run([GroupLengths(1, (19,), 19)])
+    assert held == [True]
 
 
 def test_a_dry_run_that_does_not_fit_names_the_keys(model_path: Path) -> None:

@@ -138,9 +138,13 @@ def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n % 4 == 0, "so that the shards below are exact"
     assert (memory.weights, memory.gradients, memory.optimizer) == (n, n, 2 * n)
     assert memory.gathered == 2 * (n - 3 * layer + 2 * layer)
-    # bfloat16 logits of a chunk of ten tokens, and two blocks no larger than that for the softmax.
-    assert memory.logits == 10 * shape.vocab_size * 2 * 3
-    assert memory.on_device == 4 * n + memory.gathered + memory.logits + memory.activations
+    # The gradient of a layer, in bfloat16 and in float32 as it is reduced, and that of the head, which is small here.
+    assert memory.backward == 6 * layer + 2 * shape.head_parameters
+    assert memory.on_device == 4 * n + memory.gathered + memory.activations + memory.backward
+    wide = replace(shape, vocab_size=5000)
+    # A head of 5,000 words: bfloat16 logits of a chunk of ten tokens, two blocks no larger than that for the softmax,
+    # and the gradient, as it is summed in float32 and as it is rounded.
+    assert rank_memory(config, wide).backward == 10 * 5000 * 2 * 3 + 5000 * 128 * (4 + 2)
     engine = engine_memory(config, shape)
     assert engine.weights == 2 * n
     # 9 samples on 2 engines are at most 5 on one; 6 + 16 tokens; keys and values of 3 layers of width 128, bfloat16.

@@ -56,15 +56,16 @@ class RankMemory:
     optimizer: int
     gathered: int
     """Parameters that are whole on every rank during computation."""
-    logits: int
     activations: int
-    """Activations kept for the backward pass at the token cap."""
+    """Activations that the forward pass keeps for the backward pass, at the token cap."""
+    backward: int
+    """Largest addition of the backward pass: see `backward_bytes`."""
     offload: Offload
 
     @property
     def working(self) -> int:
         """Bytes held only while a micro-batch is trained on."""
-        return self.gathered + self.logits + self.activations
+        return self.gathered + self.activations + self.backward
 
     @property
     def on_device(self) -> int:
@@ -142,15 +143,14 @@ def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | Non
         critic_shard = math.ceil((critic.num_parameters - head) / ranks)
         # The critic trains while the root of the policy is still gathered from the forward for pi_old.
         whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
-    head_bytes = MASTER_BYTES if config.policy.fp32_head else compute_bytes
-    logits_bytes = LOGPROB_CHUNK_TOKENS * shape.vocab_size * head_bytes
+    kept, computed_again = activation_bytes(config, shape)
     return RankMemory(
         weights=(shard * (1 + config.has_reference) + critic_shard) * MASTER_BYTES,
         gradients=(shard + critic_shard) * MASTER_BYTES,
         optimizer=(shard + critic_shard) * ADAMW_BYTES,
         gathered=whole * compute_bytes,
-        logits=logits_bytes + min(SOFTMAX_SCRATCH_BYTES, 2 * logits_bytes),
-        activations=activation_bytes(config, shape),
+        activations=kept,
+        backward=backward_bytes(config, shape, kept=kept, computed_again=computed_again),
         offload=config.policy.offload,
     )
 
@@ -176,13 +176,14 @@ def largest_micro_batch(config: TrainConfig, *, longest_prompt: int | None = Non
     return groups
 
 
-def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
-    """Bytes that the decoder keeps for the backward pass of the largest micro-batch, from its widths.
+def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
+    """Bytes that the decoder keeps for the backward pass of the largest micro-batch, and those of a layer that is
+    computed again there, both from its widths.
 
     Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
     residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
     output; four of the MLP's width). On a CPU attention and its inputs are float32. A checkpointed layer keeps its
-    input; one layer at a time is held in full.
+    input; one layer at a time is computed again and held in full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
@@ -191,17 +192,36 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> int:
     attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
     products = (2 * hidden + shape.attention_size + 4 * mlp_size) * number
     products += (2 * shape.attention_size + shape.kv_size) * attention_number
-    every = config.policy.activation_checkpoint_every
-    checkpointed = math.ceil(shape.num_layers / every) if every else 0
-    in_full = min(shape.num_layers, shape.num_layers - checkpointed + bool(checkpointed))
-    # After the last layer: a norm, its output and the scored rows of the output.
-    after = hidden * (MASTER_BYTES + 3 * number)
-    per_token = in_full * (norms + products) + checkpointed * hidden * number + after
     groups = largest_micro_batch(config)
     # Every sample of a group has a copy of the keys and values of its prompt and of its own.
     copied = sum(group.prompt + rest for group in groups if len(group.rests) > 1 for rest in group.rests)
     computed = sum(group.num_tokens for group in groups)
-    return computed * per_token + copied * in_full * shape.kv_size * attention_number
+    layer = computed * (norms + products) + copied * shape.kv_size * attention_number
+    # After the last layer: a norm, its output and the scored rows of the output.
+    after = computed * hidden * (MASTER_BYTES + 3 * number)
+    every = config.policy.activation_checkpoint_every
+    checkpointed = math.ceil(shape.num_layers / every) if every else 0
+    kept = (shape.num_layers - checkpointed) * layer + checkpointed * computed * hidden * number + after
+    return kept, layer if checkpointed else 0
+
+
+def backward_bytes(config: TrainConfig, shape: ModelShape, *, kept: int, computed_again: int) -> int:
+    """Largest number of bytes that the backward pass adds to what the forward pass keeps.
+
+    Three moments compete. The head: the logits of a chunk, and its gradient, summed in float32 and then rounded. A
+    layer: its activations if it is `computed_again`, its gradient with the float32 copy that is reduced over ranks,
+    and the gradient of the head, which waits for that of the embedding. The root, at the end, when nothing of `kept`
+    is left: the gradients of embedding and head, with their float32 copy.
+    """
+    number = DTYPE_BYTES[config.policy.dtype]
+    head_number = MASTER_BYTES if config.policy.fp32_head else number
+    logits = LOGPROB_CHUNK_TOKENS * shape.vocab_size * head_number
+    head_gradient = shape.head_parameters * number
+    unrounded = shape.head_parameters * MASTER_BYTES if number != MASTER_BYTES else 0
+    at_head = logits + min(SOFTMAX_SCRATCH_BYTES, 2 * logits) + head_gradient + unrounded
+    at_layer = computed_again + head_gradient + shape.layer_parameters * (number + MASTER_BYTES)
+    at_root = shape.root_parameters * (number + MASTER_BYTES) - kept
+    return max(at_head, at_layer, at_root)
 
 
 def _whole_parameters(shape: ModelShape) -> int:

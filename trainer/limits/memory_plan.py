@@ -154,7 +154,7 @@ class MemoryPlan:
         yield (
             f"each of {counted(policy.num_workers, 'rank')}: {size(rank.on_device)}{host} = weights "
             f"{size(rank.weights)}{models} + gradients {size(rank.gradients)} + AdamW {size(rank.optimizer)} "
-            f"+ gathered {size(rank.gathered)} + logits {size(rank.logits)} + activations {size(rank.activations)}"
+            f"+ gathered {size(rank.gathered)} + activations {size(rank.activations)} + backward {size(rank.backward)}"
         )
         yield (
             f"each of {counted(self.config.rollout.num_engines, 'engine')}: weights {size(engine.weights)} "

@@ -1,7 +1,8 @@
 """One forward and backward of the largest micro-batch before the first step: too little memory shows at once, not in
 step 37.
 
-Called by `trainer/policy/worker.py` on every rank. Gradients are dropped and no weight changes.
+Called by `trainer/policy/worker.py` on every rank. The micro-batch finds gradients in place, as every one but the first
+of an optimizer step does; they are dropped afterwards, and no weight changes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def dry_run(
     try:
         micro = micro_batch(group_samples(groups)).to(device)
         scores = policy.model(micro, temperature=config.sampling.temperature, entropy_grad=config.loss.entropy_coef > 0)
-        policy.zero_grad()
+        _give_gradients(policy)
         policy.backward(scores.logprobs.sum() + scores.entropy.sum())
         del scores
     except (RuntimeError, MemoryError) as error:
@@ -89,6 +90,12 @@ def dry_run(
         planned_bytes=None if planned is None else planned.working + planned.gradients,
         planned_besides_bytes=PROCESS_BYTES if device.type == "cpu" else 0,
     )
+
+
+def _give_gradients(policy: Trainable[ScoringModel]) -> None:
+    """Gradients of zeros, as large as those of a micro-batch before: every further one of a step is added to them."""
+    for parameter in policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def group_samples(groups: Sequence[GroupLengths]) -> list[Sample]:
