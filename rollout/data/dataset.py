@@ -57,6 +57,12 @@ class Dataset:
         lists = (self.train, self.heldout, *self.eval_sets.values())
         return max(len(prompt.token_ids) for prompts in lists for prompt in prompts)
 
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all prompts."""
+        lists = (self.train, self.heldout, *self.eval_sets.values())
+        return max(max(prompt.token_ids, default=0) for prompts in lists for prompt in prompts)
+
 
 def load_dataset(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, eval_sets: Mapping[str, str] | None = None
@@ -83,7 +89,11 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
             template = within.enter_context(closing(ChatTemplate(tokenizer, config.chat_template_kwargs)))
         sources = _sources(config, eval_sets)
         found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template))
-    if empty := [_unusable(key, sources[key], "No row is left.") for key, (prompts, _) in found.items() if not prompts]:
+    if empty := [
+        _unusable(key, sources[key], "\n".join(["No row is left.", *report.lines(config)]))
+        for key, (prompts, report) in found.items()
+        if not prompts
+    ]:
         raise DataError(*empty)
     reports = [report for _, report in found.values()]
     if config.instruction and not any(report.has_text for report in reports):

@@ -1,6 +1,6 @@
 """The process that runs rollout functions, many episodes at a time: lines of JSON in, lines of JSON out.
 
-    python -m rollout.episodes.child FUNCTION@TOKENIZER_FILE MEMORY_BYTES
+    python -m rollout.episodes.child FUNCTION@[TOKENIZER_FILE] MEMORY_BYTES
 
 `rollout/episodes/sampler.py` starts, feeds, times and kills the process. In: {"start": id, token_ids, answer, row,
 max_new_tokens}, {"turn": id, token_ids, stopped} and {"cancel": id}. Out: {"running": id} before user code runs, so
@@ -98,7 +98,11 @@ def main(function: str, memory_bytes: int) -> None:
     requests, say = become_child(memory_bytes=memory_bytes)
     name, _, tokenizer_file = function.rpartition(SEPARATOR)
     try:
-        server = Server(load(name), tokenizer_file, say)
+        rollout = load(name)
+        if not tokenizer_file:  # the function is only looked at, before a run
+            say({"ready": True})
+            return
+        server = Server(rollout, tokenizer_file, say)
     except Exception as error:
         say({"failed": described(error)})
         return

@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import orjson
 import xxhash
 
-from rollout.processes.child_process import ChildProcess
+from rollout.episodes.child import SEPARATOR
+from rollout.episodes.config import EPISODE_MEMORY_BYTES
+from rollout.processes.child_process import ChildProcess, ChildStartError
 from rollout.types import FinishReason, GenerateRequest, Generation
+
+LOAD_S = 60.0
+"""Deadline in seconds for a file with a rollout function to be imported before a run."""
 
 
 class Said(NamedTuple):
@@ -48,6 +53,24 @@ class EpisodeWorker(ChildProcess):
 
     def _hear(self, line: bytes | None) -> None:
         self._inbox.put(Said(self, None if line is None else read_message(line)))
+
+
+def try_rollout_function(function: str) -> str:
+    """Load `function` in a process of its own, as a run does; the reason why it cannot be used, "" if it can."""
+    inbox: Inbox = queue.SimpleQueue()
+    try:
+        worker = EpisodeWorker(f"{function}{SEPARATOR}", memory_bytes=EPISODE_MEMORY_BYTES, inbox=inbox)
+    except ChildStartError as error:
+        return str(error)
+    try:
+        message = inbox.get(timeout=LOAD_S).message
+    except queue.Empty:
+        return f"it was not loaded within {LOAD_S:g} s"
+    finally:
+        worker.kill()
+    if message is None:
+        return f"its process {worker.death().text}"
+    return str(message.get("failed", ""))
 
 
 def read_message(line: bytes) -> dict[str, Any] | None:

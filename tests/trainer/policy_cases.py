@@ -56,11 +56,11 @@ MODES: dict[str, CorrectionConfig] = {
 """The six modes, with their default bounds."""
 
 
-def save_policy(path: Path) -> Path:
-    """Write the weights of a two-layer Qwen2 with 64 tokens of vocabulary to `path`."""
+def save_policy(path: Path, *, vocab_size: int = 64) -> Path:
+    """Write the weights of a two-layer Qwen2 with 64 tokens of vocabulary, or `vocab_size`, to `path`."""
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=64,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -54,6 +54,13 @@ def test_a_key_that_one_run_does_not_have_differs() -> None:
     assert config_difference([first, second]) == [("correction", ["tis", "mis"]), ("a.b", ["1", ""])]
 
 
+def test_an_option_without_keys_of_its_own_is_told() -> None:
+    first = make_run([], config={"defaults": [{"/schedule": "sync"}], "schedule": {}})
+    second = make_run([], config={"defaults": [{"/schedule": "one_step_off"}], "schedule": {"max_lag": 2}})
+    found = config_difference([first, second])
+    assert found[0] == ("schedule", ["sync", "one_step_off"])
+
+
 def test_settings_that_a_resume_changed_are_told_with_their_steps() -> None:
     def settings(correction: str, lr: float, **more: object) -> dict[str, object]:
         return {

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 from cli_process import HEAVY, parity
 from data_cases import byte_tokenizer
 from policy_cases import save_policy
+from safetensors.torch import load_file, save_file
 
 from trainer.cli.commands import run
 from trainer.compose.compose import resolve
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.machine import Machine
+from trainer.limits.memory_plan import memory_plan
 from trainer.run import task_check
 from trainer.run.task_check import task_problems
 
@@ -37,7 +43,7 @@ def of_verl(data_source, solution_str, ground_truth): return 1.0
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a recipe of one's own, its model of a context of 128 tokens, its data and its reward."""
     directory = tmp_path_factory.mktemp("own")
-    byte_tokenizer(save_policy(directory / "tiny"))
+    byte_tokenizer(save_policy(directory / "tiny", vocab_size=300))
     rows = [{"q": f"{number}?", "a": str(number)} for number in range(30)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "own.py").write_text(REWARDS)
@@ -138,11 +144,86 @@ def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: py
     assert differs == ["schedule", "engines", "tracking"]
 
 
+def edit_config(directory: Path, **fields: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def cut_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def add_expert(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(2, 2)}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_weights, r"must hold safetensors files that can be read .*model.safetensors is damaged.*Copy or download"),
+        (lambda path: edit_config(path, architectures=["BertModel"]), r"must be a causal language model.*'BertModel'"),
+        (
+            lambda path: edit_config(path, hidden_size=16),
+            r"vocab_size and hidden_size make an embedding of \[300, 16\]",
+        ),
+        (add_expert, r"must be a dense model: mixtures of experts are not supported"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
+    own: Path, damage: Callable[[Path], None], words: str, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TemporaryDirectory(dir=own) as directory:
+        shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
+        damage(Path(directory))
+        before = sorted(own.iterdir())
+        assert run(["train", "mine.yaml", f"model.path={directory}", *more]) == 2
+        assert re.search(words, capsys.readouterr().err)
+        assert sorted(own.iterdir()) == before
+
+
+def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TemporaryDirectory(dir=own) as directory:
+        shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
+        edit_config(Path(directory), vocab_size=50)
+        weights = load_file(Path(directory) / "model.safetensors")
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:50].clone()
+        save_file(weights, Path(directory) / "model.safetensors")
+        assert run(["train", "mine.yaml", f"model.path={directory}"]) == 2
+    assert re.search(r"prompts have the token id \d+, and vocab_size is 50", capsys.readouterr().err)
+
+
+def test_a_rollout_function_that_cannot_be_loaded_is_refused(own: Path) -> None:
+    def problems(function: str) -> list[str]:
+        config = config_of(own, f"episode.function={function}")
+        return [str(problem) for problem in task_problems([config]) if problem.key == "episode.function"]
+
+    [told] = problems("own.py:reward")
+    assert "must be `async def` with one parameter, the episode" in told
+    [told] = problems("own.py:nowhere")
+    assert "nowhere" in told
+    (own / "turns.py").write_text("async def turns(episode):\n    await episode.generate()\n")
+    assert problems("turns.py:turns") == []
+    (own / "turns.py").unlink()
+
+
+def test_a_micro_batch_that_is_far_too_large_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(own)
+    needed = memory_plan(config, device_bytes=None).ranks_host_bytes
+    assert needed is not None
+    for memory, refused in ((needed // 2 - 2**20, True), (needed // 2 + 2**20, False)):
+        monkeypatch.setattr(task_check, "this_machine", lambda memory=memory: Machine(cpus=2, gpus=0, memory=memory))
+        keys = [problem.key for problem in task_problems([config])]
+        assert keys == ["batch.max_tokens_per_microbatch"] * refused
+
+
 def test_weights_that_never_fit_are_refused_and_activations_that_may_not_are_not(
     own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(own)
-    for memory, refused in ((2**17, True), (2**21, False)):
+    for memory, refused in ((2**17, True), (2**30, False)):
         monkeypatch.setattr(task_check, "this_machine", lambda memory=memory: Machine(cpus=2, gpus=0, memory=memory))
         problems = [str(problem) for problem in task_problems([config])]
         assert [line.startswith("model must fit into 128 KiB of memory: weights") for line in problems] == [

@@ -107,20 +107,21 @@ def _resume(config: TrainConfig, run_dir: Path) -> str:
         more = how_to_go_on(resume_command(run_dir), saved=saved)
         return f"{run_dir} has taken all {counted(last, 'step')}: nothing is started; {more}"
     if config.run.resume is Resume.clean or saved is None:
-        return f"the earlier run in {run_dir} is moved aside: it begins"
+        reason = "" if config.run.resume is Resume.clean else ", because it saved no checkpoint to go on from"
+        return f"the earlier run in {run_dir} is moved aside{reason}: it begins"
     return f"goes on in {run_dir} after step {saved} of {last}, if its newest checkpoint is good"
 
 
 def forwards(config: TrainConfig) -> str:
     """Cost of training per token, with the reason for or against a separate forward for pi_old."""
-    batch, mode = config.batch, config.correction.mode
+    batch = config.batch
     passes, steps = batch.passes, batch.optimizer_steps_per_rollout
     if config.needs_prepass:
         reason = "and 1 for pi_old, on which the advantages depend before the first optimizer step"
     elif config.needs_old_logprobs_pass:
         reason = f"and 1 for pi_old, because one rollout serves {steps} optimizer steps"
     elif not config.correction.needs_old_logprobs:
-        reason = f"none for pi_old: correction={mode} does without it"
+        reason = "none for pi_old: the correction does without it"
     else:
         reason = "none for pi_old: with one mini-batch per rollout the first training forward is pi_old"
     reference = ", and 1 for the reference" if config.has_reference else ""

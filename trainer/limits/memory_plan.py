@@ -72,12 +72,20 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int | None:
         """Bytes that ranks and engines take of the host's memory, at the cap; None if the model's size is unknown."""
-        if self.rank is None or self.engine is None:
+        if self.ranks_host_bytes is None or self.engine is None:
             return None
-        policy, rollout = self.config.policy, self.config.rollout
-        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.on_device)
+        rollout = self.config.rollout
         of_engine = 0 if rollout.gpus_per_engine else self.engine.weights + self.engine.kv_cache
-        return policy.num_workers * (of_rank + PROCESS_BYTES) + rollout.num_engines * (of_engine + PROCESS_BYTES)
+        return self.ranks_host_bytes + rollout.num_engines * (of_engine + PROCESS_BYTES)
+
+    @property
+    def ranks_host_bytes(self) -> int | None:
+        """Bytes that the ranks take of the host's memory, at the cap; None if the model's size is unknown."""
+        if self.rank is None:
+            return None
+        policy = self.config.policy
+        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.on_device)
+        return policy.num_workers * (of_rank + PROCESS_BYTES)
 
     @property
     def least_host_bytes(self) -> int | None:

@@ -117,14 +117,17 @@ def directory_shape(directory: Path) -> ModelShape:
         text = described.get("text_config", described)
         return _shape(text, directory)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UnknownShapeError(f"{described_at} and the safetensors files do not tell it ({error!r})") from error
+        reason = f"config.json has no {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        raise UnknownShapeError(
+            f"{directory} does not tell the sizes of the model (config.json, safetensors files): {reason}"
+        ) from error
 
 
 def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
     """Sizes from the fields of config.json that describe the language model, and from the tensors of `directory`."""
     heads, hidden = text["num_attention_heads"], text["hidden_size"]
     head_size = text.get("head_dim") or hidden // heads
-    sizes = _parameter_sizes(directory)
+    sizes = {name: math.prod(shape) for name, shape in tensor_shapes(directory).items()}
     # Some files contain the head although it is tied to the embedding: it counts once.
     is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
     layers: dict[int, int] = {}
@@ -146,16 +149,19 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
     )
 
 
-def _parameter_sizes(directory: Path) -> dict[str, int]:
-    """Tensor name -> number of parameters."""
-    sizes: dict[str, int] = {}
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape, from the headers of the safetensors files.
+
+    Raises FileNotFoundError if there is none, and ValueError for a damaged one.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors file in {directory}")
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:  # reads the header, not the tensors
-                sizes |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file: {error}") from error
-    return sizes
+            raise ValueError(f"{path.name} is damaged, or not a safetensors file: {error}") from error
+    return shapes

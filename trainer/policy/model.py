@@ -172,6 +172,8 @@ def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.
         if stop > start:
             rows: Tensor = view[start:stop]
             local.copy_(rows)
+            if not torch.isfinite(local).all():
+                raise ValueError(f"{file}: {name} holds numbers that are not finite: the weights are of no use")
     return with_local_part(whole, local)
 
 

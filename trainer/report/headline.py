@@ -177,7 +177,9 @@ def _histories(run: RunData) -> Iterator[tuple[str, str]]:
 
 def _flat(config: Row) -> dict[str, str]:
     """Choice of each group, and dotted key -> value as text."""
-    return group_members(config) | flat_config(config)
+    members = group_members(config)
+    # A section without keys of its own, as schedule=sync has, must not hide the option that was chosen.
+    return members | {key: value for key, value in flat_config(config).items() if key not in members}
 
 
 def status_of(run: RunData) -> StatusLabel:

@@ -31,6 +31,7 @@ def write_model(
     model = load_policy(config, start, checkpoint)
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished.mkdir()  # refuses a link that somebody else has put there
     target = _dtype_of(start) if dtype is None else dtype
     model.to(dtype=target).causal_lm.save_pretrained(unfinished, safe_serialization=True)

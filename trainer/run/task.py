@@ -20,7 +20,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
-from trainer.run.task_check import context_problems
+from trainer.run.task_check import context_problems, vocabulary_problems
 from trainer.rundir.cache import Progress
 from trainer.rundir.run_dir import StartError, write_whole
 
@@ -115,7 +115,11 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must hold a tokenizer that can be read"
         raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
-    if problems := list(context_problems(config, model_path, longest_prompt=dataset.longest_prompt)):
+    problems = [
+        *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
+        *vocabulary_problems(model_path, largest_token=dataset.largest_token),
+    ]
+    if problems:
         raise StartError(*problems)
 
     def decode(token_ids: list[int]) -> str:

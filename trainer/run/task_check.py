@@ -6,31 +6,31 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from algorithms.config import Problem
 from rollout.config import SGLangConfig
 from rollout.data.data_files import DataError, is_local
 from rollout.data.dataset import first_row, load_dataset
+from rollout.episodes.running import try_rollout_function
+from rollout.processes.custom_code import is_custom
 from rollout.rewards import try_reward
-from rollout.similar_file import similar_directory
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
+from trainer.run.model_check import described, find_model
 from trainer.rundir.text import size
 
 logger = logging.getLogger(__name__)
 
-HUB_TIMEOUT_S = 3.0
-"""Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
-TOKENIZER_FILES = ("tokenizer*", "vocab*")
+HOPELESS = 2.0
+"""Plan of the ranks over the memory of the machine from which on a run is refused: the plan is at the cap of prompts
+and responses, which a run may never reach."""
 OTHER_GPUS = ("/dev/dxg", "/dev/kfd")
 """Devices of GPUs that `Machine.gpus` does not count: of Windows below Linux, and of AMD."""
 
@@ -43,13 +43,13 @@ def task_problems(configs: Sequence[TrainConfig], *, trains: bool = True) -> lis
     machine = this_machine()
     found = [problem for config in configs for problem in _machine_problems(config, machine, trains=trains)]
     for config in {task_key(config): config for config in configs}.values():
-        found += [*(_model_problems(config) if trains else ()), *_data_problems(config)]
+        found += [*(_model_problems(config) if trains else ()), *_data_problems(config), *_episode_problems(config)]
     return list({str(problem): problem for problem in found}.values())
 
 
 def task_key(config: TrainConfig) -> str:
     """The same text for runs that work on the same task."""
-    sections = ("model", "critic", "advantage", "data", "eval", "reward", "sampling", "rollout")
+    sections = ("model", "critic", "advantage", "data", "eval", "reward", "sampling", "rollout", "episode")
     return repr([getattr(config, name) for name in sections])
 
 
@@ -81,7 +81,13 @@ def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) ->
         yield config.broken("policy.num_workers", rule, f"Lower it, or rollout.num_engines, {elsewhere}")
     if not trains:
         return
-    plan = memory_plan(config, device_bytes=gpu_bytes() if gpus else None)
+    yield from _memory_problems(config, machine, uses_gpus=gpus > 0)
+
+
+def _memory_problems(config: TrainConfig, machine: Machine, *, uses_gpus: bool) -> Iterator[Problem]:
+    """Yield the problems of models, and of micro-batches, that this machine cannot hold."""
+    elsewhere = "or name a Ray cluster with cluster.address."
+    plan = memory_plan(config, device_bytes=gpu_bytes() if uses_gpus else None)
     for needed, bytes_there in ((plan.least_host_bytes, machine.memory), (plan.least_device_bytes, plan.device_bytes)):
         if needed is not None and bytes_there is not None and needed > bytes_there:
             yield Problem(
@@ -90,6 +96,14 @@ def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) ->
                 value=config.model.description,
                 remedy=f"Use a smaller model or more GPUs, {elsewhere}",
             )
+            return
+    needed = plan.ranks_host_bytes
+    if needed is not None and needed > HOPELESS * machine.memory:
+        rule = (
+            f"must be lower: at the cap the largest micro-batch makes ranks take {size(needed)}, and this machine has "
+        )
+        remedy = f"Or lower sampling.max_new_tokens, or set policy.activation_checkpoint_every=1, {elsewhere}"
+        yield config.broken("batch.max_tokens_per_microbatch", rule + size(machine.memory), remedy)
 
 
 def policy_problems(config: TrainConfig) -> Iterator[Problem]:
@@ -109,65 +123,6 @@ def _model_problems(config: TrainConfig) -> Iterator[Problem]:
         found = find_model("critic.path", config.critic.path, None)
         if isinstance(found, Problem):
             yield found
-
-
-def find_model(key: str, path: str, revision: str | None) -> Path | Problem | None:
-    """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return _incomplete(key, directory) or directory
-    rule = "must be a directory or a repository of the hub that can be read"
-    if directory.exists():
-        return Problem(
-            key=key, rule=rule, value=path, remedy=f"It is a file: {key}={directory.parent} is its directory."
-        )
-    # Imported here because the import takes a quarter of a second, and most runs have their model on the disk.
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json"], local_files_only=True))
-    except HFValidationError:
-        remedy = similar_directory(path) or "There is no such directory, and it is no name of the hub."
-        return Problem(key=key, rule=rule, value=path, remedy=remedy)
-    except LocalEntryNotFoundError:
-        pass  # the hub is asked below
-    try:
-        HfApi().model_info(path, revision=revision, timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # of the hub's library and of its HTTP client, which is no dependency of Parity itself
-        status = getattr(getattr(error, "response", None), "status_code", 0)
-        if status >= 500 or "Timeout" in type(error).__name__:
-            return None
-        said = str(error).splitlines()[0]
-        remedy = f"There is no such directory here, and the hub cannot be asked or does not give it: {said}"
-        remedy = similar_directory(path) or remedy
-        return Problem(key=key, rule=rule, value=path, remedy=remedy)
-    return None
-
-
-def _incomplete(key: str, directory: Path) -> Problem | None:
-    """The Problem of a directory that is no model; `key` decides whether it needs a tokenizer."""
-    missing = [name for name in ("config.json", "*.safetensors") if not any(directory.glob(name))]
-    if key != "critic.path" and not any(any(directory.glob(name)) for name in TOKENIZER_FILES):
-        missing.append("tokenizer.json")
-    if not missing and "model_type" in described(directory):
-        return None
-    return Problem(
-        key=key,
-        rule="must be the directory of a Hugging Face model"
-        + (f", with {', '.join(missing)}" if missing else ", whose config.json names its model_type"),
-        value=str(directory),
-        remedy=f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR.",
-    )
-
-
-def described(directory: Path) -> Mapping[str, Any]:
-    """config.json of a model; empty if it cannot be read."""
-    try:
-        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _context_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
@@ -217,6 +172,24 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
             rule += f"up to {longest_prompt} of them"
             remedy = "Or leave long prompts out (data.max_prompt_tokens, data.on_bad_row=skip)."
         yield Problem(key=key, rule=rule, value=most, remedy=remedy)
+
+
+def vocabulary_problems(directory: Path, *, largest_token: int) -> Iterator[Problem]:
+    """Yield the problem of prompts with a token that the model does not have: the tokenizer is of another model."""
+    model = described(directory)
+    vocab_size = model.get("text_config", model).get("vocab_size")
+    if isinstance(vocab_size, int) and largest_token >= vocab_size:
+        rule = f"must hold the tokenizer of its model: prompts have the token id {largest_token}, and vocab_size is"
+        rule += f" {vocab_size}"
+        remedy = "Save the tokenizer that belongs to the model into the directory."
+        yield Problem(key="model.path", rule=rule, value=str(directory), remedy=remedy)
+
+
+def _episode_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problem of a rollout function of the user's own that cannot be loaded."""
+    name = config.episode.function
+    if name is not None and is_custom(name) and (reason := try_rollout_function(name)):
+        yield config.broken("episode.function", "must be a rollout function that can be loaded", f"It failed: {reason}")
 
 
 def _data_problems(config: TrainConfig) -> Iterator[Problem]:

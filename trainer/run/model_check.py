@@ -1,0 +1,116 @@
+"""The directory, or name on the hub, of a model: does it hold a model that Parity can train?
+
+Read before torch or transformers is imported, from config.json and the headers of the safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from algorithms.config import Problem
+from rollout.similar_file import similar_directory
+from trainer.limits.model_shape import EXPERT_NAME, tensor_shapes
+
+HUB_TIMEOUT_S = 3.0
+"""Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*")
+CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
+"""How transformers ends the names of classes that predict the next token."""
+EMBEDDING_NAMES = ("model.embed_tokens.weight", "transformer.wte.weight")
+
+
+def find_model(key: str, path: str, revision: str | None) -> Path | Problem | None:
+    """The directory of a model, also in the hub's cache; None if the hub has it; or the Problem with `path`."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return _incomplete(key, directory) or _unsupported(key, directory) or directory
+    rule = "must be a directory or a repository of the hub that can be read"
+    if directory.exists():
+        return Problem(
+            key=key, rule=rule, value=path, remedy=f"It is a file: {key}={directory.parent} is its directory."
+        )
+    # Imported here because the import takes a quarter of a second, and most runs have their model on the disk.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=["config.json"], local_files_only=True))
+    except HFValidationError:
+        remedy = similar_directory(path) or "There is no such directory, and it is no name of the hub."
+        return Problem(key=key, rule=rule, value=path, remedy=remedy)
+    except LocalEntryNotFoundError:
+        pass  # the hub is asked below
+    try:
+        HfApi().model_info(path, revision=revision, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # of the hub's library and of its HTTP client, which is no dependency of Parity itself
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status >= 500 or "Timeout" in type(error).__name__:
+            return None
+        said = str(error).splitlines()[0]
+        remedy = f"There is no such directory here, and the hub cannot be asked or does not give it: {said}"
+        remedy = similar_directory(path) or remedy
+        return Problem(key=key, rule=rule, value=path, remedy=remedy)
+    return None
+
+
+def _incomplete(key: str, directory: Path) -> Problem | None:
+    """The Problem of a directory that is no model; `key` decides whether it needs a tokenizer."""
+    missing = [name for name in ("config.json", "*.safetensors") if not any(directory.glob(name))]
+    if key != "critic.path" and not any(any(directory.glob(name)) for name in TOKENIZER_FILES):
+        missing.append("tokenizer.json")
+    if not missing and "model_type" in described(directory):
+        return None
+    return Problem(
+        key=key,
+        rule="must be the directory of a Hugging Face model"
+        + (f", with {', '.join(missing)}" if missing else ", whose config.json names its model_type"),
+        value=str(directory),
+        remedy=f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR.",
+    )
+
+
+def described(directory: Path) -> Mapping[str, Any]:
+    """config.json of a model; empty if it cannot be read."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _unsupported(key: str, directory: Path) -> Problem | None:
+    """The Problem of a whole model that cannot be trained here, or whose files do not fit each other."""
+    config = described(directory)
+    classes = config.get("architectures") or []
+
+    def problem(rule: str, value: object, remedy: str) -> Problem:
+        return Problem(key=key, rule=f"{rule} ({key}={directory})", value=value, remedy=remedy)
+
+    if classes and not any(str(name).endswith(CAUSAL_ENDINGS) for name in classes):
+        return problem(
+            "must be a causal language model: config.json names another class in architectures",
+            ", ".join(map(str, classes)),
+            "Parity trains decoders that transformers loads with AutoModelForCausalLM.",
+        )
+    try:
+        shapes = tensor_shapes(directory)
+    except (ValueError, OSError) as error:
+        return problem("must hold safetensors files that can be read", f"{error}", "Copy or download the file again.")
+    if any(EXPERT_NAME in name for name in shapes):
+        return problem(
+            "must be a dense model: mixtures of experts are not supported", config.get("model_type"), "Use a dense one."
+        )
+    text = config.get("text_config", config)
+    wanted = [text.get("vocab_size"), text.get("hidden_size") or text.get("n_embd")]
+    found = next((list(shapes[name]) for name in EMBEDDING_NAMES if name in shapes), None)
+    if found is not None and None not in wanted and found != wanted:
+        return problem(
+            "must hold the weights that its config.json describes: vocab_size and hidden_size make an embedding of "
+            f"{wanted}, and the safetensors files hold another",
+            found,
+            "Save the model again, with save_pretrained.",
+        )
+    return None
