@@ -162,7 +162,7 @@ def add_expert(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut_weights, r"must hold safetensors files that can be read .*model.safetensors is damaged.*Copy or download"),
+        (cut_weights, r"safetensors files that can be read .*model.safetensors is damaged.*Copy or download"),
         (lambda path: edit_config(path, architectures=["BertModel"]), r"must be a causal language model.*'BertModel'"),
         (
             lambda path: edit_config(path, hidden_size=16),

@@ -66,6 +66,10 @@ def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], li
         for word in overrides
         if word.startswith(_FIXED_WORDS)
     ]
+    if not has_checkpoint(run_dir) and completed_steps(run_dir):
+        rule = "must hold a checkpoint to go on from: the run has ended, and it saved none"
+        remedy = f"parity train <recipe> run.resume=clean run.dir={run_dir} moves it aside and begins again."
+        problems.append(Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy))
     own = [word for word in overrides if not word.startswith(_FIXED_WORDS)]
     return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems
 
