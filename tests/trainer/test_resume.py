@@ -12,6 +12,7 @@ from resume_cases import RECIPES, make, rows, save, state_of
 from algorithms.config import AdvantageConfig, Estimator, MISConfig
 from rollout.types import FinishReason
 from trainer.cli.commands import run as parity
+from trainer.cli.resume import resume_words
 from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
 from trainer.report.data import load_run
@@ -352,3 +353,13 @@ def test_null_is_no_change_from_a_key_that_was_not_there(tmp_path: Path) -> None
         and changed["correction.high"] == "correction.high (absent) -> 2.0"
     )
     assert not [line for line in changed.values() if "None" in line]
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_not_moved_aside_for_more_steps(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"status": "completed", "last_step": 6}')
+    assert resume_words(tmp_path, [])[1] == []
+    [problem] = resume_words(tmp_path, ["run.num_steps=8"])[1]
+    assert "must hold a checkpoint to go on from" in str(problem)
+    assert "run.resume=clean" in str(problem)
+    (tmp_path / "status.json").write_text('{"status": "failed", "last_step": 6}')
+    assert resume_words(tmp_path, ["run.num_steps=8"])[1] == []

@@ -20,7 +20,7 @@ from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
 from trainer.rundir.redact import REDACTED
-from trainer.rundir.run_dir import CONFIG_FILE, has_checkpoint, is_run, logged_step
+from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run, logged_step
 from trainer.rundir.yaml_text import load_yaml
 
 COMMAND = "parity resume"
@@ -61,16 +61,16 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
 
 def resume_words(run_dir: Path, overrides: Sequence[str]) -> tuple[list[str], list[Problem]]:
     """(overrides with which the run continues, a Problem for each key that `parity resume` sets itself)."""
+    own = [word for word in overrides if not word.startswith(_FIXED_WORDS)]
     problems = [
         Problem(key=word.partition("=")[0], rule=f"is set by {COMMAND}", value=word, remedy="Remove it.")
         for word in overrides
         if word.startswith(_FIXED_WORDS)
     ]
-    if not has_checkpoint(run_dir) and completed_steps(run_dir):
+    if own and not has_checkpoint(run_dir) and completed_steps(run_dir):
         rule = "must hold a checkpoint to go on from: the run has ended, and it saved none"
         remedy = f"parity train <recipe> run.resume=clean run.dir={run_dir} moves it aside and begins again."
         problems.append(Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy))
-    own = [word for word in overrides if not word.startswith(_FIXED_WORDS)]
     return [*own, directory_override(run_dir), f"run.resume={Resume.auto.name}"], problems
 
 

@@ -181,7 +181,7 @@ def needs_no_step(directory: Path, *, saved: int | None, num_steps: int) -> bool
 def how_to_go_on(command: str, *, saved: int | None) -> str:
     """The sentence for a run that has taken all its steps; `command` resumes it."""
     if saved is None:
-        return f"it saved no checkpoint to go on from; {command} run.resume=clean begins it again"
+        return "it saved no checkpoint to go on from; parity train with run.resume=clean begins it again"
     return f"{command} run.num_steps=<more> goes on with it"
 
 
