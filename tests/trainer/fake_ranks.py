@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trainer.batch.packing import micro_batch
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
-from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
+from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
 from trainer.policy import attention, logprob_head
 from trainer.policy.dry_run import group_samples
@@ -122,7 +122,8 @@ def peak_of_a_rank(config: TrainConfig, groups: Sequence[GroupLengths], monkeypa
         micro = micro_batch(group_samples(groups))
         assert isinstance(config.model, HFModelConfig)
         causal_lm = empty_causal_lm(Path(config.model.path))
-        model = ScoringModel(causal_lm, chunk_tokens=LOGPROB_CHUNK_TOKENS, fp32_head=config.policy.fp32_head).eval()
+        chunk_tokens = logprob_chunk_tokens(config, vocab_size=causal_lm.get_output_embeddings().out_features)
+        model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=config.policy.fp32_head).eval()
         checkpoint_activations(causal_lm.get_decoder(), every=config.policy.activation_checkpoint_every)
         shard(model, causal_lm.get_decoder(), mesh, config.policy.dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -26,6 +26,9 @@ ADAMW_BYTES = 8
 LOGPROB_CHUNK_TOKENS = 512
 """Tokens whose full-vocabulary logits are in memory at the same time: 155 MB in bfloat16 with 150,000 words, and enough
 rows for an efficient product."""
+GPU_CHUNK_BYTES = 2**30
+"""Logits in memory at the same time on a GPU, bytes. A larger chunk sums the head's gradient from fewer products, each
+of which is rounded, and adds each to the sum of 4 bytes per number. Not yet run on a GPU."""
 SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
 """Maximum size of the two float32 blocks of logits in which the softmax runs, bytes
 (trainer/policy/logprob_head.py)."""
@@ -205,6 +208,14 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
     return kept, layer if checkpointed else 0
 
 
+def logprob_chunk_tokens(config: TrainConfig, *, vocab_size: int) -> int:
+    """Tokens whose full-vocabulary logits a rank holds at the same time."""
+    if not config.policy.gpus_per_worker:
+        return LOGPROB_CHUNK_TOKENS
+    number = MASTER_BYTES if config.policy.fp32_head else DTYPE_BYTES[config.policy.dtype]
+    return max(LOGPROB_CHUNK_TOKENS, GPU_CHUNK_BYTES // (vocab_size * number))
+
+
 def backward_bytes(config: TrainConfig, shape: ModelShape, *, kept: int, computed_again: int) -> int:
     """Largest number of bytes that the backward pass adds to what the forward pass keeps.
 
@@ -215,7 +226,7 @@ def backward_bytes(config: TrainConfig, shape: ModelShape, *, kept: int, compute
     """
     number = DTYPE_BYTES[config.policy.dtype]
     head_number = MASTER_BYTES if config.policy.fp32_head else number
-    logits = LOGPROB_CHUNK_TOKENS * shape.vocab_size * head_number
+    logits = logprob_chunk_tokens(config, vocab_size=shape.vocab_size) * shape.vocab_size * head_number
     head_gradient = shape.head_parameters * number
     unrounded = shape.head_parameters * MASTER_BYTES if number != MASTER_BYTES else 0
     at_head = logits + min(SOFTMAX_SCRATCH_BYTES, 2 * logits) + head_gradient + unrounded

@@ -47,7 +47,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on matrices only (not on norms and biases).
 
-    Where the weights lie on the host, torch's kernel that takes the whole update at once: a quarter of the time there.
+    The kernel that takes the whole update at once needs a quarter of the time of torch's default on a host. On a GPU it
+    makes no copies of the size of a shard (not yet run on a GPU).
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
@@ -58,7 +59,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         lr=config.lr,
         betas=(BETA1, config.beta2),
         eps=EPSILON,
-        fused=True if all(parameter.device.type == "cpu" for parameter in parameters) else None,
+        fused=True,
     )
 
 

@@ -26,7 +26,7 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.ceilings import Ceilings, find_ceilings
-from trainer.limits.estimate import LOGPROB_CHUNK_TOKENS
+from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
@@ -141,7 +141,8 @@ class PolicyWorker:
         """The model of the run, sharded; frozen if it is not `trained`."""
         policy = self._config.policy
         causal_lm = empty_causal_lm(self._setup.model_path)
-        model = ScoringModel(causal_lm, chunk_tokens=LOGPROB_CHUNK_TOKENS, fp32_head=policy.fp32_head)
+        chunk_tokens = logprob_chunk_tokens(self._config, vocab_size=causal_lm.get_output_embeddings().out_features)
+        model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=policy.fp32_head)
         model.requires_grad_(trained)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
