@@ -122,7 +122,10 @@ def fake_rank(config: TrainConfig, host: Host) -> Iterator[PolicyWorker]:
         output.view(ranks, -1).copy_(source.view(1, -1).expand(ranks, -1))
 
     def scatter(*args: Any, **kwargs: Any) -> None:
-        output, source = kwargs.get("output", args[0] if args else None), kwargs.get("input", args[-1] if args else None)
+        output, source = (
+            kwargs.get("output", args[0] if args else None),
+            kwargs.get("input", args[-1] if args else None),
+        )
         output.copy_(source.view(ranks, -1)[0])
 
     replaced = {"init_process_group": join, "new_group": new_group}
@@ -199,9 +202,7 @@ def training_data(
     return mini, step_samples(samples, policy_version=0)
 
 
-def group_samples(
-    group: GroupLengths, *, prompt_id: int, vocab: int, generator: np.random.Generator
-) -> list[Sample]:
+def group_samples(group: GroupLengths, *, prompt_id: int, vocab: int, generator: np.random.Generator) -> list[Sample]:
     """Samples of one prompt with random tokens."""
     prompt = generator.integers(2, vocab, group.prompt)
     samples = []

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from gpu_check.host import NEEDS_CUDA, Host, gib, rate
-from gpu_check.models import QWEN_7B, QWEN_05B, TINY, Size
+from gpu_check.models import QWEN_05B, QWEN_7B, TINY, Size
 from gpu_check.ranks import Setting, lone_rank, run_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
 from rollout.engine import WeightSyncError
@@ -33,12 +33,16 @@ HASH_FILE = "gpu_tensor_hash.py"
 IPC_BYTES_PER_S = 1e12
 """Rate above which weights through CUDA IPC are worth building."""
 
+QWEN_7B_BYTES = 15_231_233_024
+"""Bytes of Qwen2.5-7B in bfloat16."""
+
 
 def publish(host: Host, size: Size) -> Iterator[Row]:
     """Publish, read in another process, find a flipped bit; seconds of each phase."""
     check = f"8 {size.name}"
     config = run_config(Setting(size=size, prompt_tokens=16, response_tokens=48, cap=128), host)
     with lone_rank(config, host) as worker:
+
         def gather() -> None:
             for _ in full_tensors(worker._policy.model):
                 continue
@@ -48,10 +52,14 @@ def publish(host: Host, size: Size) -> Iterator[Row]:
         shared, again_s = host.once(lambda: worker.publish_weights(2))
         assert first is not None and shared is not None  # rank 0 publishes
         num_bytes = sum(spec.num_bytes for spec in shared.tensors)
-        yield noted(check, "weights as the engines hold them", measured=f"{gib(num_bytes)}, {len(shared.tensors)} tensors")
+        yield noted(
+            check, "weights as the engines hold them", measured=f"{gib(num_bytes)}, {len(shared.tensors)} tensors"
+        )
         yield noted(check, "gather, no cast", measured=f"{gathered:.2f} s")
         yield noted(check, "publish, first time: fresh memory", measured=f"{first_s:.2f} s, {rate(num_bytes, first_s)}")
-        yield noted(check, "publish: gather, cast, copy, digest", measured=f"{again_s:.2f} s, {rate(num_bytes, again_s)}")
+        yield noted(
+            check, "publish: gather, cast, copy, digest", measured=f"{again_s:.2f} s, {rate(num_bytes, again_s)}"
+        )
         yield from _read_elsewhere(check, host, shared, num_bytes)
         yield _flipped(check, shared)
 
@@ -171,8 +179,8 @@ def digest_kernel(host: Host) -> Iterator[Row]:
 def _sglang_kernel() -> ModuleType:
     """SGLang's file with `gpu_tensor_hash`; raises NotRunError if neither SGLang nor the file is there."""
     found = importlib.util.find_spec("sglang")
-    roots = [Path("wheels")] + [Path(root) / "kernels/ops/memory" for root in (found.submodule_search_locations or [])
-                                if found is not None] if found is not None else [Path("wheels")]
+    installed = [] if found is None else [Path(root) for root in found.submodule_search_locations or []]
+    roots = [Path("wheels"), *(root / "kernels" / "ops" / "memory" for root in installed)]
     for file in (root / HASH_FILE for root in roots):
         if file.is_file():
             spec = importlib.util.spec_from_file_location("gpu_tensor_hash", file)
@@ -209,10 +217,6 @@ def cuda_ipc(host: Host) -> Iterator[Row]:
         ok=num_bytes / answer["seconds"] >= IPC_BYTES_PER_S,
         reason="not worth building",
     )
-
-
-QWEN_7B_BYTES = 15_231_233_024
-"""Bytes of Qwen2.5-7B in bfloat16."""
 
 
 def _ipc_reader(answers: Connection, buckets: list[Tensor]) -> None:
