@@ -58,9 +58,9 @@ def _by_sequence(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
 def _exactness(host: Host, name: str, segments: Segments, dtype: torch.dtype) -> Row:
     tokens = sum(segments.roots) + sum(branch.length for branch in segments.branches)
     inputs = _states(host, tokens, (4, 2), dtype)
-    exact = tuple(states.detach().double().requires_grad_() for states in inputs)
+    q, k, v = exact = [states.detach().double().requires_grad_() for states in inputs]
     out, _ = packed_attention(nn.Module(), *inputs, None, segments=segments)
-    wanted = _by_sequence(*exact, segments)
+    wanted = _by_sequence(q, k, v, segments)
     weights = torch.randn(wanted.shape, device=host.device, dtype=torch.float64)
     found = [out, *torch.autograd.grad((out.double() * weights).sum(), inputs)]
     right = [wanted, *torch.autograd.grad((wanted * weights).sum(), exact)]

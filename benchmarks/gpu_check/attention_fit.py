@@ -1,7 +1,7 @@
 """Fits the trainer's attention to torch 2.10 and 2.11, whose `varlen_attn` has fewer arguments than Parity's floor.
 
-Parity asks for torch 2.12 or later. A bare GPU host may have an older one; the checks are worth running there too, so
-grouped heads are passed on as they are if its kernel takes them (tried once), else repeated. The row of check 0 says so.
+Parity asks for torch 2.12 or later. A bare GPU host may have an older one; the checks are worth running there too. So
+grouped heads are passed on as they are if its kernel takes them (tried once), else repeated. A row of check 0 says so.
 """
 
 from __future__ import annotations

@@ -121,12 +121,8 @@ def fake_rank(config: TrainConfig, host: Host) -> Iterator[PolicyWorker]:
     def gather(output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> None:
         output.view(ranks, -1).copy_(source.view(1, -1).expand(ranks, -1))
 
-    def scatter(*args: Any, **kwargs: Any) -> None:
-        output, source = (
-            kwargs.get("output", args[0] if args else None),
-            kwargs.get("input", args[-1] if args else None),
-        )
-        output.copy_(source.view(ranks, -1)[0])
+    def scatter(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> None:
+        output.copy_(input.view(ranks, -1)[0])
 
     replaced = {"init_process_group": join, "new_group": new_group}
     replaced |= {name: gather for name in GATHER if hasattr(dist, name)}
@@ -168,12 +164,13 @@ def _worker(config: TrainConfig, host: Host, init_method: str | None) -> Iterato
 def draw_weights(worker: PolicyWorker, *, seed: int) -> None:
     """Draw the rank's part of every matrix; norms become 1 and biases 0. Zeros would multiply faster on a GPU."""
     model = worker._policy.model
-    first = local_part(next(model.parameters()))
-    generator = torch.Generator(first.device).manual_seed(seed)
+    # On the device of the rank, wherever the weights lie: with and without offload they are the same numbers.
+    generator = torch.Generator(worker._device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         local = local_part(parameter)
         if parameter.ndim >= 2:
-            local.normal_(0.0, WEIGHT_STD, generator=generator)
+            drawn = torch.empty(local.shape, device=worker._device)
+            local.copy_(drawn.normal_(0.0, WEIGHT_STD, generator=generator))
         else:
             local.fill_(0.0 if name.endswith("bias") else 1.0)
 

@@ -6,11 +6,11 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 
-class Verdict(str, Enum):
+class Verdict(StrEnum):
     """What a row says about its expectation."""
 
     holds = "holds"

@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_check.host import NEEDS_CUDA, Host, gib, milliseconds
 from gpu_check.memory import RECIPES, SMALL
 from gpu_check.ranks import Setting, fake_rank, lone_rank, run_config, training_data
-from gpu_check.rows import NotRunError, Row, noted
+from gpu_check.rows import Row, not_run, noted
 from rollout.config import DType
 from trainer.limits.ceilings import measure
 from trainer.limits.estimate import largest_micro_batch, model_shape
-from trainer.limits.floors import BACKWARD_FORWARDS, sequence_flops
+from trainer.limits.floors import sequence_flops
 
 PROFILE_ROWS = 20
 ADAMW_NUMBERS = 2**28
@@ -26,16 +26,18 @@ LONGEST = 8192
 
 
 def speed(host: Host, name: str) -> Iterator[Row]:
-    """Steps of the rank `name` of `memory.RECIPES` with and without activation checkpointing, and two sizes of chunk."""
+    """Steps of the rank `name` of `memory.RECIPES`: with and without activation checkpointing, two sizes of chunk."""
     base = replace(RECIPES[name], prompt_tokens=1024, response_tokens=1024, cap=LONGEST) if host.is_cuda else SMALL
     check = f"5 {name if host.is_cuda else 'tiny, 4 ranks'}"
     found = measure(host.device.type, num_threads=host.threads)
     for every in (0, 1):
         for chunk in host.pick((512, 4096), (64,)):
+            setting = replace(base, checkpoint_every=every)
             try:
-                yield _step(check, host, replace(base, checkpoint_every=every), chunk, found.flops(DType.bfloat16))
+                yield _step(check, host, setting, chunk, found.flops(DType.bfloat16))
             except torch.OutOfMemoryError as error:
-                raise NotRunError(f"out of memory with activation_checkpoint_every={every}: {error}") from error
+                what = f"step, activation_checkpoint_every={every}, head in chunks of {chunk}"
+                yield not_run(check, what, reason=f"out of memory: {error}"[:200])
     yield from _inside(check, host, base)
 
 
@@ -47,7 +49,7 @@ def _step(check: str, host: Host, setting: Setting, chunk: int, flops_per_s: flo
     with (lone_rank if setting.num_workers == 1 else fake_rank)(config, host) as worker:
         worker._policy.model.chunk_tokens = chunk
         seconds = host.seconds(lambda: worker.train([mini], samples, 1), repeats=3)
-    flops = 2 * (1 + BACKWARD_FORWARDS) * sequence_flops(model_shape(config), groups)
+    flops = 2 * config.forwards_per_token * sequence_flops(model_shape(config), groups)
     tokens = 2 * sum(group.num_tokens for group in groups)
     utilisation = flops / seconds / flops_per_s
     return noted(
@@ -62,7 +64,7 @@ def _step(check: str, host: Host, setting: Setting, chunk: int, flops_per_s: flo
 def _inside(check: str, host: Host, setting: Setting) -> Iterator[Row]:
     """The kernels of a step, written to a file, and how often the host waits for the device."""
     if not host.is_cuda:
-        yield noted(check, "kernels of a step, waits of the host", measured="", reason=NEEDS_CUDA)
+        yield not_run(check, "kernels of a step, waits of the host", reason=NEEDS_CUDA)
         return
     config = run_config(replace(setting, checkpoint_every=1), host)
     mini, samples = training_data(config, largest_micro_batch(config), vocab=setting.size.vocab, num_micro_batches=2)
@@ -95,7 +97,7 @@ def adamw(host: Host) -> Iterator[Row]:
         parameters = [torch.nn.Parameter(torch.ones(numbers // 16, device=host.device)) for _ in range(16)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-6, **{kernel: True})
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=kernel == "foreach", fused=kernel == "fused")
         optimizer.step()
         seconds = host.seconds(optimizer.step, repeats=5)
         text = f"{milliseconds(seconds)}, {gib(host.peak(optimizer.step))} for a while"

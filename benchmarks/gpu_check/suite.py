@@ -19,7 +19,7 @@ TIMEOUT_S = 240
 
 
 def suite(host: Host) -> Iterator[Row]:
-    """Tests run on the CPU also on a GPU host: they show that its torch and transformers do what the project expects."""
+    """The tests compute on the CPU, also on a GPU host: they try its torch and transformers."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise NotRunError(f"needs {', '.join(missing)}")

@@ -47,8 +47,8 @@ def turns(host: Host, *, expandable: bool) -> Iterator[Row]:
             ok=same,
             reason="sleep or wake damages them",
         )
-        if not expandable:
-            yield from _checkpoints(check, worker, host)
+    if not expandable:
+        yield from _checkpoints(check, host)
 
 
 def _round(check: str, number: int, worker: PolicyWorker, host: Host) -> Iterator[Row]:
@@ -74,7 +74,19 @@ def _round(check: str, number: int, worker: PolicyWorker, host: Host) -> Iterato
         yield not_run(check, f"{what}: memory of the GPU", reason=NEEDS_CUDA)
 
 
-def _checkpoints(check: str, worker: PolicyWorker, host: Host) -> Iterator[Row]:
+def _checkpoints(check: str, host: Host) -> Iterator[Row]:
+    """Checkpoints of a trained rank, of 0.5B on a GPU."""
+    setting = replace(RECIPES["0.5B, 8 ranks"] if host.is_cuda else SMALL, num_workers=1)
+    config = run_config(setting, host)
+    with lone_rank(config, host) as worker:
+        mini, samples = training_data(
+            config, largest_micro_batch(config), vocab=setting.size.vocab, num_micro_batches=1
+        )
+        worker.train([mini], samples, 1)
+        yield from _saved_and_loaded(check, worker, host)
+
+
+def _saved_and_loaded(check: str, worker: PolicyWorker, host: Host) -> Iterator[Row]:
     """A checkpoint saved awake, asleep and in the background; each is loaded after the weights were changed."""
     wanted = bits(worker)
     for name, asleep, asynchronous in (("awake", False, False), ("asleep", True, False), ("background", False, True)):
@@ -97,7 +109,7 @@ def _checkpoints(check: str, worker: PolicyWorker, host: Host) -> Iterator[Row]:
             check,
             f"checkpoint, {name}: loaded again",
             expected="the same bits",
-            measured=f"{'the same' if same else 'other bits'}; returned after {returned:.2f} s, written in {written:.2f} s",
+            measured=f"{'the same' if same else 'other'}; returned after {returned:.2f} s, written in {written:.2f} s",
             ok=same and error is None,
             reason=error or "other bits",
         )
@@ -110,6 +122,6 @@ def _checksum(state: object) -> int:
         return sum(_checksum(state[name]) for name in state)
     if isinstance(state, torch.Tensor):
         local = getattr(state, "to_local", lambda: state)()
-        data = local.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        return int((data.long() * (torch.arange(data.numel()) % 251 + 1)).sum())
+        data = local.detach().contiguous().view(-1).view(torch.int32).long()
+        return int((data * (torch.arange(data.numel(), device=data.device) % 251 + 1)).sum())
     return 0

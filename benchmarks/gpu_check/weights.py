@@ -83,7 +83,7 @@ def _read_elsewhere(check: str, host: Host, shared: SharedWeights, num_bytes: in
 
 
 def _ask(target: Callable[..., None], *arguments: object) -> dict[str, Any]:
-    """The answer of a process of its own, with a deadline. Raises RuntimeError if it dies, TimeoutError if it is late."""
+    """The answer of a second process. Raises RuntimeError if it dies, TimeoutError if it is late."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments))
