@@ -60,6 +60,12 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the chosen checks one after the other."""
     chosen = arguments(words)
     device = chosen.device or ("cuda" if shutil.which("nvidia-smi") else "cpu")
+    if device == "cuda" and torch.version.cuda is None:
+        sys.stderr.write(
+            f"--device cuda: torch {torch.__version__} of {sys.executable} is a build without CUDA; "
+            "run the kit with a Python whose torch has it, or give --device cpu\n"
+        )
+        return 2
     checks = _chosen_checks(chosen, device)
     known = sorted({check.number for check in checks})
     if chosen.checks is not None and (unknown := sorted(set(chosen.checks) - set(known))):

@@ -36,7 +36,8 @@ FRACTIONS = (0.3, 0.6)
 def random_model(host: Host) -> tuple[Path, PreTrainedModel]:
     """A random model on the disk, and in memory."""
     size = host.pick(QWEN_05B, replace(TINY, name="tiny-random"))
-    model = Qwen2ForCausalLM(hf_config(size)).to(torch.bfloat16)
+    model = Qwen2ForCausalLM(hf_config(size))
+    model.to(dtype=torch.bfloat16)
     path = host.scratch / f"qwen2-{size.name}"
     model.save_pretrained(path)
     return path, model

@@ -1,4 +1,4 @@
-"""Model directories that take no disk: config.json, and a safetensors file whose weights are a hole in the file.
+"""Model directories that take no disk: config.json, and safetensors files whose weights are holes.
 
 The header of a safetensors file says where each tensor lies; the rest is made by `truncate`, reads as zeros and takes
 no block on the disk. So a rank of a 32B model can load its rows where 65 GB would not fit. Checks that need weights
@@ -8,7 +8,9 @@ other than zero draw them on the device after loading (`gpu_check/ranks.py`).
 from __future__ import annotations
 
 import json
+import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+FILE_BYTES = 4 * 2**30
+"""Size of one file: a system refuses to map a file that is larger than its memory."""
 ITEM_BYTES = 2
 """Bytes of a number in the files, which are bfloat16 as on the hub."""
 
@@ -62,8 +66,8 @@ def hf_config(size: Size) -> Qwen2Config:
 def sparse_model(directory: Path, size: Size) -> Path:
     """Write a model of zeros that takes a few kB of the disk; returns its directory, made if it is not there."""
     path = directory / f"qwen2-{size.name}"
-    file = path / "model.safetensors"
-    if file.is_file():
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
         return path
     path.mkdir(parents=True, exist_ok=True)
     config = hf_config(size)
@@ -71,14 +75,32 @@ def sparse_model(directory: Path, size: Size) -> Path:
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
-    entries, end = {}, 0
+    parts: list[dict[str, list[int]]] = [{}]
+    filled = 0
     for name, parameter in model.named_parameters():
-        stop = end + parameter.numel() * ITEM_BYTES
-        entries[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [end, stop]}
+        if filled and filled + parameter.numel() * ITEM_BYTES > FILE_BYTES:
+            parts.append({})
+            filled = 0
+        parts[-1][name] = list(parameter.shape)
+        filled += parameter.numel() * ITEM_BYTES
+    places = {}
+    for number, shapes in enumerate(parts, start=1):
+        file = path / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        _write_hole(file, shapes)
+        places |= dict.fromkeys(shapes, file.name)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}), encoding="utf-8")
+    return path
+
+
+def _write_hole(file: Path, shapes: Mapping[str, list[int]]) -> None:
+    """A safetensors file of tensors of these shapes, without their bytes."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        stop = end + math.prod(shape) * ITEM_BYTES
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, stop]}
         end = stop
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     header += b" " * (-len(header) % 8)
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(header)) + header)
         out.truncate(8 + len(header) + end)
-    return path
