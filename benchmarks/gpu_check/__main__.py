@@ -3,8 +3,9 @@
     PYTHONPATH=.:benchmarks python -m gpu_check [--checks 0,2,4] [--device cpu] [--limit-seconds 1500] [--out DIR]
     PYTHONPATH=.:benchmarks python -m gpu_check --full ...      on a host with SGLang
 
-Each check is forked from this process, which has imported torch and never touches a device: a check that crashes, hangs
-or fills the memory of the GPU costs the others nothing. The exit status is 0 unless the kit itself breaks; that an
+Each check has a process of its own: one that crashes, hangs or fills the memory of the GPU costs the others nothing. On
+a CPU it is forked, which saves the imports; on a GPU it is started anew, because an import may have touched the driver,
+and then CUDA does not work in a forked process. The exit status is 0 unless the kit itself breaks; that an
 expectation fails is a result.
 """
 
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,7 @@ COST_MARGIN = 4.0
 """A check may take so many times its estimate, and at least MIN_LIMIT_S, before it is ended."""
 MIN_LIMIT_S = 120.0
 BROKEN_STATUS = 3
+START_METHODS = {"cpu": "fork", "cuda": "spawn"}
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -105,9 +108,10 @@ def _chosen_checks(chosen: argparse.Namespace, device: str) -> list[Check]:
 
 
 def run_apart(check: Check, *, device: str, out: Path, scratch: Path, limit_s: float) -> bool:
-    """Run a check in a forked process that is ended after `limit_s`; False if not even a row could be had of it."""
+    """Run a check in a process that is ended after `limit_s`; False if not even a row could be had of it."""
     before = len(read(out / ROWS))
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(check, device, out, scratch))
+    context: Any = multiprocessing.get_context(START_METHODS[device])
+    process = context.Process(target=_run, args=(check, device, out, scratch))
     started = time.monotonic()
     process.start()
     process.join(limit_s)
@@ -131,7 +135,7 @@ def run_apart(check: Check, *, device: str, out: Path, scratch: Path, limit_s: f
 
 
 def _run(check: Check, device: str, out: Path, scratch: Path) -> None:
-    """In the forked process: write the rows of a check as they come."""
+    """In the process of a check: write the rows of a check as they come."""
     own = Path(tempfile.mkdtemp(dir=scratch))
     try:
         rows_of(check, host=open_host(device, out=out, scratch=own))

@@ -10,6 +10,11 @@ from gpu_check import attention, basics, collectives, engine, exactness, head, m
 from gpu_check.host import Host
 from gpu_check.rows import Row
 
+SHOWN_ON_CPU = "0.5B, 8 ranks"
+"""The part that a CPU runs, with a tiny model in place of the named one."""
+MEMORY_COSTS_S = {"0.5B, 8 ranks": 20.0, "1.5B, 1 rank": 25.0, "7B, 8 ranks": 90.0, "32B, 32 ranks": 260.0}
+SPEED_COSTS_S = {"0.5B, 8 ranks": 30.0, "1.5B, 1 rank": 50.0, "7B, 8 ranks": 110.0}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
@@ -42,14 +47,12 @@ def listed() -> list[Check]:
         Check(number=11, name="process groups", cost_s=30, run=collectives.collectives),
         Check(number=12, name="tests", cost_s=60, run=suite.suite),
     ]
-    # On a CPU one size of each is tried, whatever the name says.
-    for position, name in enumerate(memory.RECIPES):
+    for name, cost_s in MEMORY_COSTS_S.items():
         run = partial(memory.rank_memory, name=name)
-        on_gpu_only = position > 0
-        checks.append(Check(number=4, name=f"memory, {name}", cost_s=60, run=run, cuda_only=on_gpu_only))
-    for position, name in enumerate(("0.5B, 8 ranks", "1.5B, 1 rank", "7B, 8 ranks")):
+        checks.append(Check(number=4, name=f"memory, {name}", cost_s=cost_s, run=run, cuda_only=name != SHOWN_ON_CPU))
+    for name, cost_s in SPEED_COSTS_S.items():
         run = partial(speed.speed, name=name)
-        checks.append(Check(number=5, name=f"speed, {name}", cost_s=40, run=run, cuda_only=position > 0))
+        checks.append(Check(number=5, name=f"speed, {name}", cost_s=cost_s, run=run, cuda_only=name != SHOWN_ON_CPU))
     for name, cost_s in (("0.5B", 20.0), ("7B", 80.0)):
         checks.append(
             Check(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from gpu_check.host import NEEDS_CUDA, Host, gib
 from gpu_check.models import QWEN_05B, TINY, hf_config
@@ -36,8 +36,7 @@ FRACTIONS = (0.3, 0.6)
 def random_model(host: Host) -> tuple[Path, PreTrainedModel]:
     """A random model on the disk, and in memory."""
     size = host.pick(QWEN_05B, replace(TINY, name="tiny-random"))
-    model = Qwen2ForCausalLM(hf_config(size))
-    model.to(dtype=torch.bfloat16)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(hf_config(size), dtype=torch.bfloat16)
     path = host.scratch / f"qwen2-{size.name}"
     model.save_pretrained(path)
     return path, model

@@ -70,6 +70,8 @@ def rank_memory(host: Host, name: str) -> Iterator[Row]:
         yield noted(check, "setup(): seconds, memory held", measured=f"{took:.1f} s, {gib(held)}")
         yield _dry_run(check, worker, groups, host)
         yield _kept_gradients(check, worker, config, groups, vocab=setting.size.vocab)
+        mini, samples = training_data(config, groups, vocab=setting.size.vocab, num_micro_batches=1)
+        worker.train([mini], samples, 1)  # makes the states of the optimizer
         for number in MICRO_BATCHES:
             yield _peak(check, worker, config, groups, vocab=setting.size.vocab, number=number, host=host)
         del worker
@@ -128,7 +130,6 @@ def _peak(
 ) -> Row:
     """The highest memory of an optimizer step, optimizer included."""
     mini, samples = training_data(config, groups, vocab=vocab, num_micro_batches=number)
-    worker.train([mini], samples, 1)  # makes the states of the optimizer
     start_peak(host.device)
     report = worker.train([mini], samples, 2)
     peak = read_peak(host.device) or 0

@@ -12,7 +12,7 @@ from gpu_check.host import Host
 from gpu_check.rows import NotRunError, Row, judged
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CUDA = ("test_logprob_head.py", "test_forward.py", "test_packing.py", "test_memory.py")
+ON_CUDA = ("test_logprob_head.py", "test_forward.py", "test_packing.py")
 ON_CPU = ("test_packing.py",)
 NEEDED = ("pytest", "hypothesis", "psutil")
 TIMEOUT_S = 240

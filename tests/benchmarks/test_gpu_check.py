@@ -108,7 +108,7 @@ def test_a_fake_rank_keeps_no_whole_gradient_and_says_so_when_it_does(
         model.set_requires_gradient_sync(True)
 
     monkeypatch.setattr(Trainable, "backward", without_reduction)
-    [row] = [row for row in memory.rank_memory(host, "7B, 8 ranks") if "whole gradients" in row.what]
+    row = next(row for row in memory.rank_memory(host, "7B, 8 ranks") if "whole gradients" in row.what)
     assert row.verdict is Verdict.fails and float(row.measured) == 4.0
 
 
@@ -166,6 +166,15 @@ def hang(_: Host) -> Iterator[Row]:
     time.sleep(600)
 
 
+def test_a_process_of_a_gpu_check_starts_anew(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where an import of this process may have touched the driver."""
+    assert kit.START_METHODS["cuda"] == "spawn"
+    monkeypatch.setitem(kit.START_METHODS, "cpu", "spawn")
+    [check] = [check for check in checks.listed() if check.number == 11]
+    assert kit.run_apart(check, device="cpu", out=host.out, scratch=host.scratch, limit_s=100.0)
+    assert read(host.out / kit.ROWS)[0].verdict is Verdict.holds
+
+
 def test_a_check_that_hangs_is_ended(host: Host) -> None:
     started = time.monotonic()
     assert kit.run_apart(check_of(hang), device="cpu", out=host.out, scratch=host.scratch, limit_s=3.0)
@@ -196,6 +205,7 @@ def test_every_check_is_listed_once_and_cheap_ones_come_first() -> None:
         assert len(set(names)) == len(names)
         assert [check.cost_s for check in listed] == sorted(check.cost_s for check in listed)
     assert {check.number for check in checks.listed()} == set(range(13))
+    assert set(checks.MEMORY_COSTS_S) == set(memory.RECIPES)
 
 
 def test_the_command_writes_rows_and_a_table(tmp_path: Path) -> None:
