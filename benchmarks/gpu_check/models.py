@@ -83,7 +83,7 @@ def sparse_model(directory: Path, size: Size) -> Path:
             filled = 0
         parts[-1][name] = list(parameter.shape)
         filled += parameter.numel() * ITEM_BYTES
-    places = {}
+    places: dict[str, str] = {}
     for number, shapes in enumerate(parts, start=1):
         file = path / f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         _write_hole(file, shapes)
