@@ -218,7 +218,7 @@ def test_every_check_is_listed_once_and_cheap_ones_come_first() -> None:
     assert set(checks.MEMORY_COSTS_S) == set(memory.RECIPES)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_the_command_writes_rows_and_a_table(tmp_path: Path, method: str) -> None:
     """With the processes of a CPU and with those of a GPU, which import the kit anew."""
     code = f"from gpu_check import run, __main__; run.START_METHODS['cpu'] = {method!r}; run.sys.exit(run.main())"
