@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import time
@@ -15,8 +16,8 @@ from test_style import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu_check import __main__ as kit
 from gpu_check import attention, checks, full, head, memory, weights
+from gpu_check import run as kit
 from gpu_check.checks import Check
 from gpu_check.host import Host
 from gpu_check.models import QWEN_32B, TINY, sparse_model
@@ -166,13 +167,12 @@ def hang(_: Host) -> Iterator[Row]:
     time.sleep(600)
 
 
-def test_a_process_of_a_gpu_check_starts_anew(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where an import of this process may have touched the driver."""
+def test_a_process_of_a_gpu_check_can_be_started_anew() -> None:
+    """An import may have touched the driver, so that a forked process could not use it; spawned ones import `_run`."""
     assert kit.START_METHODS["cuda"] == "spawn"
-    monkeypatch.setitem(kit.START_METHODS, "cpu", "spawn")
-    [check] = [check for check in checks.listed() if check.number == 11]
-    assert kit.run_apart(check, device="cpu", out=host.out, scratch=host.scratch, limit_s=100.0)
-    assert read(host.out / kit.ROWS)[0].verdict is Verdict.holds
+    assert kit._run.__module__ == "gpu_check.run"
+    for check in (*checks.listed(), *full.listed()):
+        assert pickle.loads(pickle.dumps(check)).name == check.name
 
 
 def test_a_check_that_hangs_is_ended(host: Host) -> None:
@@ -193,6 +193,16 @@ def test_what_cannot_be_run_is_refused(
     assert "a build without CUDA" in capsys.readouterr().err
 
 
+def test_a_device_that_does_not_answer_is_a_row(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*args: object, **kwargs: object) -> Host:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(kit, "open_host", absent)
+    kit._run(check_of(hang), "cuda", host.out, host.scratch)
+    [row] = read(host.out / kit.ROWS)
+    assert row.verdict is Verdict.fails and "no NVIDIA driver" in row.measured
+
+
 def test_without_time_nothing_is_run(tmp_path: Path) -> None:
     assert kit.main(["--device", "cpu", "--limit-seconds", "0", "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / kit.ROWS)
@@ -208,17 +218,21 @@ def test_every_check_is_listed_once_and_cheap_ones_come_first() -> None:
     assert set(checks.MEMORY_COSTS_S) == set(memory.RECIPES)
 
 
-def test_the_command_writes_rows_and_a_table(tmp_path: Path) -> None:
-    path = f"{ROOT}:{ROOT / 'benchmarks'}"
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_command_writes_rows_and_a_table(tmp_path: Path, method: str) -> None:
+    """With the processes of a CPU and with those of a GPU, which import the kit anew."""
+    code = f"from gpu_check import run, __main__; run.START_METHODS['cpu'] = {method!r}; run.sys.exit(run.main())"
     done = subprocess.run(
-        [sys.executable, "-m", "gpu_check", "--device", "cpu", "--checks", "11", "--out", str(tmp_path)],
-        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-c", code, "--device", "cpu", "--checks", "11"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}", "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert [row.verdict.value for row in read(tmp_path / kit.ROWS)] == ["holds", "not run", "not run", "not run"]
-    text = (tmp_path / kit.TABLE).read_text()
+    out = tmp_path / "outputs" / "gpu_check"
+    assert [row.verdict.value for row in read(out / kit.ROWS)] == ["holds", "not run", "not run", "not run"]
+    text = (out / kit.TABLE).read_text()
     assert "device cpu" in text and "| 11 | gloo: sum in float64, objects, mesh | they work |" in text
