@@ -83,8 +83,8 @@ def described(directory: Path) -> Mapping[str, Any]:
 
 def _unsupported(key: str, directory: Path) -> Problem | None:
     """The Problem of a whole model that cannot be trained here, or whose files do not fit each other."""
-    config = described(directory)
-    classes = config.get("architectures") or []
+    model = described(directory)
+    classes = model.get("architectures") or []
 
     def problem(rule: str, value: object, remedy: str) -> Problem:
         return Problem(key=key, rule=f"{rule} ({key}={directory})", value=value, remedy=remedy)
@@ -101,9 +101,9 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
         return problem("must hold safetensors files that can be read", f"{error}", "Copy or download the file again.")
     if any(EXPERT_NAME in name for name in shapes):
         return problem(
-            "must be a dense model: mixtures of experts are not supported", config.get("model_type"), "Use a dense one."
+            "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
         )
-    text = config.get("text_config", config)
+    text = model.get("text_config", model)
     wanted = [text.get("vocab_size"), text.get("hidden_size") or text.get("n_embd")]
     found = next((list(shapes[name]) for name in EMBEDDING_NAMES if name in shapes), None)
     if found is not None and None not in wanted and found != wanted:
