@@ -202,7 +202,10 @@ class RunHandle:
 
 
 def load_config(recipe: str | Path, overrides: Overrides = ()) -> TrainConfig:
-    """The config that `train(recipe, overrides)` would run; raises ConfigError with all its problems."""
+    """The config that `train(recipe, overrides)` would run; raises ConfigError with all problems of its keys.
+
+    Whether model, data, reward and machine can be used is looked at by `train`, before it starts anything.
+    """
     path, arguments, problems, _ = _read(recipe, overrides)
     resolution = resolve(path, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     config = resolution.runs[0].config

@@ -26,7 +26,7 @@ def custom_problem(function: str) -> str | None:
     if not path.endswith(".py") or not name.isidentifier():
         return "must have the form path/to/file.py:function"
     if not Path(path).expanduser().is_file():
-        return f"must name an existing file; {path} is none"
+        return f"must name an existing file; there is no {Path(path).expanduser().absolute()}"
     return None
 
 

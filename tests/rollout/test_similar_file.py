@@ -73,7 +73,7 @@ def test_a_refusal_names_the_files_that_were_probably_meant(
         "Did you mean train.jsonl?",
         "got 'eval.jsonl'. There is eval.jsonl.gz: unpack it.",
         "eval.sets.aime must be an existing file, or repo[:config]@split, got 'aime.json'. Did you mean aime.jsonl?",
-        "reward.function must name an existing file; rewards.py is none, got 'rewards.py:score'. "
+        f"reward.function must name an existing file; there is no {tmp_path}/rewards.py, got 'rewards.py:score'. "
         "Did you mean reward.py:score?",
         "Did you mean episode.py:play?",
     ):

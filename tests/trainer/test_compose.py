@@ -62,6 +62,11 @@ def test_keys_of_the_chosen_type_can_be_set() -> None:
     assert collect.max_rounds == 2
 
 
+def test_a_path_from_the_home_directory_needs_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/it's me")
+    assert config_of("run.dir=~/a, b").run.dir == "/home/it's me/a, b"
+
+
 def test_values_of_python_are_written_as_words_that_mean_the_same() -> None:
     texts = {"tracking.project": 'it\'s {x}, "y" \\ [z]', "tracking.entity": "null", "run.dir": "a b\\'c"}
     values = {"correction": "mis", "optim.lr": 1e-5, "run.max_hours": None, "run.seed": 3,

@@ -363,3 +363,15 @@ def test_a_run_that_ended_without_a_checkpoint_is_not_moved_aside_for_more_steps
     assert "run.resume=clean" in str(problem)
     (tmp_path / "status.json").write_text('{"status": "failed", "last_step": 6}')
     assert resume_words(tmp_path, ["run.num_steps=8"])[1] == []
+
+
+def test_a_run_whose_checkpoints_all_lack_their_manifest_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded_run(tmp_path / "run", "run.num_steps=300", steps=10)
+    for manifest in (tmp_path / "run" / "checkpoints").glob("*/manifest.json"):
+        manifest.unlink()
+    assert parity(["resume", str(tmp_path / "run"), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "run.dir must hold a run that can be read (no checkpoint can be used: " in error
+    assert "step_000010 lacks manifest.json)" in error and "run.resume=clean" in error and "Errno" not in error

@@ -6,6 +6,7 @@ Each word is parsed by itself, so that an unreadable word does not hide the othe
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -65,7 +66,7 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
     parser = OverridesParser.create(config_loader=loader)
     parsed: list[Override] = []
     words, problems = _spaced(words)
-    for word in words:
+    for word in map(_from_home, words):
         try:
             override = parser.parse_overrides([word])[0]
         except HydraException as error:
@@ -77,6 +78,12 @@ def parse(words: Sequence[str], *, loader: ConfigLoader, multirun: bool) -> tupl
         else:
             problems.append(found)
     return parsed, problems
+
+
+def _from_home(word: str) -> str:
+    """The same word, with the home directory for the ~ of `key=~/path`, which no shell replaces and Hydra refuses."""
+    key, _, value = word.partition("=")
+    return f"{key}={_quoted(os.path.expanduser(value))}" if value.startswith("~/") else word
 
 
 def _spaced(words: Sequence[str]) -> tuple[list[str], list[Problem]]:

@@ -99,7 +99,9 @@ def _not_to_be_continued(resolution: Resolution, directory: Path) -> list[Proble
     try:
         taken, newest = steps_taken(directory), newest_state(directory)
     except (OSError, SealError) as error:
-        return [Problem(key="run.dir", rule=f"must hold a run that can be read ({error})", value=str(directory))]
+        remedy = "Restore what is damaged, or begin again with parity train <recipe> run.resume=clean."
+        rule = f"must hold a run that can be read ({error})"
+        return [Problem(key="run.dir", rule=rule, value=str(directory), remedy=remedy)]
     problems = []
     for run in resolution.runs:
         if run.config is None or run.config.run.resume is not Resume.auto:

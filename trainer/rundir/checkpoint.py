@@ -163,15 +163,20 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
-    """The newest checkpoint whose state is as it was written, and the state; None if no checkpoint has such a state.
+    """The newest checkpoint whose state is as it was written, and the state; None if there is no checkpoint.
 
     No other file is looked at: `newest_checkpoint` does so later, and names what is damaged. Raises SealError if the
-    directory of the checkpoints cannot be read.
+    directory of the checkpoints cannot be read, or no checkpoint in it has such a state.
     """
+    problems = []
     for path in reversed(sealed_steps(run_dir / CHECKPOINTS).values()):
-        with suppress(SealError):
+        try:
             verify_file(path, STATE, layout=FORMAT)
             return path, _read_state(path)
+        except SealError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise SealError(f"no checkpoint can be used: {'; '.join(problems)}")
     return None
 
 

@@ -105,7 +105,7 @@ def verify(directory: Path, *, layout: int) -> None:
         for name, record in recorded.items():
             _compare(directory / name, record)
     except OSError as error:
-        raise SealError(f"{error.filename or directory} cannot be read ({error})") from error
+        raise _unreadable(directory, error) from error
 
 
 def verify_file(directory: Path, name: str, *, layout: int) -> None:
@@ -116,7 +116,15 @@ def verify_file(directory: Path, name: str, *, layout: int) -> None:
             raise SealError(f"{directory / MANIFEST} does not know {name}")
         _compare(directory / name, recorded[name])
     except OSError as error:
-        raise SealError(f"{error.filename or directory} cannot be read ({error})") from error
+        raise _unreadable(directory, error) from error
+
+
+def _unreadable(directory: Path, error: OSError) -> SealError:
+    """The error of a file of `directory` that is missing or cannot be read."""
+    name = str(error.filename or directory)
+    if isinstance(error, FileNotFoundError):
+        return SealError(f"{directory} lacks {Path(name).name}")
+    return SealError(f"{name} cannot be read ({error.strerror or error})")
 
 
 def _compare(path: Path, record: FileRecord) -> None:
