@@ -134,16 +134,20 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
     assert (found - expected).norm() <= 1e-3 * (expected - before).norm()
 
 
-def listening_addresses() -> set[str]:
-    """Local addresses on which the processes below this one accept TCP connections."""
-    found = set()
-    me = psutil.Process()
-    for process in me.children(recursive=True):  # other tests of this process may have listened in it
+def processes_below() -> list[psutil.Process]:
+    """All processes that this one started, and those that they started."""
+    return psutil.Process().children(recursive=True)
+
+
+def listeners(processes: list[psutil.Process]) -> dict[str, list[str]]:
+    """Local address on which one of `processes` accepts TCP connections -> its command."""
+    found = {}
+    for process in processes:
         try:
-            connections = process.net_connections(kind="tcp")
+            command, connections = process.cmdline(), process.net_connections(kind="tcp")
         except psutil.NoSuchProcess:  # a Ray helper that ended between the two calls
             continue
-        found |= {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+        found |= {c.laddr.ip.removeprefix("::ffff:"): command for c in connections if c.status == psutil.CONN_LISTEN}
     return found
 
 
@@ -162,12 +166,14 @@ def test_engines_hold_the_policy_bitwise_a_flipped_byte_is_named_and_all_listen_
     tmp_path: Path,
 ) -> None:
     path = save_untied(tmp_path)
+    earlier = processes_below()  # of other tests
     with Cluster(make_config(path, num_engines=2), log_dir=path) as cluster:
         policy = cluster.spawn_policy(path)
         engines = cluster.spawn_engines(path)
         policy.wait_ready()
         engines.wait_ready()
-        assert listening_addresses() == {"127.0.0.1"}
+        found = listeners([process for process in processes_below() if process not in earlier])
+        assert found.keys() == {"127.0.0.1"}, found
         check_bits_of_the_files(policy, path)
         samples = make_samples()
         for sample in samples:
