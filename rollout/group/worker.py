@@ -15,6 +15,7 @@ import ray
 
 from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
 from rollout.engine import BroadcastError, Engine, EngineInfo, WeightReport
+from rollout.processes.inherited import allow_open_files, forget_launcher
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.process_memory import private_bytes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
@@ -71,6 +72,8 @@ class RolloutWorker:
     """One engine behind the methods of the Engine protocol."""
 
     def __init__(self, setup: EngineSetup) -> None:
+        forget_launcher()
+        allow_open_files()
         write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._engine = build_engine(setup)

@@ -288,7 +288,7 @@ class SGLangEngine(Engine):
             self._broken = "none have been sent to this server yet"
             return ExternalServer(self._config.servers[self._index], index=self._index)
         try:
-            check_installation(device=self._device)
+            check_installation(device=self._device, sleeps=self._sleeps)
         except EngineError as error:
             raise EngineError(f"{self._name} start: {error}") from error
         environment = server_environment(self._config, device=self._device, num_threads=self._num_threads)

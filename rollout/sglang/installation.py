@@ -14,6 +14,7 @@ from typing import Any
 from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
+from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import quantized_server_args
 
@@ -42,8 +43,11 @@ def check_release(version: str) -> None:
         )
 
 
-def check_installation(*, device: str) -> str:
-    """Version of the installed SGLang; raises EngineError if it is missing, too old, or cannot run here."""
+def check_installation(*, device: str, sleeps: bool = False) -> str:
+    """Version of the installed SGLang; raises EngineError if it is missing, too old, or cannot run here.
+
+    `sleeps` is True for an engine on a GPU that frees its memory between rollouts.
+    """
     try:
         version = importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError as error:
@@ -55,6 +59,8 @@ def check_installation(*, device: str) -> str:
             "SGLang on a CPU needs Parity's platform plug-in, which is registered when Parity is installed: "
             "pip install -e ."
         )
+    if device == "cuda" and (reason := cuda_problem(sleeps=sleeps)):
+        raise EngineError(f"SGLang {version} cannot run on a GPU here: {reason}. {CUDA_REMEDY}")
     return version
 
 

@@ -11,6 +11,7 @@ from cli_process import parity
 
 from trainer.cli import doctor
 from trainer.cli.doctor import MISSING, NOTE, OK, Finding, Findings
+from trainer.limits.machine import Machine
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -52,6 +53,12 @@ def versions(monkeypatch: pytest.MonkeyPatch, sglang: str | None) -> None:
 TORCH = Finding(OK, "torch", "2.13.0")
 
 
+def cuda_packages(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Let `reason` keep SGLang from the GPUs, "" for nothing."""
+    for module in ("installation", "cuda_packages"):
+        monkeypatch.setattr(f"rollout.sglang.{module}.cuda_problem", lambda *, sleeps: reason)
+
+
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_CACHE", "/proc/parity")
     status, _, found, remedy = doctor._cache()
@@ -69,6 +76,7 @@ def test_no_sglang_leaves_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_packages(monkeypatch, "")
     versions(monkeypatch, "0.5.9")
     finding = doctor._sglang(TORCH, gpus=["H200"])
     assert finding.status == MISSING
@@ -78,7 +86,20 @@ def test_an_old_sglang_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert doctor._sglang(TORCH, gpus=["H200"]) == Finding(OK, "sglang", good)
 
 
+def test_an_environment_for_cpus_on_a_machine_with_gpus_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_packages(monkeypatch, "SGLang finds no sgl_kernel")
+    machine = Machine(cpus=2, gpus=1, memory=2**40)
+    monkeypatch.setattr(doctor, "this_machine", lambda: machine)  # torch for CPUs sees none of its GPUs
+    versions(monkeypatch, "0.6.0")
+    status, _, found, remedy = doctor._sglang(TORCH, gpus=[])
+    assert (status, found) == (NOTE, "0.6.0, not on the GPUs of this machine: SGLang finds no sgl_kernel")
+    assert "image of the Dockerfile" in remedy
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    assert doctor._sglang(TORCH, gpus=[]).status == MISSING, "not on the CPU either"
+
+
 def test_sglang_on_a_cpu_needs_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_packages(monkeypatch, "")
     versions(monkeypatch, "0.6.0")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
     finding = doctor._sglang(TORCH, gpus=[])

@@ -179,9 +179,10 @@ def test_a_cluster_for_evaluation_has_engines_only() -> None:
     words = ("policy.num_workers=4", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
     config = config_of(*words, "rollout.num_engines=2")
     alone = engines_only(config)
-    assert required_bundles(alone) == [{"CPU": CPUS_PER_WORKER, "GPU": 0.5}] * 2
+    # The other half of a GPU, which a rank has in training, is not for another engine.
+    assert required_bundles(alone) == [{"CPU": CPUS_PER_WORKER, "GPU": 1.0}] * 2
     assert (config.policy.num_workers, config.policy.gpus_per_worker) == (4, 0.5)
-    assert replace(alone.rollout) == config.rollout
+    assert replace(alone.rollout, gpus_per_engine=0.5) == config.rollout
 
 
 def test_skipped_rows_are_written_and_counted(tmp_path: Path) -> None:

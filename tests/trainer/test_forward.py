@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,31 @@ def test_a_branch_attends_to_its_prompt_and_to_itself(kv_heads: int) -> None:
     gradients = (torch.autograd.grad(out, states, upstream) for out in (by_run, alone[None]))
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("segments", [Segments([5, 5, 3]), SHARED])
+def test_a_key_per_head_as_a_gpu_wants_it_changes_no_result(
+    monkeypatch: pytest.MonkeyPatch, segments: Segments
+) -> None:
+    states = random_states(25 if segments is SHARED else 13, kv_heads=2)
+    upstream = torch.randn((1, states[0].shape[2], 4, 8), generator=torch.Generator().manual_seed(4))
+    attend = attention.scaled_dot_product_attention
+    seen: list[tuple[int, bool]] = []
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        seen.append((key.shape[1], kwargs["enable_gqa"]))
+        return attend(query, key, value, **kwargs)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", spy)
+    results = []
+    for repeats, expected in ((False, (2, True)), (True, (4, False))):
+        monkeypatch.setattr(attention, "wants_a_key_per_head", lambda query, repeats=repeats: repeats)
+        out = attend_by_run(*states, segments, scaling=0.3)
+        results.append([out, *torch.autograd.grad(out, states, upstream)])
+        assert set(seen) == {expected}
+        seen.clear()
+    for shared, repeated in zip(*results, strict=True):
+        torch.testing.assert_close(repeated, shared)
 
 
 @pytest.mark.parametrize("segments", [Segments([5, 20]), SHARED])

@@ -96,6 +96,42 @@ def test_rules_of_sharing() -> None:
         replace(shared(residency=Residency.always), policy=PolicyConfig(gpus_per_worker=1.0))
 
 
+def test_a_part_of_a_gpu_is_for_a_rank_and_an_engine_that_share_one() -> None:
+    def refused(rank: float, engine: float) -> list[str]:
+        config = shared()
+        config.policy.gpus_per_worker, config.rollout.gpus_per_engine = rank, engine
+        return [str(problem) for problem in sharing_problems(config)]
+
+    for whole in (0, 1):
+        [lone_engine] = refused(whole, 0.5)
+        assert lone_engine.startswith(
+            f"rollout.gpus_per_engine must be a whole number with policy.gpus_per_worker={whole}"
+        )
+        assert "two engines could get the same GPU" in lone_engine and "Set rollout.gpus_per_engine=1," in lone_engine
+        [lone_rank] = refused(0.5, whole)
+        assert lone_rank.startswith(
+            f"policy.gpus_per_worker must be a whole number with rollout.gpus_per_engine={whole}"
+        )
+        assert "two ranks could get the same GPU" in lone_rank
+    assert refused(0, 0) == refused(1, 1) == refused(0, 2) == refused(0.5, 0.5) == []
+
+
+def test_float32_on_a_gpu_keeps_keys_and_values_of_every_head() -> None:
+    own_heads = model_shape(shared())
+    shape = replace(own_heads, kv_size=own_heads.kv_size // 2)  # two heads share keys and values
+    kept = {}
+    for gpus in (0.0, 0.6):
+        config = shared(dtype=DType.float32)
+        config.policy.gpus_per_worker = gpus
+        kept[gpus], _ = activation_bytes(config, shape)
+    tokens = sum(group.num_tokens for group in largest_micro_batch(shared()))
+    copied = sum(
+        group.prompt + rest for group in largest_micro_batch(shared()) if len(group.rests) > 1 for rest in group.rests
+    )
+    more = (2 * shape.attention_size - shape.kv_size) * 4
+    assert more > 0 and kept[0.6] - kept[0.0] == shape.num_layers * (tokens + copied) * more
+
+
 def test_offload_moves_what_it_says_to_the_host() -> None:
     def memory(offload: Offload) -> tuple[int, int]:
         config = shared(offload=offload)

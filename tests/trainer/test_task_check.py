@@ -247,6 +247,15 @@ def test_more_workers_than_the_machine_has_room_for_are_refused(own: Path, monke
         assert not task_problems([config], trains=False), "an evaluation has no ranks"
 
 
+def test_an_evaluation_needs_a_whole_gpu_per_engine(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout.num_engines=2"]
+    config = config_of(own, *words, "policy.num_workers=2")
+    for gpus, refused in ((1, True), (2, False)):
+        monkeypatch.setattr(task_check, "this_machine", lambda gpus=gpus: Machine(cpus=2, gpus=gpus, memory=2**40))
+        found = [str(problem) for problem in task_problems([config], trains=False)]
+        assert ["the run needs 2 GPU, and it has 1" in line for line in found] == [True] * refused
+
+
 def test_a_function_that_several_runs_share_is_called_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(task_check, "try_reward", lambda config, prompt: called.append(prompt.answer) or "no")

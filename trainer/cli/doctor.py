@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
+from trainer.limits.machine import this_machine
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.provenance import num_cores
 from trainer.rundir.run_dir import unusable_problem
@@ -113,16 +114,26 @@ def _torch() -> tuple[Finding, list[str]]:
 
 
 def _sglang(torch_found: Finding, *, gpus: list[str]) -> Finding:
-    """Check that rollout=sglang can run: the package, its release, and the CPU platform on a machine without GPUs."""
+    """Check that rollout=sglang can run: the package, its release, its kernels where this machine has GPUs, and its
+    CPU platform where it has none.
+
+    An environment for CPUs on a machine with GPUs is noted, for engines can run there, on the CPU.
+    """
     if torch_found.status == MISSING:
         return Finding(MISSING, "sglang", "cannot run without torch")
     from rollout.engine import EngineError
+    from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
     from rollout.sglang.installation import check_installation
 
+    has_gpus = bool(gpus) or this_machine().gpus > 0
+    reason = cuda_problem(sleeps=True) if has_gpus else ""
     try:
-        return Finding(OK, "sglang", check_installation(device="cuda" if gpus else "cpu"))
+        version = check_installation(device="cuda" if has_gpus and not reason else "cpu", sleeps=True)
     except EngineError as error:
         return Finding(MISSING, "sglang", str(error))
+    if reason:
+        return Finding(NOTE, "sglang", f"{version}, not on the GPUs of this machine: {reason}", CUDA_REMEDY)
+    return Finding(OK, "sglang", version)
 
 
 def _cores() -> Finding:

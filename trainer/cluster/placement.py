@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import secrets
 import socket
@@ -102,11 +103,13 @@ def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
 def engines_only(config: TrainConfig) -> TrainConfig:
     """The config of a cluster without ranks, for evaluation; what placement reads differs from `config`.
 
-    And no engine is quantised: weights come to lie on a grid in a sync, and there is none.
+    And no engine is quantised: weights come to lie on a grid in a sync, and there is none. An engine that shares its
+    GPU with a rank has the GPU for itself: two halves of one GPU are not for two engines.
     """
     policy, rollout = copy.copy(config.policy), copy.copy(config.rollout)
     policy.num_workers, policy.gpus_per_worker = 0, 0.0
     rollout.quantization = Quantization.none
+    rollout.gpus_per_engine = float(math.ceil(rollout.gpus_per_engine))
     alone = copy.copy(config)
     alone.policy, alone.rollout = policy, rollout
     return alone

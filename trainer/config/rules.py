@@ -53,8 +53,23 @@ def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield broken rules about a GPU that a rank and an engine share."""
+    """Yield broken rules about parts of a GPU: only a rank and an engine can share one."""
     rank, engine = config.policy.gpus_per_worker, config.rollout.gpus_per_engine
+    remedy = "Set {}, or share with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5."
+    if 0 < engine < 1 and not config.shares_gpus:
+        yield config.broken(
+            "rollout.gpus_per_engine",
+            f"must be a whole number with policy.gpus_per_worker={rank:g}: two engines could get the same GPU, and "
+            "each would take memory as if it were alone there",
+            remedy.format("rollout.gpus_per_engine=1"),
+        )
+    if 0 < rank < 1 and not config.shares_gpus:
+        yield config.broken(
+            "policy.gpus_per_worker",
+            f"must be a whole number with rollout.gpus_per_engine={engine:g}: two ranks could get the same GPU, and "
+            "NCCL connects no two ranks on one",
+            remedy.format("policy.gpus_per_worker=1"),
+        )
     if config.shares_gpus and abs(rank + engine - 1) > 1e-6:
         yield config.broken(
             "policy.gpus_per_worker",

@@ -185,8 +185,9 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
 
     Per token and layer: the inputs of two norms in float32 and of every product in the compute dtype (two of the
     residual's width for the norms, two for the products after them; queries, keys, values and twice the attention's
-    output; four of the MLP's width). On a CPU attention and its inputs are float32. A checkpointed layer keeps its
-    input; one layer at a time is computed again and held in full.
+    output; four of the MLP's width). On a CPU attention and its inputs are float32; in float32 on a GPU every head has
+    keys and values of its own. A checkpointed layer keeps its input; one layer at a time is computed again and held in
+    full.
     """
     number, hidden = DTYPE_BYTES[config.policy.dtype], shape.hidden_size
     attention_parameters = hidden * (2 * shape.attention_size + shape.kv_size)
@@ -194,12 +195,14 @@ def activation_bytes(config: TrainConfig, shape: ModelShape) -> tuple[int, int]:
     norms = 2 * hidden * (MASTER_BYTES + number)
     attention_number = number if config.policy.gpus_per_worker else DTYPE_BYTES[DType.float32]
     products = (2 * hidden + shape.attention_size + 4 * mlp_size) * number
-    products += (2 * shape.attention_size + shape.kv_size) * attention_number
+    is_repeated = config.policy.gpus_per_worker > 0 and config.policy.dtype is DType.float32
+    kv_size = 2 * shape.attention_size if is_repeated else shape.kv_size
+    products += (2 * shape.attention_size + kv_size) * attention_number
     groups = largest_micro_batch(config)
     # Every sample of a group has a copy of the keys and values of its prompt and of its own.
     copied = sum(group.prompt + rest for group in groups if len(group.rests) > 1 for rest in group.rests)
     computed = sum(group.num_tokens for group in groups)
-    layer = computed * (norms + products) + copied * shape.kv_size * attention_number
+    layer = computed * (norms + products) + copied * kv_size * attention_number
     # After the last layer: a norm, its output and the scored rows of the output.
     after = computed * hidden * (MASTER_BYTES + 3 * number)
     every = config.policy.activation_checkpoint_every

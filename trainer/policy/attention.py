@@ -150,6 +150,15 @@ def flash_attention(
     return out
 
 
+def wants_a_key_per_head(query: Tensor) -> bool:
+    """True if torch keeps no [length, length] scores only where every head has keys of its own: in float32 on a GPU.
+
+    Its flash attention takes no float32, and its other kernel without scores takes no heads that share keys. Not yet
+    run on a GPU.
+    """
+    return query.is_cuda
+
+
 def attend_by_run(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scaling: float | None = None
 ) -> Tensor:
@@ -159,6 +168,8 @@ def attend_by_run(
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     q, k, v = (states.to(wide).squeeze(0) for states in (query, key, value))
+    if wants_a_key_per_head(q):
+        k, v = (states.repeat_interleave(q.shape[0] // states.shape[0], dim=0) for states in (k, v))
     outs: list[Tensor] = []
     end = 0
     # Neighbouring roots of one length; neighbouring branches of one prompt and one length.

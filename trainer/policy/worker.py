@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.processes.inherited import forget_launcher
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import SharedWeights
@@ -71,10 +72,25 @@ class PolicyInfo:
     """Memory of the rank's GPU; None on a CPU."""
 
 
+def use_own_gpu() -> torch.device:
+    """Make the one GPU that Ray shows this process torch's current device; not yet run on a GPU.
+
+    Raises RuntimeError if torch sees none.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} sees no GPU here, and policy.gpus_per_worker asks for one: install the build "
+            "of torch for CUDA, or compare nvidia-smi with the CUDA version of the build; parity doctor looks at both"
+        )
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
 class PolicyWorker:
     """One FSDP2 rank: master weights, optimizer and the training step."""
 
     def __init__(self, setup: PolicySetup) -> None:
+        forget_launcher()
         write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._config = setup.config
@@ -104,6 +120,7 @@ class PolicyWorker:
         if setup.device == "cpu":
             torch.set_num_threads(setup.num_threads)
         self._device = torch.device(setup.device)
+        own_gpu = use_own_gpu() if setup.device == "cuda" else None
         dist.init_process_group(
             # Norms of gradients that lie on the host are summed there.
             "cpu:gloo,cuda:nccl" if setup.device == "cuda" else "gloo",
@@ -112,6 +129,8 @@ class PolicyWorker:
             rank=setup.rank,
             world_size=config.policy.num_workers,
             timeout=timedelta(seconds=config.policy.step_timeout_s),
+            # NCCL connects the ranks here, so that a network that does not work is an error of the start.
+            device_id=own_gpu,
         )
         mesh = init_device_mesh(setup.device, (config.policy.num_workers,))
         model = self._load_model(mesh, trained=True)

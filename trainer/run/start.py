@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.config import SGLANG_REMEDY, SGLangConfig
+from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem, torch_without_cuda
 from trainer.compose.compose import Resolution
 from trainer.config.outputs import WANDB_RUN_ID
+from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
+from trainer.limits.machine import this_machine
+from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.run.task_check import task_problems
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import other_run
@@ -39,7 +44,31 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     configs = [run.config for run in resolution.runs if run.config is not None]
     if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
+    packages = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
+    problems += {str(problem): problem for problem in packages}.values()
     return [*problems, *task_problems(configs, trains=trains)]
+
+
+def gpu_package_problems(config: TrainConfig, *, trains: bool) -> Iterator[Problem]:
+    """Yield the problems of ranks and engines on GPUs of this machine whose packages were built for CPUs.
+
+    Without a GPU here another rule refuses the run; what a cluster's machines have installed is not known here, and
+    every engine looks by itself.
+    """
+    policy, rollout = config.policy, config.rollout
+    if config.cluster.address is not None or not this_machine().gpus:
+        return
+    cpu_torch = torch_without_cuda()
+    if trains and policy.gpus_per_worker and cpu_torch:
+        yield config.broken("policy.gpus_per_worker", f"must be 0 in this environment: {cpu_torch}", CUDA_REMEDY)
+    if not rollout.gpus_per_engine:
+        return
+    reason = cpu_torch
+    if isinstance(rollout, SGLangConfig) and importlib.util.find_spec("sglang") is not None:
+        sleeps = trains and memory_plan(config, device_bytes=gpu_bytes()).takes_turns
+        reason = cuda_problem(sleeps=sleeps)
+    if reason:
+        yield config.broken("rollout.gpus_per_engine", f"must be 0 in this environment: {reason}", CUDA_REMEDY)
 
 
 def shared_id_problems(num_runs: int) -> list[Problem]:

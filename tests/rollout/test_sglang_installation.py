@@ -1,0 +1,94 @@
+"""What a GPU engine needs, found by package metadata: each missing package and wrong build is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from rollout.engine import EngineError
+from rollout.sglang.cuda_packages import cuda_problem, torch_without_cuda
+from rollout.sglang.installation import check_installation
+
+MODULES = ("sgl_kernel", "flashinfer", "torch_memory_saver")
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, *, torch: str, pin: str, modules: tuple[str, ...] = MODULES) -> None:
+    """Let `torch` be the installed release of torch, `pin` what SGLang requires, and `modules` all that it finds."""
+    real_spec, real_version = importlib.util.find_spec, importlib.metadata.version
+
+    def find_spec(name: str, package: str | None = None) -> object:
+        return (object() if name in modules else None) if name in MODULES else real_spec(name, package)
+
+    versions = {"torch": torch, "sglang": "0.5.23"}
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real_version(name))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torchao==0.9", pin, "torch_memory_saver>=0.0.9"])
+
+
+@pytest.mark.parametrize("torch", ["2.14.1", "2.14.1+cu130", "2.14.1+1a2b3c.nv26.08"])
+def test_a_fitting_environment_has_no_problem(monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
+    environment(monkeypatch, torch=torch, pin="torch==2.14.1")
+    assert cuda_problem(sleeps=True) == ""
+    assert check_installation(device="cuda", sleeps=True) == "0.5.23"
+
+
+@pytest.mark.parametrize("missing", MODULES)
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_missing_module_is_named_with_its_package(
+    monkeypatch: pytest.MonkeyPatch, missing: str, sleeps: bool
+) -> None:
+    left = tuple(module for module in MODULES if module != missing)
+    environment(monkeypatch, torch="2.14.1+cu130", pin="torch==2.14.1", modules=left)
+    if missing == "torch_memory_saver" and not sleeps:
+        assert check_installation(device="cuda", sleeps=sleeps) == "0.5.23"
+        return
+    with pytest.raises(EngineError, match=rf"SGLang finds no {missing} \(package \S+\)\. Use the image"):
+        check_installation(device="cuda", sleeps=sleeps)
+
+
+@pytest.mark.parametrize(
+    ("torch", "without_cuda"),
+    [("2.14.1+cpu", True), ("2.14.1+rocm7.0", True), ("2.14.1+xpu", True), ("2.14.1+cu130", False), ("2.14.1", False)],
+)
+def test_builds_of_torch_without_cuda_are_told_by_their_label(
+    monkeypatch: pytest.MonkeyPatch, torch: str, without_cuda: bool
+) -> None:
+    environment(monkeypatch, torch=torch, pin="torch==2.14.1")
+    expected = f"torch {torch} is a build without CUDA" if without_cuda else ""
+    assert (torch_without_cuda(), cuda_problem(sleeps=False)) == (expected, expected)
+
+
+@pytest.mark.parametrize("pin", ["torch==2.14.1", "torch == 2.14.1", 'torch==2.14.1 ; sys_platform == "linux"'])
+def test_another_torch_than_the_kernels_were_built_for_is_named(monkeypatch: pytest.MonkeyPatch, pin: str) -> None:
+    environment(monkeypatch, torch="2.13.0+cu130", pin=pin)
+    assert cuda_problem(sleeps=False) == "SGLang 0.5.23 is built for torch 2.14.1, and 2.13.0+cu130 is installed"
+
+
+def test_a_release_without_a_pin_takes_any_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, torch="2.15.0+cu130", pin="torch>=2.14")
+    assert cuda_problem(sleeps=False) == ""
+
+
+def test_every_reason_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, torch="2.13.0+cpu", pin="torch==2.14.1", modules=())
+    reason = cuda_problem(sleeps=True)
+    for words in (*MODULES, "2.13.0+cpu is a build without CUDA", "built for torch 2.14.1"):
+        assert words in reason
+
+
+def test_a_cpu_engine_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch, torch="2.13.0+cpu", pin="torch==2.14.1", modules=())
+    assert check_installation(device="cpu") == "0.5.23"
+
+
+def test_nothing_is_imported_for_the_answer() -> None:
+    program = (
+        "import sys; from rollout.sglang.cuda_packages import cuda_problem; cuda_problem(sleeps=True); "
+        "print([name for name in ('torch', 'sglang', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
