@@ -46,11 +46,13 @@ class EngineConfig(Checked):
     quantisation with correction=tis or correction=mis."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
     """Ray GPUs reserved per rollout worker; 0 on a CPU-only machine."""
-    start_timeout_s: float = ruled(300.0, above(0, "seconds"))
-    """Deadline in seconds for an engine to become ready after its start."""
+    start_timeout_s: float = ruled(1200.0, above(0, "seconds"))
+    """Deadline in seconds for an engine to become ready after its start. On a GPU the first start of SGLang compiles
+    kernels for minutes."""
     generate_timeout_s: float = ruled(600.0, above(0, "seconds"))
-    """Deadline in seconds of one request, counted from the moment the engine begins to process the request. An engine
-    that misses the deadline counts as dead."""
+    """Deadline in seconds of one request, counted from the moment the engine begins to process the request; SGLang does
+    not tell it, so there the time starts again with each of its answers. An engine that misses the deadline counts as
+    dead."""
     answer_timeout_s: float = ruled(60.0, above(0, "seconds"))
     """Deadline in seconds for an engine with requests to answer a poll. An engine that misses the deadline counts as
     dead."""

@@ -34,6 +34,8 @@ class EngineInfo:
     """Process ids that must be gone after stop()."""
     start_s: float
     """Seconds from start() to ready."""
+    cache_tokens: int | None = None
+    """Tokens whose keys and values the engine can hold; None if it does not say."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,6 +40,7 @@ from rollout.group.actor_calls import (
 from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Transport
 from rollout.group.residency import SharedGpu
+from rollout.group.worker import RELEASE_TIMEOUT_S, LostEngine
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 
@@ -98,8 +99,8 @@ class EngineGroup:
         calls = [member.pending_call for member in self._members if member.pending_call is not None]
         names = [member.name for member in self._members]
         started = gather(calls, names=names, phase="engine start", deadline_s=self._config.start_timeout_s + GRACE_S)
-        for member, (_, processes) in zip(self._members, started, strict=True):
-            member.processes = processes
+        for member, (info, processes) in zip(self._members, started, strict=True):
+            member.processes, member.cache_tokens = processes, info.cache_tokens
             member.pending_call, member.health = None, Health.serving
         return [info for info, _ in started]
 
@@ -280,10 +281,12 @@ class EngineGroup:
     def _serving(self) -> list[Member]:
         return [member for member in self._members if member.health is Health.serving]
 
-    def _started(self, index: int, node: str) -> Member:
+    def _started(self, index: int, node: str, lost: LostEngine | None = None) -> Member:
         worker = self._spawn(index)
         deadline = time.monotonic() + self._config.start_timeout_s + GRACE_S
-        call: ray.ObjectRef[Any] = worker.start.remote()
+        if lost is not None:
+            deadline += RELEASE_TIMEOUT_S
+        call: ray.ObjectRef[Any] = worker.start.remote(lost)
         return Member(index=index, node=node, worker=worker, pending_call=call, deadline=deadline)
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
@@ -365,7 +368,8 @@ class EngineGroup:
                 self._lose(member, f"phase abort: {member.name} did not end {len(member.aborting)} requests in time")
             return taken
         if member.health is Health.starting:
-            _, member.processes = answer
+            info, member.processes = answer
+            member.cache_tokens = info.cache_tokens
             self._load(member)
         elif self._is_behind(member):
             self._load(member)
@@ -447,7 +451,8 @@ class EngineGroup:
         kill_worker(member.worker, node=member.node, processes=member.processes)
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
-            fresh = self._started(member.index, member.node)
+            lost = LostEngine(processes=member.processes, cache_tokens=member.cache_tokens)
+            fresh = self._started(member.index, member.node, lost)
             fresh.restarts, fresh.lost_by = member.restarts + 1, cause
             fresh.sampled_before_s = member.sampled_before_s + member.sampled_s
             self._members[member.index] = fresh

@@ -64,6 +64,8 @@ class Member:
     processes: tuple[ProcessMark, ...] = ()
     requested_version: int = -1
     """Policy version of the weights that the engine was last told to load; -1 before the first."""
+    cache_tokens: int | None = None
+    """EngineInfo.cache_tokens of the engine; None before it is ready."""
     transport: Transport = Transport.mapped
     """Transport of the weights that the engine was last told to load."""
     report: WeightReport | None = None

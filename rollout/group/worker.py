@@ -14,9 +14,9 @@ from pathlib import Path
 import ray
 
 from rollout.config import LOOPBACK, EngineConfig, SGLangConfig, TorchEngineConfig
-from rollout.engine import BroadcastError, Engine, EngineInfo, WeightReport
-from rollout.processes.inherited import allow_open_files, forget_launcher
-from rollout.processes.process_marks import ProcessMark, mark_processes
+from rollout.engine import BroadcastError, Engine, EngineError, EngineInfo, WeightReport
+from rollout.processes.inherited import allow_open_files, forget_allocator, forget_launcher
+from rollout.processes.process_marks import ProcessMark, mark_processes, wait_for_end
 from rollout.processes.process_memory import private_bytes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
@@ -45,6 +45,21 @@ class EngineSetup:
     model_path: Path
     sleeps: bool = False
     """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
+    cache_tokens: int | None = None
+    """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LostEngine:
+    """What an engine that is started anew must know of the one in whose place it is."""
+
+    processes: tuple[ProcessMark, ...]
+    cache_tokens: int | None
+    """EngineInfo.cache_tokens of the lost engine; None if it was never ready."""
+
+
+RELEASE_TIMEOUT_S = 60.0
+"""Seconds for the processes of a killed engine to end, and so to give back tens of GiB of a GPU."""
 
 
 def build_engine(setup: EngineSetup) -> Engine:
@@ -60,6 +75,7 @@ def build_engine(setup: EngineSetup) -> Engine:
             log_dir=setup.log_dir,
             num_threads=setup.num_threads,
             sleeps=setup.sleeps,
+            cache_tokens=setup.cache_tokens,
         )
     if isinstance(setup.config, TorchEngineConfig):
         from rollout.torch.engine import TorchEngine
@@ -74,6 +90,8 @@ class RolloutWorker:
     def __init__(self, setup: EngineSetup) -> None:
         forget_launcher()
         allow_open_files()
+        if setup.sleeps:
+            forget_allocator()
         write_stack_when_asked(setup.log_dir / STACKS_FILE)
         self._setup = setup
         self._engine = build_engine(setup)
@@ -81,8 +99,19 @@ class RolloutWorker:
         self._shared = WeightReader()
         self._receiver = WeightReceiver()
 
-    def start(self) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
-        """Start the engine -> (its description, processes to kill if the worker does not answer any more)."""
+    def start(self, lost: LostEngine | None = None) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
+        """Start the engine -> (its description, processes to kill if the worker does not answer any more).
+
+        In the place of a `lost` engine it starts when that one's processes have ended: SGLang takes a share of the
+        memory that is free then. Raises EngineError if they do not end.
+        """
+        if lost is not None:
+            if left := wait_for_end(lost.processes, timeout_s=RELEASE_TIMEOUT_S):
+                raise EngineError(
+                    f"engine {self._setup.index} start: processes {left} of the engine before it still run "
+                    f"{RELEASE_TIMEOUT_S:.0f} s after SIGKILL, and hold its memory; a driver call may be stuck"
+                )
+            self._engine = build_engine(replace(self._setup, cache_tokens=lost.cache_tokens))
         info = self._engine.start(self._setup.model_path)
         self._pids = info.pids
         return info, mark_processes((os.getpid(), *info.pids))

@@ -1,4 +1,4 @@
-"""What a worker must not take over from the shell in which Ray was started: a launcher's variables, a low file limit.
+"""What a worker must not take over from the shell in which Ray was started: variables of others, a low file limit.
 
 Ray's processes hand the environment of `ray start`, or of the driver, down to every worker.
 """
@@ -14,6 +14,8 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 """Variables in which torchrun, and job scripts like it, tell their own processes who they are."""
 LAUNCHER_PREFIX = "TORCHELASTIC_"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with options of torch's allocator on GPUs, by their new and their old name."""
 
 
 def is_of_launcher(name: str) -> bool:
@@ -28,6 +30,15 @@ def forget_launcher() -> None:
     """
     for name in filter(is_of_launcher, list(os.environ)):
         del os.environ[name]
+
+
+def forget_allocator() -> None:
+    """Remove the options of torch's allocator from the environment of this process and of those that it starts.
+
+    An engine that frees its memory between rollouts has an allocator of its own, and expandable segments break it.
+    """
+    for name in ALLOCATOR_VARIABLES:
+        os.environ.pop(name, None)
 
 
 def allow_open_files() -> None:

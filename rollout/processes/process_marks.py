@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from typing import NamedTuple
 import psutil
 
 logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""Seconds between two looks at processes that are to end."""
 
 
 class ProcessMark(NamedTuple):
@@ -48,6 +52,24 @@ def signal_processes(marks: Sequence[ProcessMark], number: signal.Signals) -> No
             logger.debug("process %d has ended", mark.pid)
         finally:
             os.close(handle)
+
+
+def wait_for_end(marks: Sequence[ProcessMark], *, timeout_s: float) -> list[int]:
+    """Wait until none of the marked processes runs, `timeout_s` seconds at most -> ids of those that still do.
+
+    One whose parent has not asked for its exit status yet has ended: it holds no memory any more, nor a GPU's.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left := [mark.pid for mark in marks if _runs(mark)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def _runs(mark: ProcessMark) -> bool:
+    try:
+        return _started(mark.pid) == mark.started and psutil.Process(mark.pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def is_suspended(mark: ProcessMark) -> bool:

@@ -68,10 +68,12 @@ class SGLangEngine(Engine):
         log_dir: Path,
         num_threads: int | None,
         sleeps: bool = False,
+        cache_tokens: int | None = None,
     ) -> None:
         """`num_threads` bounds the compute threads of the server; None leaves the number to the server.
 
-        `sleeps` makes the server allocate memory so that `sleep` can release it.
+        `sleeps` makes the server allocate memory so that `sleep` can release it. `cache_tokens` is the number of tokens
+        that an earlier server in this place could hold.
         """
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
@@ -88,6 +90,8 @@ class SGLangEngine(Engine):
         self._weights: WeightUpdate
         self._context_length = 0
         self._vocab_size = 0
+        self._cache_tokens = cache_tokens
+        """Tokens whose keys and values the server can hold, as it, or one before it, reports them."""
         self._version = 0
         """Policy version of the weights that were verified last."""
         self._newest_version = 0
@@ -118,6 +122,7 @@ class SGLangEngine(Engine):
             address=self._server.address,
             pids=self._server.pids,
             start_s=time.monotonic() - begin,
+            cache_tokens=self._cache_tokens,
         )
         logger.info("%s is ready at %s after %.1f s", self._name, info.address, info.start_s)
         return info
@@ -291,7 +296,9 @@ class SGLangEngine(Engine):
             check_installation(device=self._device, sleeps=self._sleeps)
         except EngineError as error:
             raise EngineError(f"{self._name} start: {error}") from error
-        environment = server_environment(self._config, device=self._device, num_threads=self._num_threads)
+        environment = server_environment(
+            self._config, device=self._device, num_threads=self._num_threads, sleeps=self._sleeps
+        )
         arguments = server_args(
             self._config,
             model_path,
@@ -299,6 +306,7 @@ class SGLangEngine(Engine):
             random_seed=self._seed + self._index,
             sleeps=self._sleeps,
             quantization=self._quantization,
+            cache_tokens=self._cache_tokens,
         )
         return SGLangServer(index=self._index, log_dir=self._log_dir, environment=environment, server_args=arguments)
 
@@ -310,6 +318,7 @@ class SGLangEngine(Engine):
             info = client.call("/server_info", timeout_s=INFO_TIMEOUT_S)
             if isinstance(server, ExternalServer):
                 server.check(info, self._config)
+            self._cache_tokens = info.get("max_total_num_tokens")
             self._weights = self._new_weight_update(client, info, hf_config)
             if isinstance(server, SGLangServer):
                 # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
@@ -321,6 +330,7 @@ class SGLangEngine(Engine):
                 window=window_of(info),
                 timeout_s=self._config.generate_timeout_s,
                 is_shared=isinstance(server, ExternalServer),
+                cache_tokens=self._cache_tokens,
             )
         except ClientError as error:
             raise self._failure("start", error) from error

@@ -32,6 +32,11 @@ CPU_SERVER_ARGS: dict[str, Any] = {
 }
 """Default arguments on a CPU; rollout.engine_args override them."""
 
+SLEEPING_SHARE = 0.80
+"""Share of a GPU for weights and cache of a server while the rank sleeps; graphs and activations take the rest."""
+RESTARTED_SHARE = 0.95
+"""The same for a server that is started anew beside a rank, and whose cache is limited in tokens."""
+
 
 def check_release(version: str) -> None:
     """Raise EngineError if this release of SGLang must not be used."""
@@ -64,7 +69,9 @@ def check_installation(*, device: str, sleeps: bool = False) -> str:
     return version
 
 
-def server_environment(config: SGLangConfig, *, device: str, num_threads: int | None) -> dict[str, str]:
+def server_environment(
+    config: SGLangConfig, *, device: str, num_threads: int | None, sleeps: bool = False
+) -> dict[str, str]:
     """Environment variables of the server, in addition to this process's environment."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -83,9 +90,31 @@ def server_environment(config: SGLangConfig, *, device: str, num_threads: int | 
             # SGLang wants a NUMA node or a list of cores for every rank; each rank gets all cores of this process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
+    if device == "cuda" and sleeps:
+        environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"  # else several GiB of graphs stay on the GPU
     if num_threads is not None:
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
     return environment
+
+
+def shared_gpu_args(config: SGLangConfig, *, sleeps: bool, cache_tokens: int | None) -> dict[str, Any]:
+    """ServerArgs that limit the memory of a server on a GPU that it shares with a rank. Not yet run on a GPU.
+
+    SGLang's share is one of the memory that is free when it starts. A server that sleeps is alone on the GPU while it
+    is awake. One in the place of a lost server finds a rank that has grown since the first start: it may take what is
+    free, up to the tokens that the first could hold.
+    """
+    arguments: dict[str, Any] = {"mem_fraction_static": config.gpus_per_engine}
+    if sleeps:
+        arguments = {
+            "mem_fraction_static": SLEEPING_SHARE,
+            "enable_memory_saver": True,
+            # SGLang's graphs of prefills cannot be freed, and refuse an allocator that frees.
+            "cuda_graph_backend_prefill": "disabled",
+        }
+    elif cache_tokens is not None:
+        arguments = {"mem_fraction_static": RESTARTED_SHARE, "max_total_tokens": cache_tokens}
+    return arguments
 
 
 def server_args(
@@ -96,18 +125,19 @@ def server_args(
     random_seed: int,
     sleeps: bool,
     quantization: Quantization = Quantization.none,
+    cache_tokens: int | None = None,
 ) -> dict[str, Any]:
     """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights.
 
-    On a part of a GPU the memory is limited; `sleeps` selects an allocator that can release memory.
+    On a part of a GPU the memory is limited, also that of a server in the place of one that could hold `cache_tokens`.
+    `sleeps` selects an allocator that can release memory.
     """
     shares_gpu = device == "cuda" and config.gpus_per_engine < 1
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",
         "skip_server_warmup": True,
-        **({"mem_fraction_static": config.gpus_per_engine} if shares_gpu else {}),
-        **({"enable_memory_saver": True} if shares_gpu and sleeps else {}),
+        **(shared_gpu_args(config, sleeps=sleeps, cache_tokens=cache_tokens) if shares_gpu else {}),
         **config.engine_args,
         **quantized_server_args(quantization),
         "custom_weight_loader": [LOADER],

@@ -1,8 +1,9 @@
 """Requests to one SGLang server: jobs in, replies out as they end. One HTTP request per sample.
 
 A thread with its own event loop sends the requests over pooled connections, in the order of submission, as many at a
-time as the server runs together. Before several requests with one prompt the server reads the prompt once, so that each
-of them finds it in the prefix cache: a scheduler that gets them together would compute it for each.
+time as the server runs together: the others wait here, not in the server. Before several requests with one prompt the
+server reads the prompt once, so that each of them finds it in the prefix cache: a scheduler that gets them together
+would compute it for each.
 `rollout/sglang/engine.py` makes the requests and reads the replies (`rollout/sglang/replies.py`); the other calls go
 through `rollout/sglang/client.py`.
 """
@@ -47,6 +48,8 @@ MIN_SHARED_PROMPT = 16
 """Tokens of a prompt below which computing it for each request costs less than another request."""
 WINDOW_SLACK = 1.125
 """Ratio of sent requests to requests that the server runs together, so that free slots are filled without delay."""
+REMEMBERED = 256
+"""Number of answers over which the mean length of a response is taken, about."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,16 +89,35 @@ class RequestStream:
     returning the jobs that had ended before.
     """
 
-    def __init__(self, client: SGLangClient, *, window: int, timeout_s: float, is_shared: bool) -> None:
-        """`window` bounds the sent and unanswered requests; each may take `timeout_s` seconds after it was sent.
+    def __init__(
+        self,
+        client: SGLangClient,
+        *,
+        window: int,
+        timeout_s: float,
+        is_shared: bool,
+        cache_tokens: int | None = None,
+    ) -> None:
+        """Start the thread.
 
-        `is_shared` is True if the server has other users, so that only requests of this stream may be aborted.
+        Args:
+            window: bounds the sent and unanswered requests.
+            timeout_s: seconds in which each must be answered. The time starts again with every answer of the server,
+                because a request may have waited in the server's queue until then.
+            is_shared: True if the server has other users, so that only requests of this stream may be aborted.
+            cache_tokens: number of tokens whose keys and values the server can hold; None if it does not say.
         """
         self._client = client
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._window = max(1, min(window, files // 2))
         self._timeout_s = timeout_s
         self._is_shared = is_shared
+        self._cache_tokens = cache_tokens
+        self._answered_at = 0.0
+        """Monotonic time of the server's latest answer, plus the seconds in which weights were replaced since then."""
+        self._num_measured = 0
+        self._mean_tokens = 0.0
+        """Tokens that a request adds to the server's cache: mean over the latest `_num_measured` answers."""
         self.extra_key: str | None = None
         """Cache key that separates the prefixes of policy versions; None where prefixes are dropped at a sync."""
         self.version = 0
@@ -258,11 +280,34 @@ class RequestStream:
         return ended
 
     def _send(self) -> None:
-        while self._waiting and len(self._sent) < self._window and self._held_since is None:
+        while self._waiting and self._has_room(self._waiting[0]) and self._held_since is None:
             job = self._waiting.popleft()
             job.sent_at, job.version = time.monotonic(), self.version
             self._sent[job.ticket] = job
             job.task = self._loop.create_task(self._serve(job))
+
+    def _has_room(self, job: Job) -> bool:
+        """True if the server can work on `job` beside what it was sent.
+
+        Before the first answer a response is taken for half as long as it may become.
+        """
+        if len(self._sent) >= self._window:
+            return False
+        if self._cache_tokens is None or not self._sent:
+            return True
+        body = job.body
+        expected = self._mean_tokens or len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] / 2
+        return (len(self._sent) + 1) * expected <= WINDOW_SLACK * self._cache_tokens
+
+    def _measure(self, job: Job, reply: Mapping[str, Any]) -> None:
+        """Note the time of an answer, and the tokens that were computed for it; an aborted response is too short."""
+        self._answered_at = time.monotonic()
+        meta = reply.get("meta_info") or {}
+        if job.aborted_at is not None or "completion_tokens" not in meta:
+            return
+        added = len(job.body["input_ids"]) - (meta.get("cached_tokens") or 0) + meta["completion_tokens"]
+        self._num_measured = min(self._num_measured + 1, REMEMBERED)
+        self._mean_tokens += (added - self._mean_tokens) / self._num_measured
 
     async def _serve(self, job: Job) -> None:
         try:
@@ -274,6 +319,7 @@ class RequestStream:
             elif self._sent.get(job.ticket) is job:
                 await self._drop(cause, but=job)
             return
+        self._measure(job, reply)
         self._end(Answer(job, reply))
 
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,7 +375,7 @@ class RequestStream:
         """Check deadlines, and repeat or give up aborts without an answer."""
         now = time.monotonic()
         for job in list(self._sent.values()):
-            if self._held_since is None and now - job.sent_at > self._timeout_s:
+            if self._held_since is None and now - max(job.sent_at, self._answered_at) > self._timeout_s:
                 text = f"POST /generate: no complete answer within {self._timeout_s:.1f} s"
                 self._loop.create_task(self._drop(ClientError(text)))
                 return
@@ -367,6 +413,7 @@ class RequestStream:
             self._end_readings()
         elif not on and self._held_since is not None:
             held_s = time.monotonic() - self._held_since
+            self._answered_at += held_s
             for job in self._sent.values():
                 job.sent_at += held_s
             self._held_since = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.processes.inherited import forget_launcher
+from rollout.processes.inherited import forget_allocator, forget_launcher
 
 WORKER = """
 import os, resource
@@ -34,6 +34,14 @@ def test_a_launcher_is_forgotten_and_nothing_else(monkeypatch: pytest.MonkeyPatc
     assert dict(os.environ) == others
     forget_launcher()
     assert dict(os.environ) == others
+
+
+def test_an_engine_that_sleeps_has_no_options_of_torchs_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "expandable_segments:True")
+    forget_allocator()
+    assert not [name for name in os.environ if "ALLOC_CONF" in name]
+    forget_allocator()
 
 
 def test_an_engine_may_open_as_many_files_as_its_user_and_has_no_launcher(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from policy_cases import lone_worker, make_config, save_policy
 
 from algorithms.config import ConfigError
 from rollout.config import DType, SGLangConfig, TorchEngineConfig
-from rollout.sglang.installation import server_args
+from rollout.sglang.installation import server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.batch.packing import micro_batch
 from trainer.cluster.placement import bundle_numbers, required_bundles
@@ -31,7 +32,7 @@ from trainer.config.training import (
 from trainer.limits import machine
 from trainer.limits.estimate import activation_bytes, largest_micro_batch, model_shape, rank_memory
 from trainer.limits.machine import CPUS_PER_WORKER, usable_memory
-from trainer.limits.memory_plan import PROCESS_BYTES, USABLE, may_take_turns, memory_plan
+from trainer.limits.memory_plan import ENGINE_BYTES, PROCESS_BYTES, USABLE, may_take_turns, memory_plan
 from trainer.policy.dry_run import group_samples
 
 
@@ -48,7 +49,7 @@ def shared(*, residency: Residency = Residency.auto, **policy: object) -> TrainC
 
 def test_what_fits_together_does_not_sleep_and_the_plan_says_so() -> None:
     rank = rank_memory(shared(), model_shape(shared())).on_device
-    enough = int(rank / (USABLE - 0.4)) + 100
+    enough = int((rank + ENGINE_BYTES) / (USABLE - 0.4)) + 100
     plan = memory_plan(shared(), device_bytes=enough)
     assert (plan.fits_together, plan.takes_turns) == (True, False)
     assert plan.verdict.startswith("both fit, nothing sleeps: rank and engine need ")
@@ -188,12 +189,31 @@ def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path)
     def arguments(*, device: str = "cuda", sleeps: bool = True, part: float = 0.4, **args: object) -> dict[str, object]:
         config = SGLangConfig(gpus_per_engine=part, engine_args=dict(args))
         found = server_args(config, tmp_path, device=device, random_seed=0, sleeps=sleeps)
-        return {name: found[name] for name in ("enable_memory_saver", "mem_fraction_static") if name in found}
+        return {name: found[name] for name in names if name in found}
 
-    assert arguments() == {"enable_memory_saver": True, "mem_fraction_static": 0.4}
+    names = ("enable_memory_saver", "mem_fraction_static", "cuda_graph_backend_prefill", "max_total_tokens")
+    alone = {"mem_fraction_static": 0.8, "enable_memory_saver": True, "cuda_graph_backend_prefill": "disabled"}
+    assert arguments() == alone
     assert arguments(sleeps=False) == {"mem_fraction_static": 0.4}
+    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), sleeps=True, cache_tokens=7) == alone
+    again = {"mem_fraction_static": 0.95, "max_total_tokens": 7}
+    assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), sleeps=False, cache_tokens=7) == again
     assert arguments(mem_fraction_static=0.7)["mem_fraction_static"] == 0.7
-    assert arguments(device="cpu", part=0.0) == arguments(part=1.0, sleeps=False) == {}
+    assert arguments(part=1.0, sleeps=False) == {}
+    assert arguments(device="cpu", part=0.0) == {"max_total_tokens": 65536}
+    variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    for device, sleeps in (("cuda", True), ("cuda", False), ("cpu", True)):
+        environment = server_environment(SGLangConfig(), device=device, num_threads=None, sleeps=sleeps)
+        assert (environment.get(variable) == "true") == (device == "cuda" and sleeps)
+
+
+@pytest.mark.sglang
+def test_sglang_knows_the_arguments_of_a_shared_gpu() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    for sleeps, tokens in ((True, None), (False, 7)):
+        arguments = shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), sleeps=sleeps, cache_tokens=tokens)
+        assert arguments.keys() <= signature(ServerArgs).parameters.keys()
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:

@@ -32,6 +32,7 @@ from rollout.config import LOOPBACK, Quantization
 from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
+from rollout.processes.inherited import ALLOCATOR_VARIABLES
 from rollout.processes.scratch import Scratch
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
 from trainer.cluster.policy_group import PolicyGroup
@@ -330,8 +331,11 @@ class Cluster:
     def spawn_engines(self, model_path: Path) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
 
-        Where policy and engines take turns on their GPUs, this waits for the policy and puts it to sleep first.
+        On GPUs that they share with ranks this waits for the policy, because an engine takes a share of the memory that
+        is free when it starts. Where they take turns, it puts the policy to sleep first.
         """
+        if self._policy is not None and self._config.shares_gpus:
+            self._policy.wait_ready()
         takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
         threads = engine_threads(self._config)
@@ -408,6 +412,9 @@ class Cluster:
             environment["LRU_CACHE_CAPACITY"] = str(RANK_KERNELS)
             if self._config.policy.gpus_per_worker == 0:
                 environment["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", RANK_HEAP)
+            elif not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+                # Micro-batches of many lengths would leave gaps of GiB. Not yet run on a GPU.
+                environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
         if self._config.cluster.address is None:
             environment["GLOO_SOCKET_IFNAME"] = "lo"
         return {

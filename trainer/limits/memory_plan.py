@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 USABLE = 0.92
 """Share of a GPU's memory that a plan may use: contexts, fragments and communication buffers take the rest."""
+ENGINE_BYTES = 5 * 2**30
+"""Memory of SGLang on a GPU besides weights and cache: graphs, workspaces, a prefill's activations, its context. An
+estimate, not yet measured."""
 PROCESS_BYTES = 2**29
 """Memory of a rank or an engine besides what the plan counts: Python, torch, transformers and the C library's rest."""
 SAVING_KEYS = (
@@ -56,10 +59,13 @@ class MemoryPlan:
 
     @property
     def engine_bytes(self) -> int | None:
-        """Bytes that one engine takes of its GPU: a fixed part with SGLang, the estimate with the torch engine."""
+        """Bytes that one engine takes of its GPU while the rank is awake.
+
+        SGLang takes a part for weights and cache and adds the rest; of the torch engine it is the estimate.
+        """
         if isinstance(self.config.rollout, SGLangConfig) and self.device_bytes is not None:
             part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpus_per_engine)
-            return int(part * self.device_bytes)
+            return int(part * self.device_bytes) + ENGINE_BYTES
         return None if self.engine is None else self.engine.weights + self.engine.kv_cache
 
     @property
