@@ -84,6 +84,7 @@ RAY_FILES = frozenset(
         "rollout/group/actor_calls.py",
         "rollout/group/engine_group.py",
         "trainer/cluster/policy_group.py",
+        "trainer/cluster/model_places.py",
         "trainer/cluster/placement.py",
     }
 )

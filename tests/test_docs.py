@@ -27,7 +27,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
 KEY_ROW = re.compile(r"^\| `([\w.]+)`", re.MULTILINE)
 OPTION = re.compile(r"`([a-z_]+=[a-z0-9_]+)`")
-OPEN_KEYS = ("rollout.engine_args.", "data.chat_template_kwargs.", "eval.sets.")
+OPEN_KEYS = ("rollout.engine_args.", "data.chat_template_kwargs.", "eval.sets.", "cluster.env.")
 """Keys that are mappings: their entries have any name."""
 OTHERS_NAMES = ("from_other_trainers.md", "corrections.md", "rollouts.md")
 """Pages with names of other trainers, of an example, or with a letter in place of a number."""

@@ -6,6 +6,10 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
+SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+"""Patterns of the files that are fetched of a hub model: safetensors weights, configuration and tokenizer; never
+pickles or code."""
+
 
 def limit_silence() -> None:
     """Give every request of this process to the hub a deadline for the next bytes: HF_HUB_DOWNLOAD_TIMEOUT, or 10 s.

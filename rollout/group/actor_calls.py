@@ -134,17 +134,17 @@ def run_on(node: str, function: Callable[..., None], *arguments: object) -> bool
     if is_here(node):
         function(*arguments)
         return True
-    done, _ = ray.wait([_call_on(node, function, *arguments)], timeout=GRACE_S)
+    done, _ = ray.wait([call_on(node, function, *arguments)], timeout=GRACE_S)
     return bool(done)
 
 
 def copy_weights(shared: SharedWeights, *, node: str) -> ray.ObjectRef[Any]:
     """Begin to copy weights from the memory of a Ray node into the object store, as PackedWeights."""
-    return _call_on(node, copy_of, shared)
+    return call_on(node, copy_of, shared)
 
 
-def _call_on(node: str, function: Callable[..., Any], *arguments: object) -> ray.ObjectRef[Any]:
-    """Call a function in a process of a Ray node."""
+def call_on(node: str, function: Callable[..., Any], *arguments: object) -> ray.ObjectRef[Any]:
+    """Begin to call a function in a process of a Ray node."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     reference: ray.ObjectRef[Any] = task.remote(*arguments)

@@ -7,12 +7,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from policy_cases import flip_byte, held_versions, make_config, make_samples, published, save_policy
 
 import rollout.group.engine_group
+import trainer.cluster.model_places
 import trainer.cluster.weight_sync
 from rollout.config import DType, Quantization, TorchEngineConfig
 from rollout.engine import WeightSyncError
@@ -21,6 +24,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
 from rollout.types import SharedWeights
 from trainer.batch.packing import pack
+from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster, ray_session
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
@@ -61,6 +65,14 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGrou
 
         patch.setattr(rollout.group.engine_group, "kill_worker", kill_here)
         yield policy, engines
+
+
+def test_every_machine_says_whether_it_has_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    monkeypatch.setattr(trainer.cluster.model_places, "is_here", lambda node: False)  # as if it were another machine
+    assert model_places(tmp_path, [node, node], timeout_s=60.0) == {node: tmp_path}
+    with pytest.raises(ModelPlaceError, match=r"the machine \S+ of the cluster cannot read the model: FileNot"):
+        model_places(tmp_path / "absent", [node], timeout_s=60.0)
 
 
 def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, EngineGroup]) -> None:

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.inherited import ALLOCATOR_VARIABLES
 from rollout.processes.scratch import Scratch
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
+from trainer.cluster.model_places import model_places
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
@@ -299,13 +300,16 @@ class Cluster:
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
+        places = self._model_places(model_path)
+        critic_places = None if critic_path is None else self._model_places(critic_path)
+        nodes = self._nodes()
         threads = max(1, num_cores() // config.num_workers)
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
                 config=self._config,
-                model_path=model_path.resolve(),
-                critic_path=None if critic_path is None else critic_path.resolve(),
+                model_path=places[nodes[rank]],
+                critic_path=None if critic_places is None else critic_places[nodes[rank]],
                 rank=rank,
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
@@ -318,7 +322,7 @@ class Cluster:
             workers.append(actor.remote(setup))
         self._policy = PolicyGroup(
             workers,
-            nodes=self._nodes()[: config.num_workers],
+            nodes=nodes[: config.num_workers],
             memory_note=memory_plan(self._config, device_bytes=None).memory_note,
             start_timeout_s=config.start_timeout_s,
             step_timeout_s=config.step_timeout_s,
@@ -339,6 +343,8 @@ class Cluster:
         takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
         threads = engine_threads(self._config)
+        places = self._model_places(model_path)
+        nodes = self._nodes()[self._config.policy.num_workers :]
 
         def spawn(index: int) -> ActorHandle[Any]:
             setup = EngineSetup(
@@ -348,7 +354,7 @@ class Cluster:
                 device="cuda" if config.gpus_per_engine > 0 else "cpu",
                 num_threads=threads,
                 log_dir=self._log_dir,
-                model_path=model_path.resolve(),
+                model_path=places[nodes[index]],
                 sleeps=takes_turns,
             )
             # The type stubs know neither the argument nor the threads of its verbs.
@@ -357,7 +363,6 @@ class Cluster:
             worker: ActorHandle[Any] = actor.options(**options).remote(setup)
             return worker
 
-        nodes = self._nodes()[self._config.policy.num_workers :]
         self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
         self._ends.callback(self._engines.stop)
         if takes_turns:
@@ -374,6 +379,11 @@ class Cluster:
         if plan.takes_turns:
             self._policy.sleep()
         return plan.takes_turns
+
+    def _model_places(self, path: Path) -> Mapping[str, Path]:
+        """Ray node id -> directory of a model that is in `path` on this machine, for every machine of the run."""
+        timeout_s = max(self._config.policy.start_timeout_s, self._config.rollout.start_timeout_s)
+        return model_places(path.resolve(), self._nodes(), timeout_s=timeout_s)
 
     def _rendezvous(self) -> str | None:
         """The file at which the ranks of one machine meet; None across machines: at a store that rank 0 opens.
@@ -425,7 +435,7 @@ class Cluster:
             ),
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
             # threads must soon sleep: a spinning one takes a core from the worker that has something to do.
-            "runtime_env": {"env_vars": environment},
+            "runtime_env": {"env_vars": environment | self._config.cluster.env},
         }
 
     def _reserve(self) -> PlacementGroup:

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import ClassVar
@@ -243,6 +244,13 @@ class Residency(Enum):
     never = "never"
 
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OWNED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE",
+)  # fmt: skip
+"""Environment variables that tell a worker its place: another value would break the run."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ClusterConfig(Checked):
     """The Ray cluster: a new local cluster on loopback, or the address of a running cluster."""
@@ -252,3 +260,16 @@ class ClusterConfig(Checked):
     residency: Residency = Residency.auto
     """Let policy and engines take turns on GPUs that they share: auto, always or never. Sleep and wake take time in
     every step."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of ranks and engines on every machine, for example NCCL_IB_HCA; add one with
+    +cluster.env.NAME=value. A secret is better set where Ray is started."""
+
+    def conflicts(self) -> Iterator[Problem]:
+        for name, value in self.env.items():
+            if not _VARIABLE.fullmatch(name):
+                rule = "is not a name of an environment variable: letters, digits and _, no digit first"
+            elif name in OWNED_VARIABLES or name.startswith("RAY_"):
+                rule = "is set by Parity or Ray, for each worker"
+            else:
+                continue
+            yield Problem(key=f"env.{name}", rule=rule, value=value, remedy="Remove it.")

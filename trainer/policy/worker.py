@@ -34,6 +34,7 @@ from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
 from trainer.policy.model import checkpoint_activations, empty_causal_lm, full_tensors, load_rows, shard, tensor_shapes
+from trainer.policy.network import use_interface_towards
 from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
@@ -120,6 +121,8 @@ class PolicyWorker:
         if setup.device == "cpu":
             torch.set_num_threads(setup.num_threads)
         self._device = torch.device(setup.device)
+        if self._store is not None:
+            use_interface_towards(setup.host)
         own_gpu = use_own_gpu() if setup.device == "cuda" else None
         dist.init_process_group(
             # Norms of gradients that lie on the host are summed there.

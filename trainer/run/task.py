@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
 from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
-from rollout.data.hub import limit_silence
+from rollout.data.hub import SNAPSHOT_FILES, limit_silence
 from rollout.data.tokenizer import load_tokenizer
 from rollout.rewards import Scorer
 from trainer.config.train import TrainConfig
@@ -25,9 +25,6 @@ from trainer.rundir.cache import Progress
 from trainer.rundir.run_dir import StartError, write_whole
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
-SNAPSHOT_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-"""Patterns of the files that are fetched of a hub model: safetensors weights, configuration and tokenizer; never
-pickles or code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
