@@ -1,10 +1,17 @@
 # Two images of Parity: `gpu` (default) on SGLang's own image, `cpu` on plain Python.
 #
 #   docker build -t parity .
-#   docker run --rm --gpus all --ipc=host -v "$PWD/outputs:/app/outputs" parity train <recipe> [key=value ...]
+#   mkdir -p outputs cache
+#   docker run --rm --gpus all --ipc=host --user "$(id -u):$(id -g)" \
+#     -v "$PWD/outputs:/app/outputs" -v "$PWD/cache:/cache" parity train <recipe> [key=value ...]
 #
 #   docker build --target cpu -t parity:cpu .
-#   docker run --rm --shm-size=2g -v "$PWD/outputs:/app/outputs" parity:cpu train arithmetic_grpo
+#   docker run --rm --shm-size=2g --user "$(id -u):$(id -g)" \
+#     -v "$PWD/outputs:/app/outputs" -v "$PWD/cache:/cache" parity:cpu train arithmetic_grpo
+#
+# The two directories must be there before: Docker would make them for root. A run writes as the user that is named, to
+# outputs; models and compiled kernels stay in cache, or the first start of SGLang takes minutes every time.
+# The GPU image has CUDA 13, which needs NVIDIA's driver 580 or later.
 #
 # NOT YET BUILT: neither image has been built or run, because there was no Docker engine at hand. For the same reason
 # both base images are named by tag: pin them by digest (image@sha256:...) when you build, for a tag can move.
@@ -13,15 +20,15 @@
 # ---- cpu: the pinned environment of `make demo` ---------------------------------------------------------------------
 FROM python:3.11-slim AS cpu
 
-ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
+ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/parity USER=parity \
+    PARITY_CACHE=/cache HF_HOME=/cache/huggingface
 WORKDIR /app
 
 COPY . .
 RUN --mount=type=cache,target=/tmp/uv \
     UV_CACHE_DIR=/tmp/uv UV_LINK_MODE=copy UV_TORCH_BACKEND=cpu requirements/install.sh sglang-cpu \
-    && useradd --create-home --uid 10001 parity \
-    && install -d -o parity outputs
-USER parity
+    && install -d -m 1777 outputs /cache /home/parity
+USER 10001
 RUN parity --version
 
 ENTRYPOINT ["parity"]
@@ -30,21 +37,23 @@ CMD ["--help"]
 # ---- gpu: SGLang's image brings Python, CUDA, torch and SGLang ------------------------------------------------------
 FROM lmsysorg/sglang:v0.5.23-cu130 AS gpu
 
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1 \
+    HOME=/home/parity USER=parity PARITY_CACHE=/cache HF_HOME=/cache/huggingface SGLANG_CACHE_DIR=/cache/sglang \
+    TRITON_CACHE_DIR=/cache/triton FLASHINFER_WORKSPACE_BASE=/cache TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 WORKDIR /app
 
 # What SGLang's image lacks. Every version that it already holds is a constraint: the build stops rather than
 # exchange the torch, CUDA or transformers that SGLang was built with.
 COPY requirements/gpu.txt requirements/
-RUN python3 -m pip freeze --exclude-editable | grep '==' > /tmp/image.txt \
+# `pip list` and not `pip freeze`: that writes packages of the image's own build as files, which bind nothing.
+RUN python3 -m pip list --format=freeze --exclude-editable > /tmp/image.txt \
     && python3 -m pip install --constraint /tmp/image.txt --requirement requirements/gpu.txt \
     && rm /tmp/image.txt
 
 COPY . .
 RUN python3 -m pip install --no-deps --no-build-isolation --editable . \
-    && useradd --create-home --uid 10001 parity \
-    && install -d -o parity outputs
-USER parity
+    && install -d -m 1777 outputs /cache /home/parity
+USER 10001
 RUN python3 -c "import torch, sglang, ray, algorithms, rollout, trainer; assert torch.version.cuda" && parity --version
 
 ENTRYPOINT ["parity"]
