@@ -20,14 +20,14 @@
 # ---- cpu: the pinned environment of `make demo` ---------------------------------------------------------------------
 FROM python:3.11-slim AS cpu
 
-ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1 HOME=/home/parity USER=parity \
+ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1 HOME=/app/home USER=parity \
     PARITY_CACHE=/cache HF_HOME=/cache/huggingface
 WORKDIR /app
 
 COPY . .
 RUN --mount=type=cache,target=/tmp/uv \
     UV_CACHE_DIR=/tmp/uv UV_LINK_MODE=copy UV_TORCH_BACKEND=cpu requirements/install.sh sglang-cpu \
-    && install -d -m 1777 outputs /cache /home/parity
+    && install -d -m 1777 outputs home /cache
 USER 10001
 RUN parity --version
 
@@ -38,7 +38,7 @@ CMD ["--help"]
 FROM lmsysorg/sglang:v0.5.23-cu130 AS gpu
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_BREAK_SYSTEM_PACKAGES=1 PYTHONUNBUFFERED=1 \
-    HOME=/home/parity USER=parity PARITY_CACHE=/cache HF_HOME=/cache/huggingface SGLANG_CACHE_DIR=/cache/sglang \
+    HOME=/app/home USER=parity PARITY_CACHE=/cache HF_HOME=/cache/huggingface SGLANG_CACHE_DIR=/cache/sglang \
     TRITON_CACHE_DIR=/cache/triton FLASHINFER_WORKSPACE_BASE=/cache TORCHINDUCTOR_CACHE_DIR=/cache/inductor
 WORKDIR /app
 
@@ -52,7 +52,7 @@ RUN python3 -m pip list --format=freeze --exclude-editable > /tmp/image.txt \
 
 COPY . .
 RUN python3 -m pip install --no-deps --no-build-isolation --editable . \
-    && install -d -m 1777 outputs /cache /home/parity
+    && install -d -m 1777 outputs home /cache
 USER 10001
 RUN python3 -c "import torch, sglang, ray, algorithms, rollout, trainer; assert torch.version.cuda" && parity --version
 

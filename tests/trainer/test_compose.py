@@ -62,9 +62,9 @@ def test_keys_of_the_chosen_type_can_be_set() -> None:
     assert collect.max_rounds == 2
 
 
-def test_a_path_from_the_home_directory_needs_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/it's me")
-    assert config_of("run.dir=~/a, b").run.dir == "/home/it's me/a, b"
+def test_a_path_from_the_home_directory_needs_no_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", f"{tmp_path}/it's me")
+    assert config_of("run.dir=~/a, b").run.dir == f"{tmp_path}/it's me/a, b"
 
 
 def test_values_of_python_are_written_as_words_that_mean_the_same() -> None:
