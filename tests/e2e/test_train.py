@@ -272,7 +272,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     (killed / "checkpoints" / "step_000004" / "state.json").write_bytes(b"")
     assert run(["train", "arithmetic_grpo", "rollout=torch", "resume=auto", *words, f"run.dir={killed}"]) == 2
     refused = capsys.readouterr().err
-    assert "no checkpoint in" in refused and "state.json has 0 bytes" in refused
+    assert "no checkpoint can be used" in refused and "state.json has 0 bytes" in refused
 
 
 ENDLESS = ("rollout=torch", "checkpoint.every=1000", "run.num_steps=1000")
