@@ -12,11 +12,15 @@ on blocks of rows of that buffer that stay in the cache, so it needs no second b
 pass needs m, S and H only: it computes the logits of a chunk once more, replaces them block by block with their
 gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: the
 logits of a batch of at most `chunk_tokens` tokens are computed once.
+
+On a GPU the kernels of `trainer/policy/head_kernels.py` take the softmax of a whole chunk, if Triton is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +31,8 @@ CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
 GPU_BLOCK_ELEMENTS = 2**24
 """Logits per block elsewhere: 64 MiB in float32, large against the cost of a kernel launch."""
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of logits that the kernels read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +67,16 @@ def token_logprobs(
     return logprobs, entropy
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def takes_kernels(hidden: Tensor, dtype: torch.dtype) -> bool:
+    """True if kernels take the softmax of logits of `dtype` made of `hidden`."""
+    return hidden.is_cuda and dtype in KERNEL_DTYPES and _has_triton()
+
+
 def _slices(num_rows: int, size: int) -> list[slice]:
     """`num_rows` rows, at most `size` at a time."""
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
@@ -79,9 +95,12 @@ class _Head:
         """The rows of each chunk."""
         vocab, num_rows = weight.shape[0], min(options.chunk_tokens, hidden.shape[0])
         self._shape = (num_rows, vocab)
+        self._temperature = options.temperature
+        self._has_kernels = takes_kernels(hidden, self.dtype)
         block = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         self._block_rows = max(1, block // vocab)
-        self.scratch = hidden.new_empty((2, min(self._block_rows, num_rows), vocab), dtype=self.wide)
+        scratch_rows = 0 if self._has_kernels else min(self._block_rows, num_rows)
+        self._scratch = hidden.new_empty((2, scratch_rows, vocab), dtype=self.wide)
         """Two blocks of logits: allocating them anew for every block costs more than what is done with them."""
         self.buffer: Tensor | None = None
         """Holds the logits of the chunk that was computed last."""
@@ -99,9 +118,42 @@ class _Head:
             return torch.mm(self.hidden(chunk), self.weight.T, out=out)
         return torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
 
-    def blocks(self, logits: Tensor) -> list[slice]:
-        """The rows of each block of the logits of a chunk."""
-        return _slices(len(logits), self._block_rows)
+    def score(self, logits: Tensor, targets: Tensor, statistics: Tensor) -> Tensor:
+        """Fill the `statistics` [3, C, 1] of a chunk's logits [C, V]; return the log-probs [C, 1] of targets [C, 1]."""
+        if self._has_kernels:
+            from trainer.policy.head_kernels import score_rows
+
+            return score_rows(logits, targets, statistics, temperature=self._temperature)
+        logprobs = torch.empty_like(statistics[0])
+        for rows in _slices(len(logits), self._block_rows):
+            logprobs[rows] = _score_block(
+                logits[rows],
+                targets[rows],
+                statistics[:, rows],
+                temperature=self._temperature,
+                scratch=self._scratch,
+            )
+        return logprobs
+
+    def differentiate(
+        self, logits: Tensor, targets: Tensor, statistics: Tensor, by_logprob: Tensor, by_entropy: Tensor | None
+    ) -> None:
+        """Replace a chunk's logits [C, V] with the gradient of the loss by them; those of the outputs are [C, 1]."""
+        if self._has_kernels:
+            from trainer.policy.head_kernels import differentiate_rows
+
+            differentiate_rows(logits, targets, statistics, by_logprob, by_entropy, temperature=self._temperature)
+            return
+        for rows in _slices(len(logits), self._block_rows):
+            _differentiate_block(
+                logits[rows],
+                targets[rows],
+                statistics[:, rows],
+                by_logprob[rows],
+                None if by_entropy is None else by_entropy[rows],
+                temperature=self._temperature,
+                scratch=self._scratch,
+            )
 
 
 def _score_block(logits: Tensor, targets: Tensor, statistics: Tensor, *, temperature: float, scratch: Tensor) -> Tensor:
@@ -164,15 +216,7 @@ class _TokenLogprobs(torch.autograd.Function):
         statistics = hidden.new_empty((3, hidden.shape[0], 1), dtype=head.wide)  # m, S, H
         logprobs = torch.empty_like(statistics[0])
         for chunk in head.chunks:
-            logits = head.logits(chunk)
-            for rows in head.blocks(logits):
-                logprobs[chunk][rows] = _score_block(
-                    logits[rows],
-                    targets[chunk][rows, None],
-                    statistics[:, chunk][:, rows],
-                    temperature=options.temperature,
-                    scratch=head.scratch,
-                )
+            logprobs[chunk] = head.score(head.logits(chunk), targets[chunk, None], statistics[:, chunk])
         entropy = statistics[2].squeeze(-1).clone()
         if not options.entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -198,16 +242,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for chunk in reversed(head.chunks):
             logits = head.buffer[: chunk.stop - chunk.start] if is_computed else head.logits(chunk)
             is_computed = False
-            for rows in head.blocks(logits):
-                _differentiate_block(
-                    logits[rows],
-                    targets[chunk][rows, None],
-                    ctx.statistics[:, chunk][:, rows],
-                    grad_logprobs[chunk][rows, None],
-                    grad_entropy[chunk][rows, None] if ctx.options.entropy_grad else None,
-                    temperature=ctx.options.temperature,
-                    scratch=head.scratch,
-                )
+            by_entropy = grad_entropy[chunk, None] if ctx.options.entropy_grad else None
+            head.differentiate(
+                logits, targets[chunk, None], ctx.statistics[:, chunk], grad_logprobs[chunk, None], by_entropy
+            )
             if by_hidden is not None:
                 torch.mm(logits, head.weight, out=by_hidden[chunk])
             if by_weight is not None and by_weight.dtype == head.dtype:
