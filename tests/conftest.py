@@ -28,6 +28,15 @@ settings.load_profile("without deadline")
 DATA_VARIABLE = "PARITY_TEST_DATA"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_per_process() -> None:
+    """Two processes run the tests on two cores. With two threads in each, small tensors wait for the threads of the
+    other process: the enumerations took 18 times as long. Children of a test choose their threads themselves."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def test_data_dir() -> Path:
     """Directory with the real data sets (gsm8k/, aime24/, ...); skips where PARITY_TEST_DATA is not set."""
