@@ -14,7 +14,7 @@ from trainer.policy.logprob_head import HeadOptions, token_logprobs
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.05, 2e-2)}
 """Dtype of the product -> largest error of a log-prob in nats, largest relative error of a gradient. A logit of
-bfloat16 near 4 is a multiple of 1/32, and so is its maximum; the weight gradient of a chunk is rounded to bfloat16."""
+bfloat16 near 4 is a multiple of 1/32, and so is its maximum; the gradient of the logits is rounded to bfloat16."""
 CASES: tuple[tuple[str, torch.dtype, float, bool, bool], ...] = (
     ("bfloat16", torch.bfloat16, 1.0, False, False),
     ("bfloat16, T = 0.7", torch.bfloat16, 0.7, False, False),

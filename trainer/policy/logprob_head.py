@@ -60,7 +60,8 @@ def token_logprobs(
         weight: [V, H] of the dtype of `hidden`.
         bias: [V] or None.
 
-    The gradient of the weight is summed over chunks in float32 and rounded once. Differentiable once.
+    The gradient of the weight is summed over chunks in float32 and rounded once. On a CPU the product of a chunk of
+    16-bit tensors is rounded before that. Differentiable once.
     Nothing is read on the host; N = 0 gives empty outputs and zero gradients.
     """
     logprobs, entropy = _TokenLogprobs.apply(hidden, targets, weight, bias, options)
@@ -205,6 +206,16 @@ def _differentiate_block(
         logits.copy_(z)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [V, H] += left [V, C] @ right [C, H], the sum of the product in the dtype of `total` where torch can."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:  # cuBLAS adds 16-bit products up in float32; otherwise every chunk would be rounded once
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(left @ right)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """See the module."""
 
@@ -248,10 +259,8 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             if by_hidden is not None:
                 torch.mm(logits, head.weight, out=by_hidden[chunk])
-            if by_weight is not None and by_weight.dtype == head.dtype:
-                by_weight.addmm_(logits.T, head.hidden(chunk))
-            elif by_weight is not None:
-                by_weight.add_(logits.T @ head.hidden(chunk))
+            if by_weight is not None:
+                _add_product(by_weight, logits.T, head.hidden(chunk))
             if by_bias is not None:
                 by_bias.add_(logits.sum(0, dtype=by_bias.dtype))
         by_weight, by_bias = (None if sums is None else sums.to(weight.dtype) for sums in (by_weight, by_bias))
