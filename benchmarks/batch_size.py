@@ -78,9 +78,9 @@ def scores(model: PreTrainedModel, sequences: Sequence[tuple[list[int], int]], *
     return torch.cat(found)
 
 
-def table_row(name: str, size: int, alone: Tensor, together: Tensor) -> str:
-    """One row of Markdown."""
-    delta = together - alone
+def table_row(name: str, variant: str, reference: Tensor, scored: Tensor) -> str:
+    """One row of Markdown: log-probs [R] of a variant beside those that count as right."""
+    delta = scored - reference
     ratio = delta.exp()
     share = ((ratio < LOWEST) | (ratio > HIGHEST)).double().mean()
     largest = torch.maximum(ratio, 1 / ratio).max()
@@ -91,7 +91,7 @@ def table_row(name: str, size: int, alone: Tensor, together: Tensor) -> str:
         f"{k3(delta).mean():.1e}",
         f"{100 * (delta == 0).double().mean():.1f} %",
     ]
-    return f"| {name} | {size} | {' | '.join(cells)} |\n"
+    return f"| {name} | {variant} | {' | '.join(cells)} |\n"
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
             model = load(path, DTYPES[name])
             alone = scores(model, sequences, size=1)
             for size in arguments.batches:
-                sys.stdout.write(table_row(name, size, alone, scores(model, sequences, size=size)))
+                sys.stdout.write(table_row(name, str(size), alone, scores(model, sequences, size=size)))
                 sys.stdout.flush()
 
 
