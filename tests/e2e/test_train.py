@@ -245,6 +245,19 @@ def test_two_runs_with_one_seed_are_bitwise_equal_with_and_without_evaluation(
     assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == ["eval.json", "eval.jsonl", "logs"]
 
 
+def check_goes_on_from_its_checkpoint(whole: Path, *, forked: Path) -> None:
+    """A new run that begins with the fourth step of `whole` has the same fifth one, and leaves the files alone."""
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    source = f"run.resume_from={whole / 'checkpoints' / 'step_000004'}"
+    command = [sys.executable, "-m", "trainer", "train", str(whole / "config.yaml"), source, f"run.dir={forked}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    [row], expected = metrics_of(forked), metrics_of(whole)[-1]
+    for key in ("step", "reward/mean", "mismatch/k3", "optim/grad_norm", "policy/entropy", "eval/accuracy_sampled"):
+        assert row[key] == expected[key], key
+    assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+
+
 @pytest.mark.scenario(1)
 @pytest.mark.scenario(2)
 @pytest.mark.scenario(6)
@@ -261,6 +274,7 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert "bitwise equal: weights, optimizer, metrics, samples, histograms" in done.stdout
     assert sum(line.startswith("| ") and line[2].isdigit() for line in done.stdout.splitlines()) == 1
     killed = tmp_path / "killed"
+    check_goes_on_from_its_checkpoint(tmp_path / "waiting", forked=tmp_path / "forked")
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["step_000004", "step_000005"]
 
     command = ["export", str(killed), str(tmp_path / "exported")]

@@ -20,9 +20,10 @@ from trainer.report.headline import changes
 from trainer.run.loop import train
 from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.rundir.resume import begins, changed_keys, checkpoint_to_resume, flat_config, source_problems
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
+    RunDirectoryError,
     StartError,
     completed_steps,
     earlier_configs,
@@ -60,6 +61,54 @@ def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
     found = checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "run")
     assert found is not None and found.state.step == 4
     assert checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "other") is None
+
+
+def test_a_run_begins_with_a_checkpoint_of_another_run_until_it_has_its_own(tmp_path: Path) -> None:
+    other = make(tmp_path)
+    commit_checkpoint(begin_checkpoint(tmp_path / "run", 4), state_of(other, 4, wandb_run_id="abcd1234"), keep=2)
+    source, own = tmp_path / "run" / "checkpoints" / "step_000004", tmp_path / "own"
+    config = make(tmp_path, resume_from=str(source), resume=Resume.auto)
+    config = replace(config, run=replace(config.run, dir=str(own)), optim=replace(config.optim, lr=0.5))
+    for resume in (Resume.never, Resume.auto):
+        found = checkpoint_to_resume(replace(config, run=replace(config.run, resume=resume)), own)
+        assert found is not None and (found.path, found.state.step) == (source, 4)
+        assert found.state.wandb_run_id is None, "the W&B run is the other run's"
+    assert begins(config)
+    save(config, 6)
+    found = checkpoint_to_resume(config, own)
+    assert found is not None and found.path == own / "checkpoints" / "step_000006"
+    assert not begins(config)
+    assert list(changed_keys(found.state.config, other)) == ["optim.lr"], "where a run began is no setting"
+
+
+def test_a_run_with_a_source_takes_a_new_directory_only(tmp_path: Path) -> None:
+    config = make(tmp_path, resume_from="of/another/run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    with (
+        pytest.raises(RunDirectoryError, match="must be absent or empty"),
+        Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 2)),
+    ):
+        pass
+
+
+def test_what_cannot_be_gone_on_from_is_named_with_its_key(tmp_path: Path) -> None:
+    config = make(tmp_path)
+    save(config, 4)
+    source = tmp_path / "run" / "checkpoints" / "step_000004"
+
+    def problems(**run: object) -> str:
+        return "; ".join(str(problem) for problem in source_problems(make(tmp_path, **run)))
+
+    assert problems(resume_from=str(source), num_steps=5) == problems() == ""
+    assert "run.num_steps must be > 4, the steps that run.resume_from=" in problems(
+        resume_from=str(source), num_steps=4
+    )
+    assert "run.seed must be 0, as in " in problems(resume_from=str(source), seed=7)
+    rule = "run.resume_from must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N>"
+    assert rule in problems(resume_from=str(tmp_path / "run"))
+    (source / "state.json").write_text("{}")
+    assert "has 2 bytes" in problems(resume_from=str(source))
 
 
 @pytest.mark.scenario(8)
@@ -117,7 +166,7 @@ def test_what_may_change_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> None:
-    config = make(tmp_path)
+    config = make(tmp_path, resume=Resume.auto)
     with Tracker(config, run_dir=tmp_path / "run") as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"reward/mean": step})
@@ -301,7 +350,7 @@ def test_resume_asks_again_for_what_was_redacted(tmp_path: Path, capsys: pytest.
 
 
 def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> None:
-    config, run_dir = make(tmp_path), tmp_path / "run"
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
     with Tracker(config, run_dir=run_dir):
         pass
     first = (run_dir / "config.yaml").read_text()
@@ -327,7 +376,7 @@ def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> N
 def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, run_dir = make(tmp_path), tmp_path / "run"
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
     with Tracker(config, run_dir=run_dir) as tracker:
         for step in range(1, 11):
             tracker.log(step, {}, [sample_row("a\u2028b" if step == 3 else "plain")])

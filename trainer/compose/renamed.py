@@ -97,9 +97,7 @@ _NAMES: Final[dict[str, str]] = {
     "reference.coef": "verl kl_loss_coef kl_ctrl kl_coef; TRL beta",
     "reference.estimator": "verl kl_loss_type kl_penalty",
     "reference.placement=reward": "verl use_kl_in_reward",
-    "resume=auto: the newest run of the recipe, or the one in run.dir=...": (
-        "verl resume_mode resume; TRL resume_from_checkpoint"
-    ),
+    "resume=auto: the newest run of the recipe, or the one in run.dir=...": "verl resume_mode resume",
     "reward.function": "verl reward_manager",
     "reward.function, which returns one score and may add named parts": "TRL multi_objective_aggregation",
     "reward.function=path.py:name": (
@@ -120,6 +118,7 @@ _NAMES: Final[dict[str, str]] = {
     "run.num_steps: rollout steps, of which an epoch has prompts / batch.prompts_per_step": (
         "verl total_epochs; TRL num_train_epochs"
     ),
+    "run.resume_from": "verl resume_from_path; TRL resume_from_checkpoint",
     "sampling.max_new_tokens": (
         "verl max_response_length response_length; slime rollout_max_response_len; TRL max_completion_length"
     ),

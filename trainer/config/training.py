@@ -46,6 +46,9 @@ class RunConfig(Checked):
     not fit; null means no limit. The job's own deadline, SLURM_JOB_END_TIME or PARITY_DEADLINE, counts too."""
     resume: Resume = Resume.never
     """Treatment of an earlier run in run.dir: refuse it (never), continue it (auto) or move it aside (clean)."""
+    resume_from: str | None = None
+    """Checkpoint of another run from which this run goes on, <run.dir>/checkpoints/step_<N>: weights, optimizer, place
+    in the data and number of steps; null begins with the model. The other run is not changed."""
 
 
 @dataclass(kw_only=True, slots=True)

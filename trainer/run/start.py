@@ -22,7 +22,7 @@ from trainer.limits.machine import this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.run.task_check import task_problems
 from trainer.rundir.checkpoint import newest_state
-from trainer.rundir.resume import other_run
+from trainer.rundir.resume import begins, other_run, source_problems
 from trainer.rundir.run_dir import is_run, lock_holder, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
@@ -44,8 +44,9 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     configs = [run.config for run in resolution.runs if run.config is not None]
     if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
-    packages = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
-    problems += {str(problem): problem for problem in packages}.values()
+    found = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
+    found += [problem for config in configs if trains and begins(config) for problem in source_problems(config)]
+    problems += {str(problem): problem for problem in found}.values()
     return [*problems, *task_problems(configs, trains=trains)]
 
 

@@ -170,13 +170,18 @@ def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
     problems = []
     for path in reversed(sealed_steps(run_dir / CHECKPOINTS).values()):
         try:
-            verify_file(path, STATE, layout=FORMAT)
-            return path, _read_state(path)
+            return path, state_at(path)
         except SealError as problem:
             problems.append(str(problem))
     if problems:
         raise SealError(f"no checkpoint can be used: {'; '.join(problems)}")
     return None
+
+
+def state_at(path: Path) -> RunState:
+    """The state of the checkpoint in the directory `path`, verified. Raises SealError; reads no weights."""
+    verify_file(path, STATE, layout=FORMAT)
+    return _read_state(path)
 
 
 def checkpoint_at(path: Path) -> Checkpoint:

@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import Estimator, Problem
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, newest_checkpoint, state_at
 from trainer.rundir.provenance import config_record, group_choices
-from trainer.rundir.run_dir import StartError
+from trainer.rundir.run_dir import StartError, has_checkpoint
+from trainer.rundir.sealed import SealError
 
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""
 MOVABLE = ("model.path", "data.train_path", "data.eval_path")
 """Exceptions to FIXED that are only paths: the prompts are compared by digest, the weights by name and shape."""
-OWN = ("run.dir", "run.recipe", "run.resume")
+OWN = ("run.dir", "run.recipe", "run.resume", "run.resume_from")
 """Keys that may always differ."""
 ESTIMATOR = "advantage.estimator"
 """Key that determines whether there is a critic, whose weights a checkpoint must then contain."""
@@ -27,19 +29,43 @@ _ABSENT = "(absent)"
 
 
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint from which the run resumes; None if the run starts anew.
+    """The checkpoint from which the run goes on, its own or that of run.resume_from; None if the run starts anew.
 
     Raises StartError if all checkpoints are damaged, or the config belongs to another run, with its keys.
     """
-    if config.run.resume is not Resume.auto:
-        return None
     try:
-        checkpoint = newest_checkpoint(run_dir)
+        checkpoint = newest_checkpoint(run_dir) if config.run.resume is Resume.auto else None
+        if checkpoint is None and config.run.resume_from is not None:
+            source = checkpoint_at(Path(config.run.resume_from))
+            # The other run keeps its W&B run; this one gets its own.
+            checkpoint = replace(source, state=replace(source.state, wandb_run_id=None))
     except CheckpointError as error:
         raise StartError(str(error)) from error
     if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
         raise StartError(*problems)
     return checkpoint
+
+
+def begins(config: TrainConfig) -> bool:
+    """True unless the run goes on from a checkpoint in its own directory."""
+    return config.run.resume is not Resume.auto or not has_checkpoint(Path(config.run.dir))
+
+
+def source_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of going on from run.resume_from. Reads the state of the checkpoint, not the weights."""
+    source = config.run.resume_from
+    if source is None:
+        return
+    try:
+        state = state_at(Path(source))
+    except SealError as error:
+        rule = f"must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N> ({error})"
+        yield config.broken("run.resume_from", rule, "Name one of the checkpoints of the run, or leave it out.")
+        return
+    if config.run.num_steps <= state.step:
+        rule = f"must be > {state.step}, the steps that run.resume_from={source} has taken"
+        yield config.broken("run.num_steps", rule, "It counts the steps of both runs.")
+    yield from other_run(Path(source), state.config, config)
 
 
 def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> Iterator[Problem]:

@@ -34,6 +34,7 @@ from typing import Concatenate, ParamSpec, TextIO
 
 from algorithms.histograms import HistogramArrays
 from trainer.config.train import TrainConfig
+from trainer.config.training import Resume
 from trainer.rundir.checkpoint import RunState, set_later_aside
 from trainer.rundir.events import Event, Severity, events_of_row
 from trainer.rundir.provenance import config_document, config_record, environment_record, group_choices
@@ -98,7 +99,9 @@ class Tracker:
 
     def __enter__(self) -> Tracker:
         resume = self._config.run.resume
-        self._lock, aside = take_directory(self._run_dir, resume=resume, continues=self._resumed is not None)
+        # Without resume=auto the checkpoint is that of run.resume_from, and this directory is new.
+        continues = self._resumed is not None and resume is Resume.auto
+        self._lock, aside = take_directory(self._run_dir, resume=resume, continues=continues)
         try:
             self._open(aside)
         except BaseException as error:
