@@ -151,7 +151,10 @@ def test_the_best_is_kept_by_a_metric_of_the_saved_weights() -> None:
     assert not messages(best, "checkpoint.every=20", "eval.every=10", "run.num_steps=40")
     assert not messages(best, "checkpoint.every=4", "eval.every=6", "run.num_steps=13")
     [found] = messages(best, "checkpoint.every=4", "eval.every=6", "run.num_steps=12")
-    assert "checkpoint.every=4 and eval.every=6 none before the last is" in found
+    assert "checkpoint.every=4, eval.every=6 and run.num_steps=12 none before the last is" in found
+    assert "Set eval.every=4, or a divisor of it." in found
+    [found] = messages(best, "checkpoint.every=5", "eval.every=5", "run.num_steps=5")
+    assert "Set checkpoint.every below run.num_steps, or checkpoint.best_metric=null." in found
     [found] = messages(best, "checkpoint.every=4", "eval.every=0")
     assert found.startswith("checkpoint.best_metric needs checkpoints that are evaluated")
     [found] = messages(best, "checkpoint.every=0")

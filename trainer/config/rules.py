@@ -34,11 +34,13 @@ def checkpoint_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.checkpoint.best_metric is None or every < 1 or evaluated < 0:
         return
     if evaluated == 0 or math.lcm(every, evaluated) >= config.run.num_steps:
+        more_evaluations = f"Set eval.every={every}, or a divisor of it."
+        fewer_steps = "Set checkpoint.every below run.num_steps, or checkpoint.best_metric=null."
         yield config.broken(
             "checkpoint.best_metric",
-            "needs checkpoints that are evaluated, and with "
-            f"checkpoint.every={every} and eval.every={evaluated} none before the last is",
-            f"Set eval.every={every}, or a divisor of it.",
+            f"needs checkpoints that are evaluated, and with checkpoint.every={every}, eval.every={evaluated} and "
+            f"run.num_steps={config.run.num_steps} none before the last is",
+            more_evaluations if every < config.run.num_steps else fewer_steps,
         )
 
 
