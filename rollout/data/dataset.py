@@ -291,7 +291,7 @@ class PromptStream:
             raise ValueError(
                 "the saved prompt stream was over other data or another run.seed: "
                 f"saved seed {state['seed']}, digest {state['digest']}; "
-                f"now seed {mine['seed']}, digest {mine['digest']}. Restore both to continue."
+                f"now seed {mine['seed']}, digest {mine['digest']}"
             )
         self._epoch = state["epoch"]
         self._position = state["position"]

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from resume_cases import RECIPES, make, rows, save, state_of
 
 from algorithms.config import AdvantageConfig, Estimator, MISConfig
-from rollout.types import FinishReason
+from rollout.data.dataset import PromptStream
+from rollout.task_config import FileDataConfig
+from rollout.types import FinishReason, Prompt
 from trainer.cli.commands import run as parity
 from trainer.cli.resume import resume_words
 from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
 from trainer.report.data import load_run
 from trainer.report.headline import changes
-from trainer.run.loop import train
+from trainer.run.loop import prompt_stream, train
+from trainer.run.task import Task
 from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
 from trainer.rundir.resume import begins, changed_keys, checkpoint_to_resume, flat_config, source_problems
@@ -144,6 +149,20 @@ def test_a_checkpoint_with_and_one_without_a_critic_are_not_exchanged(
         StartError, match=rf"advantage\.estimator must be {before.name}, as in .* critic, got {after.name}"
     ):
         checkpoint_to_resume(replace(config, advantage=AdvantageConfig(estimator=after)), tmp_path / "run")
+
+
+@pytest.mark.scenario(8)
+def test_other_prompts_behind_the_same_key_are_named_with_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "?", "answer": "1"}\n')
+    config = replace(make(tmp_path), data=FileDataConfig(train_path=str(path), eval_path=str(path)))
+    before = [Prompt(prompt_id=n, token_ids=[n], text=str(n), answer=str(n)) for n in range(3)]
+    state = replace(state_of(config, 2), stream=PromptStream(before, seed=0).state_dict())
+    task = cast(Task, SimpleNamespace(dataset=SimpleNamespace(train=before)))
+    prompt_stream(config, task, state)
+    task.dataset.train.pop()
+    with pytest.raises(StartError, match=r"^data\.train_path must give the prompts that the run had .*rows\.jsonl'"):
+        prompt_stream(config, task, state)
 
 
 @pytest.mark.scenario(8)

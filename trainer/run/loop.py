@@ -28,6 +28,7 @@ from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
+from rollout.task_config import FileDataConfig
 from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
 from trainer.batch.train_batch import TrainBatch
@@ -172,7 +173,9 @@ def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> 
         if resumed is not None:
             prompts.load_state_dict(resumed.stream)
     except ValueError as error:
-        raise StartError(f"the checkpoint cannot be resumed: {error}") from error
+        key = "data.train_path" if isinstance(config.data, FileDataConfig) else "data"
+        rule = f"must give the prompts that the run had ({error})"
+        raise StartError(config.broken(key, rule, "Or begin a new run in another run.dir.")) from error
     return prompts
 
 
