@@ -192,10 +192,10 @@ def _check_template(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase) 
     if config.chat_template and tokenizer.chat_template is None:
         rule = "must be false with this model, whose tokenizer has no chat template"
         raise DataError(Problem(key="data.chat_template", rule=rule, value=True, remedy="Or use a chat model."))
-    rule = "has no effect: the chat template of the model does not mention it"
-    unknown = {
-        key: value for key, value in config.chat_template_kwargs.items() if key not in str(tokenizer.chat_template)
-    }
+    template = tokenizer.chat_template
+    why = "the model has no chat template" if template is None else "the chat template of the model does not mention it"
+    rule = f"has no effect: {why}"
+    unknown = {key: value for key, value in config.chat_template_kwargs.items() if key not in str(template)}
     if unknown:
         raise DataError(
             *(Problem(key=f"data.chat_template_kwargs.{key}", rule=rule, value=unknown[key]) for key in unknown)

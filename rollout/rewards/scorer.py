@@ -31,8 +31,8 @@ MAX_FAILED_FRACTION = 0.2
 EARLY = 256
 """Responses whose scoring is enough to end a run in the middle of a step."""
 POLL_S = 5.0
-TRIED = 2
-"""Responses with which a function is tried before the start."""
+WRONG_RESPONSE = "I do not know."
+"""A response without an answer, of which a model writes many."""
 
 
 class RewardError(RuntimeError):
@@ -210,21 +210,23 @@ class Scorer:
 
 
 def try_reward(config: RewardConfig, prompt: Prompt) -> str:
-    """Call the function in its usual process, with the prompt's own answer as each of two responses.
+    """Call the function in its usual process, with the prompt's own answer and with WRONG_RESPONSE.
 
-    Two, because a function of many responses that returns one result for all of them shows only then. Returns the
-    reason why it cannot be used; "" if it gave a reward to both.
+    A function of many responses that returns one result for all of them shows with two only. Returns the reason why it
+    cannot be used, with the response; "" if it gave a reward to both.
     """
+    responses = (prompt.answer, WRONG_RESPONSE)
     with closing(_pool(config, num_workers=1)) as pool:
-        outcomes: list[Outcome] = []
-        for number in range(TRIED):
-            pool.submit(number, _item(prompt, prompt.answer, with_row=is_custom(config.function)))
+        outcomes: dict[int, Outcome] = {}
+        for number, response in enumerate(responses):
+            pool.submit(number, _item(prompt, response, with_row=is_custom(config.function)))
         try:
-            while len(outcomes) < TRIED:  # the pool has a deadline of its own
-                outcomes += [outcome for _, outcome in pool.poll(POLL_S)]
+            while len(outcomes) < len(responses):  # the pool has a deadline of its own
+                outcomes |= pool.poll(POLL_S)
         except RewardPoolError as error:
             return str(error.__cause__ or error)
-        return next((outcome.message for outcome in outcomes if outcome.message), "")
+    reasons = [(responses[number], outcome.message) for number, outcome in outcomes.items() if outcome.message]
+    return next((f"{message}, for the response {plain_text(response)!r}" for response, message in reasons), "")
 
 
 def _pool(config: RewardConfig, *, num_workers: int) -> RewardPool:

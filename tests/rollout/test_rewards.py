@@ -211,6 +211,7 @@ def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch)
     [
         ("return float(row['a'] + response == 'x12')", ""),
         ("return 1 / 0", "ZeroDivisionError"),
+        ("return float(response)", "for the response 'I do not know.'"),
         ("return None", "NoneType"),
     ],
 )

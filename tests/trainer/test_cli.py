@@ -193,6 +193,19 @@ def test_cfg_shows_the_composed_config(tmp_path: Path) -> None:
     assert "aggregation: seq_mean_token_mean\n" in outcome.out
 
 
+def test_cfg_answers_what_cannot_be_composed_as_a_run_does(tmp_path: Path) -> None:
+    for word, expected in (
+        ("optim.lrr=3", "optim.lrr is not a key of optim, got 3. Did you mean optim.lr?"),
+        ("learning_rate=1e-5", "learning_rate is not a key, got 1e-05. Here it is optim.lr."),
+    ):
+        outcome = parity("train", "arithmetic_grpo", word, "--cfg", "job", "-p", "optim", cwd=tmp_path)
+        assert outcome.code == 2 and expected in outcome.err, outcome.err
+        assert "HYDRA" not in outcome.err and "append" not in outcome.err
+    outcome = parity("train", "arithmetic_grpo", "optim.lr=-3", "--cfg", "job", "-p", "optim", cwd=tmp_path)
+    assert outcome.code == 0 and "lr: -3\n" in outcome.out
+    assert "note: a run with this configuration is refused, the first reason is: optim.lr must be > 0" in outcome.err
+
+
 def test_cfg_shows_a_config_that_is_not_complete_yet(tmp_path: Path) -> None:
     outcome = parity("train", "gsm8k_grpo_qwen2.5_0.5b", "--cfg", "job", "--resolve", cwd=tmp_path)
     assert outcome.code == 0, outcome.err

@@ -317,27 +317,41 @@ def _checked_train(
 
     If `shown_as` is given, problems name this file instead of `recipe`.
     """
-    from trainer.cli.job import launch, loading_problems
+    from trainer.cli.job import launch, load_tasks
     from trainer.cli.resume import resolve_start
-    from trainer.cli.show import show
     from trainer.cli.sweep import place_in_wandb
-    from trainer.compose.compose import hydra_problems
 
     if arguments.inspection is not None:
-        # Hydra also shows incomplete and invalid configs.
-        problems += hydra_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
-        if problems:
-            return report(problems, command=command)
-        return show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=arguments.own_dir)
+        return _inspect(recipe, arguments, problems, command=command)
     resolution, found = resolve_start(recipe, arguments, shown_as=shown_as)
     if resolution.multirun and not problems and not found:
         place_in_wandb(resolution)
     if arguments.dry_run:
-        refused: Sequence[Problem | str] = [*problems, *found] or loading_problems(resolution)
+        refused: Sequence[Problem | str] = [*problems, *found]
+        notes: list[str] = []
+        if not refused:
+            refused, notes = load_tasks(resolution)
         if not resolution.problems:
             from trainer.cli.plan import render_plans
 
-            to_stdout(render_plans(resolution))
+            to_stdout(render_plans(resolution, data=notes))
         # Last: what is wrong must not scroll away.
         return report(refused, command=command) if refused else DONE
     return report([*problems, *found], command=command) if problems or found else launch(resolution)
+
+
+def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *, command: str) -> int:
+    """Show what Hydra composes, also of an incomplete or invalid config, with a note that the run would be refused."""
+    from trainer.cli.show import show
+    from trainer.compose.compose import hydra_problems, resolve
+
+    own_dir = arguments.own_dir
+    problems += hydra_problems(recipe, arguments.overrides, own_dir=own_dir)
+    if problems:
+        return report(problems, command=command)
+    refused = resolve(recipe, arguments.overrides, own_dir=own_dir, multirun=False).problems
+    if said := show(recipe, arguments.hydra_flags, arguments.overrides, own_dir=own_dir):
+        return report(refused or [said], command=command)
+    if refused:
+        to_stderr(f"note: a run with this configuration is refused, the first reason is: {refused[0]}\n")
+    return DONE

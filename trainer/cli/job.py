@@ -118,20 +118,21 @@ def _answer(text: str) -> None:
     to_stdout_while_read(text, command=COMMAND)
 
 
-def loading_problems(resolution: Resolution) -> list[str]:
-    """Load tokenizer and data as the runs do, where they are on this disk -> the problems that end this."""
+def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
+    """Load tokenizer and data as the runs do, where they are on this disk -> (problems, lines about what was read)."""
     configs = [run.config for run in resolution.runs if run.config is not None]
     found: dict[str, None] = {}
+    notes: list[str] = []
     for config in {task_key(config): config for config in configs}.values():
         if is_on_disk(config):
             # Imported late, because this line imports transformers.
             from trainer.run.task import load_task
 
             try:
-                load_task(config, progress=lambda done, total, detail: None)
+                notes += load_task(config, progress=lambda done, total, detail: None).dataset.notes
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
-    return list(found)
+    return list(found), notes
 
 
 def resume_command(run_dir: Path) -> str:

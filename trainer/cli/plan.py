@@ -5,7 +5,7 @@ The plan depends on the configuration and this machine only: no torch, no Ray, n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from algorithms.config.combine import combination_notes
@@ -28,15 +28,20 @@ from trainer.rundir.text import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
 
 
-def render_plans(resolution: Resolution) -> str:
-    """The plans of all runs of a resolution without problems, as text that ends in a line break."""
+def render_plans(resolution: Resolution, *, data: Sequence[str]) -> str:
+    """The plans of all runs of a resolution without problems, as text that ends in a line break.
+
+    `data`: lines about the rows that were read.
+    """
     machine = this_machine()
     plans = []
     for index, run in enumerate(resolution.runs):
         assert run.config is not None
         title = f"run {index + 1} of {len(resolution.runs)}: {' '.join(run.overrides)}\n" if resolution.multirun else ""
         plans.append(f"{title}{render_plan(run.config, machine=machine, output_dir=resolution.run_dir(index))}\n")
-    return "\n".join(plans)
+    if data:
+        plans.append(labelled(("data", line) for line in data) + "\n")
+    return "\n".join(plans) if resolution.multirun else "".join(plans)
 
 
 def render_plan(config: TrainConfig, *, machine: Machine, output_dir: Path) -> str:

@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from trainer.compose.outcome import DONE
 from trainer.compose.overrides import as_hydra_reads, recipe_override
 from trainer.compose.session import VERSION_BASE, register
+from trainer.rundir.text import to_stderr
 
 
-def show(recipe: Path, flags: Sequence[str], overrides: Sequence[str], *, own_dir: Path | None) -> int:
-    """Print what the `flags` of Hydra ask for, also of an incomplete or invalid config."""
+def show(recipe: Path, flags: Sequence[str], overrides: Sequence[str], *, own_dir: Path | None) -> str:
+    """Print what the `flags` of Hydra ask for, also of an incomplete or invalid config.
+
+    Returns what Hydra says of a config that it cannot compose; "" if it showed one.
+    """
     words = [*flags, *map(as_hydra_reads, overrides), recipe_override(recipe.stem)]
-    hydra_main(recipe, words, own_dir=own_dir)
-    return DONE
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            hydra_main(recipe, words, own_dir=own_dir)
+    except SystemExit as end:
+        if end.code:
+            return said.getvalue().strip() or f"Hydra cannot compose {recipe}"
+    to_stderr(said.getvalue())
+    return ""
 
 
 def hydra_main(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> None:

@@ -129,6 +129,10 @@ def _compose(
     is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
     document = load_yaml(recipe.read_text(encoding="utf-8"))  # Hydra would write out every alias
+    shown = document.get("defaults") if isinstance(document, dict) else None
+    if isinstance(shown, list) and "_self_" not in shown:  # Hydra would warn, and put it at the end
+        found.append(_of_defaults(recipe, shown))
+        return None, []
     choices: dict[str, str] = {}
     for override in overrides:
         group, value = override.key_or_group, override.value()
@@ -148,16 +152,20 @@ def _compose(
             choices[group] = _misspelt(group, value, error.options or [], f"{recipe}: ", found)
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
-        shown = document.get("defaults") if isinstance(document, dict) else None
-        rule = f"must begin with /{MAIN_CONFIG} or another recipe, and end with _self_"
-        rule, given = (f"is missing; it {rule}", NOT_SET) if shown is None else (rule, shown)
-        remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
-        found.append(Problem(key=f"{recipe}: defaults", rule=rule, value=given, remedy=remedy))
+        found.append(_of_defaults(recipe, shown))
         return None, []
     found += _about_hydra(defaults, loader)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
     return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
+
+
+def _of_defaults(recipe: Path, shown: object) -> Problem:
+    """The Problem of a recipe's defaults list, `shown`; None stands for no list."""
+    rule = f"must begin with /{MAIN_CONFIG} or another recipe, and end with _self_"
+    rule, given = (f"is missing; it {rule}", NOT_SET) if shown is None else (rule, shown)
+    remedy = f"For example defaults: [/{MAIN_CONFIG}, override /model: hf, override /data: file, _self_]."
+    return Problem(key=f"{recipe}: defaults", rule=rule, value=given, remedy=remedy)
 
 
 def hydra_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) -> list[Problem]:

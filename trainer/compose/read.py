@@ -66,9 +66,11 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
         assert isinstance(node, DictConfig)
         values = node
     elif path[-1] in GROUPS:
-        options = " or ".join(f"{path[-1]}={name}" for name in GROUPS[path[-1]])
+        group, options = path[-1], list(GROUPS[path[-1]])
         rule = "must be chosen on the command line or in defaults"
-        found.append(Problem(key=path[-1], rule=rule, value=_shown(node), remedy=options))
+        remedy = f"{' or '.join(f'{group}={name}' for name in options)}; in a recipe's defaults, override /{group}: "
+        remedy += f"{_shown(node) if _shown(node) in options else options[0]}."
+        found.append(Problem(key=group, rule=rule, value=_shown(node), remedy=remedy))
     else:
         found.append(keys.wrong_value(".".join(path), _shown(node), kind))
     typed, hints = OmegaConf.structured(kind), get_type_hints(kind)

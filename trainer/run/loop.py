@@ -17,6 +17,7 @@ share GPUs, the other one is on the host meanwhile.
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
@@ -139,6 +140,8 @@ def run_steps(
     tracking = Tracker(config, run_dir=run_dir, resumed=resumed, console=console)
     with tracking as tracker, termination.named(), printed_log(run_dir / LOGS):
         termination.last_words = tracker.record_interrupted
+        place = shlex.quote(str(run_dir))
+        termination.way_on = f"; parity resume {place} goes on from what is saved, parity report {place} draws it"
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
         for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:

@@ -205,5 +205,5 @@ def _data_problems(config: TrainConfig) -> Iterator[Problem]:
     if prompt is None or own_rule:
         return
     if reason := try_reward(config.reward, prompt):
-        rule = "must score the first row of the data, with its own answer as the response"
+        rule = "must score the first row of the data, with its own answer and with a wrong one as the response"
         yield config.broken("reward.function", rule, f"It failed with {reason}")

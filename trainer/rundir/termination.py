@@ -80,6 +80,8 @@ class Termination:
         """The last completed step."""
         self.last_words: Callable[[], object] = str
         """Called before a run that missed its deadline is ended."""
+        self.way_on = ""
+        """What the user can do after such an end; empty before there is a run."""
         self._interruptible = False
         self._is_ending = False
         """True when KeyboardInterrupt was raised for an end at once."""
@@ -191,7 +193,7 @@ class Termination:
     def _end_now(self) -> None:
         """End this process and all processes below it; the main thread does not answer."""
         show_cursor = "\x1b[?25h" if os.isatty(_STDERR) else ""  # a progress bar hides it
-        _say(f"{show_cursor}the run did not end in time: its processes are ended")
+        _say(f"{show_cursor}the run did not end in time: its processes are ended{self.way_on}")
         # The disk may not answer either.
         words = threading.Thread(target=self.last_words, daemon=True)
         words.start()

@@ -149,7 +149,7 @@ def study_notes(config: StudyConfig, results: Sequence[CellResult], ranking: Ran
             notes.append(f"{result.name} FAILED {where}: {result.error}. It is not in the table.")
     open_runs = sum(not result.finished and not result.error for result in results)
     if open_runs:
-        notes.append(f"{open_runs} of {len(results)} runs have not ended, and are not in the table.")
+        notes.append(f"{open_runs} of {len(results)} runs have not ended; the table has no numbers of them.")
     return notes
 
 
