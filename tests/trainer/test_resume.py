@@ -123,6 +123,7 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
             tracker.log(step, {"reward/mean": step})
         tracker.flush()
     with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 2, wandb_run_id="abcd1234")) as tracker:
+        tracker.take_up(state_of(config, 2, wandb_run_id="abcd1234"))
         assert tracker.wandb_run_id == "abcd1234"
         with pytest.raises(ValueError, match="step must grow"):
             tracker.log(2, {})
@@ -132,8 +133,8 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
         tracker.log(4, {"reward/mean": 40})
     assert rows(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 4]
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[2])["reward/mean"] == 30
-    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 4)):
-        pass  # nothing was left to do
+    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 4)) as tracker:
+        tracker.take_up(state_of(config, 4))  # nothing was left to do
     assert json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] == 4
 
 
@@ -153,6 +154,7 @@ def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
     found = checkpoint_to_resume(config, run_dir)
     assert found is not None and found.state.step == 2
     with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        tracker.take_up(found.state)
         tracker.log(3, {"reward/mean": 30})  # and the process is killed
     aside = run_dir / "checkpoints" / "step_000004.aside"
     assert f"renamed to {aside.name}" in capsys.readouterr().err
@@ -160,6 +162,7 @@ def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
     found = checkpoint_to_resume(config, run_dir)
     assert found is not None and found.state.step == 2
     with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        tracker.take_up(found.state)
         for step in (3, 4, 5):
             tracker.log(step, {})
     assert rows(run_dir / "metrics.jsonl") == [1, 2, 3, 4, 5]
@@ -305,13 +308,13 @@ def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> N
     with Tracker(config, run_dir=run_dir):
         pass
     first = (run_dir / "config.yaml").read_text()
-    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 2)):
-        pass
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 2)) as tracker:
+        tracker.take_up(state_of(config, 2))
     assert [path.name for path in run_dir.glob("config*")] == ["config.yaml"], "nothing has changed"
     for count, lr in enumerate((0.5, 0.25), start=1):
         changed = replace(config, optim=replace(config.optim, lr=lr))
-        with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 2)):
-            pass
+        with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 2)) as tracker:
+            tracker.take_up(state_of(config, 2))
         assert f"lr: {lr}" in (run_dir / "config.yaml").read_text()
         assert len(list(run_dir.glob("config.until_step_000002*.yaml"))) == count
     assert (run_dir / "config.until_step_000002.yaml").read_text() == first
@@ -335,8 +338,8 @@ def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
         tracker.log_events([Event(step=5, kind="guard", severity=Severity.info, text="z")])
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("\x00damaged\n" + '{"step": 11}\n')
-    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 8)):
-        pass
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 8)) as tracker:
+        tracker.take_up(state_of(config, 8))
     assert [row["step"] for row in read_rows(run_dir / "samples.jsonl")] == list(range(1, 9))
     assert [row["step"] for row in read_rows(run_dir / "events.jsonl")] == [4, 5]
     assert rows(run_dir / "metrics.jsonl") == list(range(1, 9))

@@ -11,9 +11,15 @@ from pathlib import Path
 from algorithms.config import Estimator, Problem
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, newest_checkpoint
+from trainer.rundir.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CompareFiles,
+    leave_to_ranks,
+    newest_checkpoint,
+)
 from trainer.rundir.provenance import config_record, group_choices
-from trainer.rundir.run_dir import StartError
+from trainer.rundir.run_dir import StartError, needs_no_step
 
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""
@@ -27,19 +33,43 @@ _ABSENT = "(absent)"
 
 
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint from which the run resumes; None if the run starts anew.
+    """The checkpoint from which the run should resume; None if the run starts anew.
+
+    Only the files that the ranks do not read are compared with their digests: the ranks compare theirs
+    (`whole_checkpoint`). If the run has taken all its steps no rank will, so all are compared here.
 
     Raises StartError if all checkpoints are damaged, or the config belongs to another run, with its keys.
     """
     if config.run.resume is not Resume.auto:
         return None
     try:
-        checkpoint = newest_checkpoint(run_dir)
+        checkpoint = newest_checkpoint(run_dir, compare=leave_to_ranks)
+        if checkpoint is not None and takes_no_step(config, run_dir, checkpoint):
+            checkpoint = newest_checkpoint(run_dir, up_to=checkpoint.state.step)
     except CheckpointError as error:
         raise StartError(str(error)) from error
     if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
         raise StartError(*problems)
     return checkpoint
+
+
+def whole_checkpoint(config: TrainConfig, run_dir: Path, candidate: Checkpoint, *, compare: CompareFiles) -> Checkpoint:
+    """The newest checkpoint up to the `candidate` of `checkpoint_to_resume` whose files agree for `compare`.
+
+    Raises CheckpointError if there is none, or the one that is whole belongs to another run.
+    """
+    checkpoint = newest_checkpoint(run_dir, compare=compare, up_to=candidate.state.step)
+    if checkpoint is None:
+        raise CheckpointError(f"{candidate.path} is gone. Start the run again.")
+    if problems := list(other_run(checkpoint.path, checkpoint.state.config, config)):
+        raise CheckpointError("; ".join(map(str, problems)))
+    return checkpoint
+
+
+def takes_no_step(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> bool:
+    """True if the run that goes on from `checkpoint` has taken and saved all its steps, so that nothing is started."""
+    saved = None if checkpoint is None else checkpoint.state.step
+    return config.run.resume is Resume.auto and needs_no_step(run_dir, saved=saved, num_steps=config.run.num_steps)
 
 
 def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> Iterator[Problem]:
