@@ -18,9 +18,9 @@ from trainer.config.training import HFModelConfig, Resume
 from trainer.report.data import load_run
 from trainer.report.headline import changes
 from trainer.run.loop import train
-from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
     StartError,
@@ -30,6 +30,7 @@ from trainer.rundir.run_dir import (
     needs_no_step,
     newest_saved_step,
 )
+from trainer.rundir.sealed import compare_files
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
 
@@ -166,6 +167,63 @@ def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
         for step in (3, 4, 5):
             tracker.log(step, {})
     assert rows(run_dir / "metrics.jsonl") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.scenario(4)
+def test_what_the_ranks_find_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
+    files = [save(config, step) for step in (2, 4)]
+    candidate = checkpoint_to_resume(config, run_dir)
+    assert candidate is not None
+    assert whole_checkpoint(config, run_dir, candidate, compare=compare_files) == candidate
+    files[1].write_bytes(b"wEights")
+    candidate = checkpoint_to_resume(config, run_dir)
+    assert candidate is not None and candidate.state.step == 4, "the driver leaves the content to the ranks"
+    assert not caplog.text
+    found = whole_checkpoint(config, run_dir, candidate, compare=compare_files)
+    assert found.state.step == 2 and "step_000004 cannot be used" in caplog.text
+    assert "__0_0.distcp has changed since it was written" in caplog.text
+    other = replace(config, run=replace(config.run, seed=7))
+    with pytest.raises(CheckpointError, match=r"run\.seed must be 0, as in .*step_000002"):
+        whole_checkpoint(other, run_dir, candidate, compare=compare_files)
+    files[0].write_bytes(b"weighTs")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step_000004.*step_000002"):
+        whole_checkpoint(config, run_dir, candidate, compare=compare_files)
+
+
+@pytest.mark.scenario(4)
+def test_damage_is_found_where_no_rank_would_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=3), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {})
+        shards = [save(config, step) for step in (2, 3)]
+    found = checkpoint_to_resume(config, run_dir)
+    assert takes_no_step(config, run_dir, found) and found is not None and found.state.step == 3
+    shards[1].write_bytes(b"wEights")
+    found = checkpoint_to_resume(config, run_dir)
+    assert found is not None and found.state.step == 2 and "step_000003 cannot be used" in caplog.text
+    assert not takes_no_step(config, run_dir, found), "step 3 is taken again"
+
+
+def test_a_run_keeps_its_files_as_they_are_until_it_is_known_from_where_it_goes_on(tmp_path: Path) -> None:
+    config, run_dir = make(tmp_path), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {})
+    changed = replace(config, optim=replace(config.optim, lr=0.5))
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file() and path.name != "status.json"}
+    with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 3)) as tracker:
+        with pytest.raises(RuntimeError, match=r"after take_up\(\)"):
+            tracker.log(4, {})
+        held = {path: path.read_bytes() for path in before}
+        assert held.keys() == before.keys() and all(
+            held[path] == before[path] for path in before if path.name != ".lock"
+        )
+        tracker.take_up(state_of(config, 2))
+        tracker.log(3, {})
+    assert rows(run_dir / "metrics.jsonl") == [1, 2, 3]
+    assert [step for step, _ in earlier_configs(run_dir)] == [2]
 
 
 def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
