@@ -1,6 +1,7 @@
 """Peak memory of two ranks while they load a model: each its own rows, against the whole model before sharding.
+With --export that of one process while it exports a checkpoint of the model instead.
 
-    python benchmarks/load_memory.py [--hidden 1024] [--layers 16]
+    python benchmarks/load_memory.py [--hidden 1024] [--layers 16] [--export [--shard-mib MIB]]
 
 Makes a random Qwen2 of that size in bfloat16 in a temporary directory. Every variant runs in fresh processes; the
 peak is the largest resident memory during the load minus that before it, file pages included.
@@ -15,14 +16,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
+from rollout.data.dataset import StreamState
+from trainer.compose.compose import resolve
 from trainer.policy.forward import ScoringModel
 from trainer.policy.model import empty_causal_lm, load_causal_lm, load_rows, shard
+from trainer.run.export import write_model
+from trainer.rundir.checkpoint import POLICY, Checkpoint, RunState
 
+RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
 RANKS = 2
 VARIANTS = ("whole model, then sharded", "own rows only")
 
@@ -72,14 +80,53 @@ def rank_main(rank: int, variant: str, path: Path, results: Path) -> None:
     dist.destroy_process_group()
 
 
+def save_weights(path: Path, checkpoint: Path) -> None:
+    """Write the weights of the model `path` as one rank saves them, in float32; no optimizer, which no export reads."""
+    model = ScoringModel(load_causal_lm(path), chunk_tokens=512)
+    dcp.save({"policy": {"model": get_model_state_dict(model)}}, checkpoint_id=checkpoint / POLICY, no_dist=True)
+
+
+def export_main(_rank: int, directory: Path, shard_bytes: int | None) -> None:
+    """Export in one process and say the peak above the start, in MiB."""
+    torch.set_num_threads(1)
+    words = ("model=hf", f"model.path={directory / 'model'}", "rollout=torch", f"run.dir={directory / 'run'}")
+    resolution = resolve(RECIPE, words, own_dir=None, multirun=False)
+    config = resolution.runs[0].config
+    if config is None:
+        raise SystemExit("\n".join(map(str, resolution.problems)))
+    state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    checkpoint = Checkpoint(path=directory / "saved", state=state)
+    empty_causal_lm(directory / "model")  # imports what an export needs
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = memory_kib("VmRSS")
+    if shard_bytes is None:
+        write_model(config, checkpoint, directory / "exported")
+    else:
+        write_model(config, checkpoint, directory / "exported", max_shard_bytes=shard_bytes)
+    peak = memory_kib("VmHWM") - before
+    files = sorted((directory / "exported").glob("*.safetensors"))
+    largest = max(file.stat().st_size for file in files)
+    sys.stdout.write(
+        f"export: peak {peak / 1024:.0f} MiB; {len(files)} files, the largest of {largest / 2**20:.0f} MiB\n"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--export", action="store_true")
+    parser.add_argument("--shard-mib", type=int, default=None, help="size of a file of an export; left out: as always")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         count = save_model(path, hidden=args.hidden, layers=args.layers)
+        if args.export:
+            sys.stdout.write(f"{count:,} parameters: {count * 4 / 2**20:.0f} MiB in float32\n")
+            save_weights(path, Path(directory) / "saved")
+            shard_bytes = None if args.shard_mib is None else args.shard_mib * 2**20
+            mp.spawn(export_main, args=(Path(directory), shard_bytes))
+            return
         sys.stdout.write(f"{count:,} parameters: {count * 4 / 2**20:.0f} MiB in float32, {RANKS} ranks\n")
         for variant in VARIANTS:
             with tempfile.TemporaryDirectory() as results:

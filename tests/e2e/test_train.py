@@ -289,6 +289,42 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     assert "no checkpoint can be used" in refused and "state.json has 0 bytes" in refused
 
 
+def flip_bit(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.scenario(4)
+@pytest.mark.slow
+def test_damage_that_one_of_two_ranks_finds_costs_the_run_that_checkpoint(
+    tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    words = [*QUICK, *SMALL, TWO_RANKS, "eval.max_prompts=8", "checkpoint.every=1", "checkpoint.keep=3"]
+    command = ["train", "arithmetic_grpo", "rollout=torch", "resume=auto", f"run.dir={run_dir}", *words]
+    assert run([*command, "run.num_steps=2"]) == 0, capsys.readouterr().err
+    first = run_dir / "checkpoints" / "step_000001" / "policy" / "__0_0.distcp"
+    second = run_dir / "checkpoints" / "step_000002" / "policy" / "__1_0.distcp"
+    before = metrics_of(run_dir)
+    flip_bit(second)
+    capsys.readouterr()
+    assert run([*command, "run.num_steps=3"]) == 0
+    shown = capsys.readouterr().err
+    assert "every rank compares its share of step_000002 with the digests" in shown
+    assert "checkpoint step_000002 cannot be used and is passed over: " in shown
+    assert f"{second.name} has changed since it was written" in shown
+    assert "a checkpoint that cannot be used was renamed to step_000002.aside" in shown
+    assert f"resumed after step 1 from {first.parents[1]}" in shown
+    names = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert names == ["step_000001", "step_000002", "step_000003"], "the step was saved again"
+    after = metrics_of(run_dir)
+    assert column(after, "step") == [1, 2, 3]
+    for key in ("reward/mean", "mismatch/k3", "optim/grad_norm"):
+        assert column(after, key)[:2] == column(before, key), "the same step once more"
+
+
 ENDLESS = ("rollout=torch", "checkpoint.every=1000", "run.num_steps=1000")
 
 

@@ -11,7 +11,7 @@ from policy_cases import make_config
 from rollout.data.dataset import StreamState
 from trainer.config.outputs import TrackingConfig, WandbMode
 from trainer.config.train import TrainConfig
-from trainer.rundir.checkpoint import RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import POLICY, RunState, begin_checkpoint, commit_checkpoint
 from trainer.rundir.resume import flat_config
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -34,8 +34,11 @@ def state_of(config: TrainConfig, step: int, *, wandb_run_id: str | None = None)
     )
 
 
-def save(config: TrainConfig, step: int) -> None:
-    commit_checkpoint(begin_checkpoint(Path(config.run.dir), step), state_of(config, step), keep=2)
+def save(config: TrainConfig, step: int) -> Path:
+    """A checkpoint with one file of a rank -> this file."""
+    unfinished = begin_checkpoint(Path(config.run.dir), step)
+    (unfinished / POLICY / "__0_0.distcp").write_bytes(b"weights")
+    return commit_checkpoint(unfinished, state_of(config, step), keep=2).policy_path / "__0_0.distcp"
 
 
 def rows(path: Path) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
@@ -16,20 +18,27 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cli_process import HEAVY, parity
-from policy_cases import lone_worker, make_config, make_samples, save_policy
+from policy_cases import lone_worker, make_config, make_samples, save_policy, save_untied
 from tokenizers import Tokenizer, models
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+)
 
 from algorithms.config import AdvantageConfig, Estimator
 from rollout.data.dataset import StreamState
 from trainer.batch.packing import pack
 from trainer.config.outputs import CheckpointConfig, EvalConfig
 from trainer.config.train import TrainConfig
-from trainer.policy.model import full_tensors
+from trainer.policy.model import INDEX_FILE, full_tensors, load_causal_lm
+from trainer.policy.shards import load_shards
 from trainer.run.evaluation import evaluate_model
-from trainer.run.export import write_model
+from trainer.run.export import MAX_SHARD_BYTES, write_model
 from trainer.rundir.checkpoint import (
     POLICY,
     Checkpoint,
@@ -94,6 +103,73 @@ def test_the_exported_model_is_the_trained_one(
     write_model(config, checkpoint_at(tmp_path / "run" / "checkpoints" / "step_000001"), tmp_path / "named")
     modes = {path.stat().st_mode for path in (tmp_path / "named").iterdir()}
     assert len(modes) == 1, "the weights have the mode of the other files"
+
+
+def saved_after_a_step(start: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[str, torch.Tensor]]:
+    """A checkpoint after one step from the model `start`, and the whole trained tensors in it."""
+    config = make_config(start, num_workers=1)
+    batch = pack([make_samples()], num_ranks=1, max_tokens=1000, policy_version=0)
+    with lone_worker(config, start) as worker:
+        worker.train(batch.ranks[0], batch.samples, 1)
+        unfinished = begin_checkpoint(run_dir, 1)
+        worker.save_checkpoint(unfinished / POLICY, asynchronous=False)
+        trained = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
+    state = RunState(step=1, policy_version=1, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
+    return config, commit_checkpoint(unfinished, state, keep=2), trained
+
+
+@pytest.mark.parametrize("max_shard_bytes", [MAX_SHARD_BYTES, 9_000], ids=["one file", "several files"])
+@pytest.mark.parametrize("save", [save_policy, save_untied])
+def test_an_export_is_what_transformers_writes_of_the_whole_model(
+    tmp_path: Path, save: Callable[[Path], Path], max_shard_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = save(tmp_path / "start")
+    GenerationConfig(temperature=0.625, do_sample=True, eos_token_id=[3, 7]).save_pretrained(start)
+    config, checkpoint, trained = saved_after_a_step(start, tmp_path / "run")
+    asked: list[int] = []
+    living: list[weakref.ref[torch.Tensor]] = []
+
+    def counted(state: dict[str, dict[str, dict[str, torch.Tensor]]], path: Path, *, alone: bool) -> None:
+        tensors = state["policy"]["model"].values()
+        assert not [tensor for tensor in living if tensor() is not None], "the file before is not forgotten"
+        living[:] = map(weakref.ref, tensors)
+        asked.append(sum(tensor.nbytes for tensor in tensors))
+        load_shards(state, path, alone=alone)
+
+    monkeypatch.setattr("trainer.run.export.load_shards", counted)
+    write_model(config, checkpoint, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
+    assert max(asked) <= max_shard_bytes and (len(asked) > 3) == (max_shard_bytes < MAX_SHARD_BYTES)
+
+    whole = load_causal_lm(start)
+    whole.load_state_dict(trained, strict=False)
+    torch.nn.Module.to(whole, torch.bfloat16)  # in place
+    whole.save_pretrained(tmp_path / "whole", max_shard_size=max_shard_bytes)
+    expected, found = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("whole", "out")
+    )
+    if len(asked) == 1:
+        assert found == expected
+    else:  # transformers may put the tensors in another order into the files
+        indexes = [json.loads(files.pop(INDEX_FILE)) for files in (expected, found)]
+        assert indexes[0]["metadata"] == indexes[1]["metadata"]
+        assert indexes[1]["weight_map"].keys() == trained.keys()
+        others = [{name: files[name] for name in files if "safetensors" not in name} for files in (expected, found)]
+        assert others[0] == others[1]
+    assert b"0.625" in found["generation_config.json"]
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert loaded.keys() == trained.keys()
+    assert all(torch.equal(loaded[name], trained[name].to(torch.bfloat16)) for name in loaded)
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    _, checkpoint, _ = saved_after_a_step(save_policy(tmp_path / "start"), tmp_path / "run")
+    larger = AutoConfig.from_pretrained(tmp_path / "start")
+    larger.num_hidden_layers, larger.layer_types = 3, ["full_attention"] * 3
+    Qwen2ForCausalLM(larger).save_pretrained(tmp_path / "larger")  # its first files can still be filled
+    config = make_config(tmp_path / "larger", num_workers=1)
+    with pytest.raises(CheckpointError, match=r"does not fit the model .*layers\.2\."):
+        write_model(config, checkpoint, tmp_path / "out" / "model", max_shard_bytes=9_000)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_run_without_a_checkpoint_is_refused_before_anything_heavy_is_loaded(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
 from trainer.config.training import ClusterConfig, OptimConfig, Residency
 from trainer.limits.machine import CPUS_PER_WORKER
+from trainer.rundir.sealed import FileRecord, SealError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +107,8 @@ def test_the_update_does_not_depend_on_ranks_packing_or_order(
 def test_a_checkpoint_loads_on_another_number_of_ranks(
     model_path: Path, tmp_path: Path, saving: int, loading: int
 ) -> None:
+    records: dict[str, FileRecord] = {}
+
     def ranks(count: int, *, saved: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights after the first step, made or loaded, and after one more."""
         with Cluster(make_config(model_path, num_workers=count), log_dir=model_path) as cluster:
@@ -113,6 +116,13 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
             policy.wait_ready()
             batch = pack([make_samples()], num_ranks=count, max_tokens=1000, policy_version=0)
             if saved:
+                policy.compare_files(tmp_path, records)
+                damaged = tmp_path / f"__{saving - 1}_0.distcp"
+                whole = damaged.read_bytes()
+                damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+                with pytest.raises(SealError, match=rf"{damaged.name} has changed since it was written"):
+                    policy.compare_files(tmp_path, records)
+                damaged.write_bytes(whole)
                 # Other ranks than those that saved cannot have their random numbers.
                 assert policy.load_checkpoint(tmp_path, step=1) is (count == saving)
             else:
@@ -120,9 +130,8 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
                 policy.save_checkpoint(tmp_path, asynchronous=True)
                 reports = policy.saved_checkpoint(wait=True)
                 assert reports is not None and all(report.error is None for report in reports)
-                assert {name for report in reports for name in report.files} == {
-                    path.name for path in tmp_path.iterdir() if path != model_path
-                }
+                records.update({name: record for report in reports for name, record in report.files.items()})
+                assert records.keys() == {path.name for path in tmp_path.iterdir() if path != model_path}
             first = weights_of(policy)
             policy.train(batch, step=2)
             return first, weights_of(policy)

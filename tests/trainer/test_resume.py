@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,17 @@ from trainer.report.data import load_run
 from trainer.report.headline import changes
 from trainer.run.loop import prompt_stream, train
 from trainer.run.task import Task
-from trainer.rundir.checkpoint import begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint, leave_to_ranks
 from trainer.rundir.events import Event, Severity
-from trainer.rundir.resume import begins, changed_keys, checkpoint_to_resume, flat_config, source_problems
+from trainer.rundir.resume import (
+    begins,
+    changed_keys,
+    checkpoint_to_resume,
+    flat_config,
+    source_problems,
+    takes_no_step,
+    whole_checkpoint,
+)
 from trainer.rundir.rows import read_rows
 from trainer.rundir.run_dir import (
     RunDirectoryError,
@@ -36,6 +45,7 @@ from trainer.rundir.run_dir import (
     needs_no_step,
     newest_saved_step,
 )
+from trainer.rundir.sealed import FileRecord, SealError, compare_files
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
 
@@ -68,6 +78,10 @@ def test_a_run_goes_on_only_when_it_is_asked_to(tmp_path: Path) -> None:
     assert checkpoint_to_resume(make(tmp_path, resume=Resume.auto), tmp_path / "other") is None
 
 
+def says_damaged(path: Path, records: Mapping[str, FileRecord]) -> None:
+    raise SealError(f"{path}: a rank says so")
+
+
 def test_a_run_begins_with_a_checkpoint_of_another_run_until_it_has_its_own(tmp_path: Path) -> None:
     other = make(tmp_path)
     commit_checkpoint(begin_checkpoint(tmp_path / "run", 4), state_of(other, 4, wandb_run_id="abcd1234"), keep=2)
@@ -78,6 +92,9 @@ def test_a_run_begins_with_a_checkpoint_of_another_run_until_it_has_its_own(tmp_
         found = checkpoint_to_resume(replace(config, run=replace(config.run, resume=resume)), own)
         assert found is not None and (found.path, found.state.step) == (source, 4)
         assert found.state.wandb_run_id is None, "the W&B run is the other run's"
+        assert whole_checkpoint(config, own, found, compare=leave_to_ranks) == found
+        with pytest.raises(CheckpointError, match="a rank says so"):
+            whole_checkpoint(config, own, found, compare=says_damaged)
     assert begins(config)
     save(config, 6)
     found = checkpoint_to_resume(config, own)
@@ -191,6 +208,7 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
             tracker.log(step, {"reward/mean": step})
         tracker.flush()
     with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 2, wandb_run_id="abcd1234")) as tracker:
+        tracker.take_up(state_of(config, 2, wandb_run_id="abcd1234"))
         assert tracker.wandb_run_id == "abcd1234"
         with pytest.raises(ValueError, match="step must grow"):
             tracker.log(2, {})
@@ -200,8 +218,8 @@ def test_a_resumed_run_has_every_row_once_and_its_wandb_run(tmp_path: Path) -> N
         tracker.log(4, {"reward/mean": 40})
     assert rows(tmp_path / "run" / "metrics.jsonl") == [1, 2, 3, 4]
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[2])["reward/mean"] == 30
-    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 4)):
-        pass  # nothing was left to do
+    with Tracker(config, run_dir=tmp_path / "run", resumed=state_of(config, 4)) as tracker:
+        tracker.take_up(state_of(config, 4))  # nothing was left to do
     assert json.loads((tmp_path / "run" / "status.json").read_text())["last_step"] == 4
 
 
@@ -221,6 +239,7 @@ def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
     found = checkpoint_to_resume(config, run_dir)
     assert found is not None and found.state.step == 2
     with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        tracker.take_up(found.state)
         tracker.log(3, {"reward/mean": 30})  # and the process is killed
     aside = run_dir / "checkpoints" / "step_000004.aside"
     assert f"renamed to {aside.name}" in capsys.readouterr().err
@@ -228,9 +247,67 @@ def test_rows_agree_with_the_checkpoints_after_one_was_unreadable_for_a_moment(
     found = checkpoint_to_resume(config, run_dir)
     assert found is not None and found.state.step == 2
     with Tracker(config, run_dir=run_dir, resumed=found.state) as tracker:
+        tracker.take_up(found.state)
         for step in (3, 4, 5):
             tracker.log(step, {})
     assert rows(run_dir / "metrics.jsonl") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.scenario(4)
+def test_what_the_ranks_find_damaged_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
+    files = [save(config, step) for step in (2, 4)]
+    candidate = checkpoint_to_resume(config, run_dir)
+    assert candidate is not None
+    assert whole_checkpoint(config, run_dir, candidate, compare=compare_files) == candidate
+    files[1].write_bytes(b"wEights")
+    candidate = checkpoint_to_resume(config, run_dir)
+    assert candidate is not None and candidate.state.step == 4, "the driver leaves the content to the ranks"
+    assert not caplog.text
+    found = whole_checkpoint(config, run_dir, candidate, compare=compare_files)
+    assert found.state.step == 2 and "step_000004 cannot be used" in caplog.text
+    assert "__0_0.distcp has changed since it was written" in caplog.text
+    other = replace(config, run=replace(config.run, seed=7))
+    with pytest.raises(CheckpointError, match=r"run\.seed must be 0, as in .*step_000002"):
+        whole_checkpoint(other, run_dir, candidate, compare=compare_files)
+    files[0].write_bytes(b"weighTs")
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step_000004.*step_000002"):
+        whole_checkpoint(config, run_dir, candidate, compare=compare_files)
+
+
+@pytest.mark.scenario(4)
+def test_damage_is_found_where_no_rank_would_look(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, run_dir = make(tmp_path, resume=Resume.auto, num_steps=3), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {})
+        shards = [save(config, step) for step in (2, 3)]
+    found = checkpoint_to_resume(config, run_dir)
+    assert takes_no_step(config, run_dir, found) and found is not None and found.state.step == 3
+    shards[1].write_bytes(b"wEights")
+    found = checkpoint_to_resume(config, run_dir)
+    assert found is not None and found.state.step == 2 and "step_000003 cannot be used" in caplog.text
+    assert not takes_no_step(config, run_dir, found), "step 3 is taken again"
+
+
+def test_a_run_keeps_its_files_as_they_are_until_it_is_known_from_where_it_goes_on(tmp_path: Path) -> None:
+    config, run_dir = make(tmp_path), tmp_path / "run"
+    with Tracker(config, run_dir=run_dir) as tracker:
+        for step in (1, 2, 3, 4):
+            tracker.log(step, {})
+    changed = replace(config, optim=replace(config.optim, lr=0.5))
+    before = {path: path.read_bytes() for path in run_dir.iterdir() if path.is_file() and path.name != "status.json"}
+    with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 3)) as tracker:
+        with pytest.raises(RuntimeError, match=r"after take_up\(\)"):
+            tracker.log(4, {})
+        held = {path: path.read_bytes() for path in before}
+        assert held.keys() == before.keys() and all(
+            held[path] == before[path] for path in before if path.name != ".lock"
+        )
+        tracker.take_up(state_of(config, 2))
+        tracker.log(3, {})
+    assert rows(run_dir / "metrics.jsonl") == [1, 2, 3]
+    assert [step for step, _ in earlier_configs(run_dir)] == [2]
 
 
 def test_a_run_that_took_all_its_steps_is_left_as_it_is(tmp_path: Path) -> None:
@@ -373,13 +450,13 @@ def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> N
     with Tracker(config, run_dir=run_dir):
         pass
     first = (run_dir / "config.yaml").read_text()
-    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 2)):
-        pass
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 2)) as tracker:
+        tracker.take_up(state_of(config, 2))
     assert [path.name for path in run_dir.glob("config*")] == ["config.yaml"], "nothing has changed"
     for count, lr in enumerate((0.5, 0.25), start=1):
         changed = replace(config, optim=replace(config.optim, lr=lr))
-        with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 2)):
-            pass
+        with Tracker(changed, run_dir=run_dir, resumed=state_of(config, 2)) as tracker:
+            tracker.take_up(state_of(config, 2))
         assert f"lr: {lr}" in (run_dir / "config.yaml").read_text()
         assert len(list(run_dir.glob("config.until_step_000002*.yaml"))) == count
     assert (run_dir / "config.until_step_000002.yaml").read_text() == first
@@ -403,8 +480,8 @@ def test_a_resumed_run_keeps_every_row_whatever_a_response_holds(
         tracker.log_events([Event(step=5, kind="guard", severity=Severity.info, text="z")])
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("\x00damaged\n" + '{"step": 11}\n')
-    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 8)):
-        pass
+    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 8)) as tracker:
+        tracker.take_up(state_of(config, 8))
     assert [row["step"] for row in read_rows(run_dir / "samples.jsonl")] == list(range(1, 9))
     assert [row["step"] for row in read_rows(run_dir / "events.jsonl")] == [4, 5]
     assert rows(run_dir / "metrics.jsonl") == list(range(1, 9))

@@ -19,10 +19,11 @@ from rollout.data.dataset import StreamState
 from trainer.batch.packing import pack
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.outputs import CheckpointConfig
-from trainer.policy.shards import ShardReport
+from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.worker import PolicyWorker
 from trainer.run.saving import MAX_CONSECUTIVE_FAILURES, Saver
 from trainer.rundir.checkpoint import CheckpointError, RunState, newest_checkpoint
+from trainer.rundir.sealed import FileRecord
 from trainer.tracking.tracker import Tracker
 
 
@@ -236,3 +237,19 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names(tmp_path: Path)
         ),
     ):
         worker.load_checkpoint(tmp_path / "saved", 1)
+
+
+@pytest.mark.scenario(7)
+@pytest.mark.parametrize("writers", [1, 2, 3, 8, 24])
+@pytest.mark.parametrize("readers", [1, 2, 3, 8, 16])
+def test_every_file_is_compared_by_one_rank(writers: int, readers: int) -> None:
+    files = [name for rank in range(writers) for name in (f"policy/__{rank}_0.distcp", f"policy/rng_{rank}.json")]
+    records = {name: FileRecord(bytes=8, xxh3_128=name) for name in [*files, "policy/.metadata"]}
+    shares = file_shares(records, num_ranks=readers)
+    assert len(shares) == readers
+    assert sorted(name for share in shares for name in share) == sorted(records)
+    assert all(record == records[name] for share in shares for name, record in share.items())
+    counts = [sum(name.endswith(".distcp") for name in share) for share in shares]
+    assert max(counts) - min(counts) <= 1, "an even share"
+    if writers == readers:
+        assert all(f"policy/__{rank}_0.distcp" in share for rank, share in enumerate(shares)), "what it will read"

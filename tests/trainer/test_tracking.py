@@ -289,6 +289,7 @@ def test_an_evaluation_that_a_resumed_run_makes_up_for_belongs_to_its_step(tmp_p
     for _ in range(2):  # the first one is killed before its next checkpoint
         console = Console(4, stream=(stream := io.StringIO()))
         with Tracker(config, run_dir=tmp_path / "run", resumed=state, console=console) as resumed:
+            resumed.take_up(state)
             resumed.log_evaluation(1, {"eval/accuracy": 0.75})
             resumed.log(2, {"reward/mean": 1.0})
         assert "held-out before step 2 | accuracy 0.750 greedy" in stream.getvalue()
@@ -314,6 +315,7 @@ def test_tensorboard_has_every_number_and_forgets_what_a_resumed_run_takes_again
     state = RunState(step=2, policy_version=2, stream=StreamState(seed=0, epoch=0, position=0, digest=""))
     resumed = Tracker(config, run_dir=tmp_path / "run", resumed=state, console=Console(4, stream=io.StringIO()))
     with resumed:
+        resumed.take_up(state)
         resumed.log(3, {"reward/mean": 0.125})
     assert tensorboard_points(tmp_path / "run" / "tensorboard") == [
         ("eval/accuracy", 0, 0.125), ("reward/mean", 1, 0.25), ("reward/mean", 2, 0.5), ("reward/mean", 3, 0.125),

@@ -90,8 +90,9 @@ def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
     monkeypatch.setenv("WANDB_RUN_ID", "y8")
     config = make_config(WandbMode.offline)
     config.tracking.tags = ["c"]
-    with Tracker(config, run_dir=run_dir, resumed=state_of(config, 1), console=Console(4, stream=io.StringIO())):
-        pass
+    state, console = state_of(config, 1), Console(4, stream=io.StringIO())
+    with Tracker(config, run_dir=run_dir, resumed=state, console=console) as tracker:
+        tracker.take_up(state)
     again = wandb_file.started(run_dir)
     assert (again.project, again.entity, again.display_name, again.run_id) == ("theirs", "team", "by key", "x7")
     assert (again.run_group, list(again.tags), again.notes) == ("night", ["c"], "for Ada, with <redacted>")

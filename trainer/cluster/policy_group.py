@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.floors import GroupLengths
 from trainer.policy.dry_run import DryRunReport
-from trainer.policy.shards import ShardReport
+from trainer.policy.shards import ShardReport, file_shares
 from trainer.policy.train_report import TrainReport
 from trainer.policy.worker import PolicyInfo
+from trainer.rundir.sealed import FileRecord, SealError
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,20 @@ class PolicyGroup:
         """Return every rank's report of the last save; None while a rank is still writing, unless `wait`."""
         reports = self._all("saved_checkpoint", wait, phase="checkpoint save")
         return None if None in reports else reports
+
+    def compare_files(self, checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
+        """Have the ranks compare the files of a checkpoint, each its share; returns when every rank has answered.
+
+        No rank loads anything: what one of them finds counts for all. Raises SealError with the damage that they found.
+        """
+        shares = file_shares(records, num_ranks=len(self))
+        refs = [
+            worker.compare_files.remote(checkpoint.resolve(), share)
+            for worker, share in zip(self._workers, shares, strict=True)
+        ]
+        found = [damage for damage in self._gather(refs, phase="checkpoint comparison") if damage is not None]
+        if found:
+            raise SealError("; ".join(found))
 
     def load_checkpoint(self, path: Path, *, step: int) -> bool:
         """Go on with what is in `path`, the state after `step`, which any number of ranks may have written.

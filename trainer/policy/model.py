@@ -51,7 +51,8 @@ def load_hf_config(path: Path) -> PretrainedConfig:
 def load_causal_lm(path: Path) -> PreTrainedModel:
     """A whole float32 causal language model from safetensors, without remote code.
 
-    Used by `parity export`; a rank does not need it. Raises ValueError like `load_hf_config`.
+    For tests and measurements: neither a rank nor an export holds a whole model. Raises ValueError like
+    `load_hf_config`.
     """
     model = AutoModelForCausalLM.from_pretrained(
         path,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ from trainer.rundir.sealed import FileRecord, describe_file, to_disk
 REJECTED_STEPS = "rejected_steps"
 """Name in a checkpoint of the count of optimizer steps in a row without a kept token; earlier versions have none."""
 _SHOWN_ERRORS = 3
+_WRITER = re.compile(r"(?:__|rng_)(?P<rank>\d{1,9})[_.]")
+"""Beginning of the name of a file that one rank wrote, with its number."""
 
 RngState = dict[str, Any]
 """States of all generators of a process, as JSON values; `cuda` is None on a CPU."""
@@ -115,6 +118,21 @@ class ShardWriter:
         except OSError as error:
             problem = f"rank {self._rank}: {error}"
         return ShardReport(files={} if problem else files, error=problem, write_s=time.perf_counter() - started)
+
+
+def file_shares(records: Mapping[str, FileRecord], *, num_ranks: int) -> list[dict[str, FileRecord]]:
+    """The files that each rank compares before it loads: each file once, those of one writer by one rank.
+
+    Tensors are sharded by rows in the order of the ranks, so a rank gets the files in which its own rows begin, however
+    many ranks wrote them. Rank 0 gets what belongs to no writer, which is small.
+    """
+    found = {name: _WRITER.match(Path(name).name) for name in records}
+    writers = {name: 0 if match is None else int(match["rank"]) for name, match in found.items()}
+    num_writers = max(writers.values(), default=0) + 1
+    shares: list[dict[str, FileRecord]] = [{} for _ in range(num_ranks)]
+    for name, record in records.items():
+        shares[writers[name] * num_ranks // num_writers][name] = record
+    return shares
 
 
 def load_shards(state: Mapping[str, Any], path: Path, *, alone: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/cluster/policy_group.py`.
 
 Verbs: setup, dry_run, ceilings, train, logprobs, publish_weights, send_weights, save_checkpoint, saved_checkpoint,
-load_checkpoint, sleep, wake. All ranks must be called together where a verb contains their collectives: all but
-ceilings and send_weights. What `train` does stands in `trainer/policy/step.py`.
+compare_files, load_checkpoint, sleep, wake. All ranks must be called together where a verb contains their collectives:
+all but ceilings, send_weights and compare_files. What `train` does stands in `trainer/policy/step.py`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
+from trainer.rundir.sealed import FileRecord, SealError, compare_files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +234,14 @@ class PolicyWorker:
     def saved_checkpoint(self, wait: bool) -> ShardReport | None:
         """Return this rank's report of the last save; None while the rank is writing, unless `wait`."""
         return self._shards.report(wait=wait)
+
+    def compare_files(self, checkpoint: Path, records: dict[str, FileRecord]) -> str | None:
+        """Compare this rank's share of the files of a checkpoint with their records -> the damage, None without any."""
+        try:
+            compare_files(checkpoint, records)
+        except SealError as damage:
+            return str(damage)
+        return None
 
     def load_checkpoint(self, path: Path, step: int) -> bool:
         """Take back what is in `path`, saved after `step` by any number of ranks.

@@ -39,7 +39,6 @@ from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
-from trainer.config.training import Resume
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.report.page import write_report
@@ -54,8 +53,8 @@ from trainer.run.step_timer import StepTimer
 from trainer.run.task import Task, data_notes, load_task
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
-from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config
-from trainer.rundir.run_dir import LOGS, StartError, needs_no_step
+from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
+from trainer.rundir.run_dir import LOGS, StartError
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.console import Console
@@ -104,10 +103,7 @@ def train(config: TrainConfig) -> RunResult:
     with termination_requests() as termination:
         try:
             checkpoint = checkpoint_to_resume(config, run_dir)
-            saved = None if checkpoint is None else checkpoint.state.step
-            was_complete = config.run.resume is Resume.auto and needs_no_step(
-                run_dir, saved=saved, num_steps=config.run.num_steps
-            )
+            was_complete = takes_no_step(config, run_dir, checkpoint)
             if not was_complete:
                 run_steps(config, run_dir, checkpoint, termination, limit)
         except StartError:
@@ -131,7 +127,10 @@ def _report(run_dir: Path) -> Path | None:
 def run_steps(
     config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None, termination: Termination, limit: TimeLimit
 ) -> None:
-    """The run itself, from `checkpoint` on; what it has to say goes through the tracker."""
+    """The run itself, from `checkpoint` on, or from the one before if the ranks find damage.
+
+    What it has to say goes through the tracker.
+    """
     resumed = None if checkpoint is None else checkpoint.state
     console = Console(config.run.num_steps)
     with console, termination.named():  # a mistake in it leaves no run directory and no W&B run
@@ -151,6 +150,10 @@ def run_steps(
             tracker.console.line(limit.line)
         with ExitStack() as within:
             run = open_run(config, task, prompts, tracker, termination, limit, run_dir=run_dir, within=within)
+            if checkpoint is not None:
+                tracker.console.line(f"every rank compares its share of {checkpoint.path.name} with the digests")
+                checkpoint = whole_checkpoint(config, run_dir, checkpoint, compare=run.policy.compare_files)
+                tracker.take_up(checkpoint.state)
             done, policy_version = restore(run, checkpoint)
             longest = max(len(prompt.token_ids) for prompt in task.dataset.train)
             with run.policy.resident():  # what does not fit into memory shows in the first minute
@@ -316,6 +319,7 @@ def restore(run: Run, checkpoint: Checkpoint | None) -> tuple[int, int]:
     if checkpoint is None:
         return 0, 0
     state = checkpoint.state
+    run.prompts.load_state_dict(state.stream)  # once more: the ranks may have found damage in a later checkpoint
     if state.collector is not None:
         run.collector.load_state_dict(state.collector)
     if state.guard is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +26,12 @@ from trainer.rundir.sealed import (
     FileRecord,
     SealError,
     begin_step,
+    compare_files,
+    listed_files,
     publish_step,
     remove_sealed,
     sealed_steps,
     set_aside,
-    verify,
     verify_file,
     write_manifest,
 )
@@ -45,6 +46,9 @@ FORMAT = 2
 """Version of the layout above."""
 STATE = "state.json"
 POLICY = "policy"
+
+CompareFiles = Callable[[Path, Mapping[str, FileRecord]], None]
+"""Compares the files of a checkpoint, by path relative to it, with their records; raises SealError if one differs."""
 
 
 class CheckpointError(RuntimeError):
@@ -79,7 +83,7 @@ class RunState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint."""
+    """A checkpoint whose files are all there, and whose state is as it was written."""
 
     path: Path
     state: RunState
@@ -137,8 +141,15 @@ def set_later_aside(run_dir: Path, step: int) -> list[Path]:
     return [set_aside(path, layout=FORMAT) for later, path in steps.items() if later > step]
 
 
-def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
+def newest_checkpoint(
+    run_dir: Path, *, compare: CompareFiles = compare_files, up_to: int | None = None
+) -> Checkpoint | None:
     """The newest usable checkpoint, whose files match its manifest; None if the run has no checkpoint.
+
+    Args:
+        run_dir: the directory of the run.
+        compare: reads the files that the ranks wrote; here this process reads them all, one after the other.
+        up_to: the newest step that counts; None for any.
 
     Raises CheckpointError if there are checkpoints and none is usable.
     """
@@ -147,9 +158,9 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
         found = sealed_steps(run_dir / CHECKPOINTS)
     except SealError as problem:
         raise CheckpointError(f"{problem}. Restore it, or start again in another run.dir.") from problem
-    for path in reversed(found.values()):
+    for path in [path for step, path in reversed(found.items()) if up_to is None or step <= up_to]:
         try:
-            return _verified(path)
+            return _verified(path, compare)
         except SealError as problem:
             logger.warning("checkpoint %s cannot be used and is passed over: %s", path.name, problem)
             problems.append(str(problem))
@@ -159,6 +170,10 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint | None:
             "Restore one, or start again in another run.dir."
         )
     return None
+
+
+def leave_to_ranks(path: Path, records: Mapping[str, FileRecord]) -> None:
+    """A CompareFiles for a driver that only chooses: the ranks compare the files before they load from them."""
 
 
 def newest_state(run_dir: Path) -> tuple[Path, RunState] | None:
@@ -184,10 +199,10 @@ def state_at(path: Path) -> RunState:
     return _read_state(path)
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
+def checkpoint_at(path: Path, *, compare: CompareFiles = compare_files) -> Checkpoint:
     """The checkpoint in the directory `path`. Raises CheckpointError if it is damaged or not a checkpoint."""
     try:
-        return _verified(path)
+        return _verified(path, compare)
     except SealError as problem:
         raise CheckpointError(f"the checkpoint cannot be used: {problem}. Take another one of the run.") from problem
 
@@ -240,10 +255,16 @@ def chosen_checkpoint(config: TrainConfig, run_dir: Path, *, best: bool) -> Chec
     return checkpoint
 
 
-def _verified(path: Path) -> Checkpoint:
-    """The checkpoint in `path`; raises SealError unless every file matches the manifest."""
-    verify(path, layout=FORMAT)
-    return Checkpoint(path=path, state=_read_state(path))
+def _verified(path: Path, compare: CompareFiles = compare_files) -> Checkpoint:
+    """The checkpoint in `path`; raises SealError unless every file matches the manifest.
+
+    The state is compared here, where it is read, and what the ranks wrote by `compare`.
+    """
+    records = listed_files(path, layout=FORMAT)
+    compare_files(path, {name: record for name, record in records.items() if name == STATE})
+    state = _read_state(path)
+    compare(path, {name: record for name, record in records.items() if name != STATE})
+    return Checkpoint(path=path, state=state)
 
 
 def _read_state(path: Path) -> RunState:

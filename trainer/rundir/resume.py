@@ -12,9 +12,17 @@ from pathlib import Path
 from algorithms.config import Estimator, Problem
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
-from trainer.rundir.checkpoint import Checkpoint, CheckpointError, checkpoint_at, newest_checkpoint, state_at
+from trainer.rundir.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CompareFiles,
+    checkpoint_at,
+    leave_to_ranks,
+    newest_checkpoint,
+    state_at,
+)
 from trainer.rundir.provenance import config_record, group_choices
-from trainer.rundir.run_dir import StartError, has_checkpoint
+from trainer.rundir.run_dir import StartError, has_checkpoint, needs_no_step
 from trainer.rundir.sealed import SealError
 
 FIXED = ("model", "data", "run.seed")
@@ -29,16 +37,20 @@ _ABSENT = "(absent)"
 
 
 def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | None:
-    """The checkpoint from which the run goes on, its own or that of run.resume_from; None if the run starts anew.
+    """The checkpoint from which the run should go on, its own or that of run.resume_from; None if the run starts anew.
+
+    Only the files that the ranks do not read are compared with their digests: the ranks compare theirs
+    (`whole_checkpoint`). If the run has taken all its steps no rank will, so all are compared here.
 
     Raises StartError if all checkpoints are damaged, or the config belongs to another run, with its keys.
     """
     try:
-        checkpoint = newest_checkpoint(run_dir) if config.run.resume is Resume.auto else None
-        if checkpoint is None and config.run.resume_from is not None:
-            source = checkpoint_at(Path(config.run.resume_from))
-            # The other run keeps its W&B run; this one gets its own.
-            checkpoint = replace(source, state=replace(source.state, wandb_run_id=None))
+        own = config.run.resume is Resume.auto
+        checkpoint = newest_checkpoint(run_dir, compare=leave_to_ranks) if own else None
+        if checkpoint is not None and takes_no_step(config, run_dir, checkpoint):
+            checkpoint = newest_checkpoint(run_dir, up_to=checkpoint.state.step)
+        if checkpoint is None:
+            checkpoint = source_checkpoint(config, compare=leave_to_ranks)
     except CheckpointError as error:
         raise StartError(str(error)) from error
     if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
@@ -66,6 +78,39 @@ def source_problems(config: TrainConfig) -> Iterator[Problem]:
         rule = f"must be > {state.step}, the steps that run.resume_from={source} has taken"
         yield config.broken("run.num_steps", rule, "It counts the steps of both runs.")
     yield from other_run(Path(source), state.config, config)
+
+
+def source_checkpoint(config: TrainConfig, *, compare: CompareFiles) -> Checkpoint | None:
+    """The checkpoint of run.resume_from, without its W&B run, which stays the other run's; None if the key is null.
+
+    Raises CheckpointError if it is damaged.
+    """
+    if config.run.resume_from is None:
+        return None
+    source = checkpoint_at(Path(config.run.resume_from), compare=compare)
+    return replace(source, state=replace(source.state, wandb_run_id=None))
+
+
+def whole_checkpoint(config: TrainConfig, run_dir: Path, candidate: Checkpoint, *, compare: CompareFiles) -> Checkpoint:
+    """The newest checkpoint up to the `candidate` of `checkpoint_to_resume` whose files agree for `compare`.
+
+    Raises CheckpointError if there is none, or the one that is whole belongs to another run.
+    """
+    if candidate.path.parent.parent == run_dir:
+        checkpoint = newest_checkpoint(run_dir, compare=compare, up_to=candidate.state.step)
+    else:
+        checkpoint = source_checkpoint(config, compare=compare)
+    if checkpoint is None:
+        raise CheckpointError(f"{candidate.path} is gone. Start the run again.")
+    if problems := list(other_run(checkpoint.path, checkpoint.state.config, config)):
+        raise CheckpointError("; ".join(map(str, problems)))
+    return checkpoint
+
+
+def takes_no_step(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> bool:
+    """True if the run that goes on from `checkpoint` has taken and saved all its steps, so that nothing is started."""
+    saved = None if checkpoint is None else checkpoint.state.step
+    return config.run.resume is Resume.auto and needs_no_step(run_dir, saved=saved, num_steps=config.run.num_steps)
 
 
 def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> Iterator[Problem]:

@@ -95,6 +95,14 @@ def write_manifest(directory: Path, *, layout: int, records: Mapping[str, FileRe
 
 def verify(directory: Path, *, layout: int) -> None:
     """Compare every file of a sealed directory with its manifest. Raises SealError unless all agree."""
+    compare_files(directory, listed_files(directory, layout=layout))
+
+
+def listed_files(directory: Path, *, layout: int) -> dict[str, FileRecord]:
+    """Relative path -> record of every file of a sealed directory, which are all there and have the recorded sizes.
+
+    No content is read: that is left to `compare_files`. Raises SealError.
+    """
     try:
         recorded = _read_manifest(directory / MANIFEST, layout=layout)
         present = {str(file.relative_to(directory)) for file in _files(directory)} - {MANIFEST}
@@ -103,6 +111,16 @@ def verify(directory: Path, *, layout: int) -> None:
         if others := sorted(present - set(recorded)):
             raise SealError(f"{directory} holds files that the manifest does not know: {', '.join(others)}")
         for name, record in recorded.items():
+            _check_size(directory / name, record)
+    except OSError as error:
+        raise _unreadable(directory, error) from error
+    return recorded
+
+
+def compare_files(directory: Path, records: Mapping[str, FileRecord]) -> None:
+    """Compare the files `records` of a sealed directory, by digest. Raises SealError for the first that differs."""
+    try:
+        for name, record in records.items():
             _compare(directory / name, record)
     except OSError as error:
         raise _unreadable(directory, error) from error
@@ -112,11 +130,11 @@ def verify_file(directory: Path, name: str, *, layout: int) -> None:
     """Compare one file of a sealed directory with the manifest, without a look at the others. Raises SealError."""
     try:
         recorded = _read_manifest(directory / MANIFEST, layout=layout)
-        if name not in recorded:
-            raise SealError(f"{directory / MANIFEST} does not know {name}")
-        _compare(directory / name, recorded[name])
     except OSError as error:
         raise _unreadable(directory, error) from error
+    if name not in recorded:
+        raise SealError(f"{directory / MANIFEST} does not know {name}")
+    compare_files(directory, {name: recorded[name]})
 
 
 def _unreadable(directory: Path, error: OSError) -> SealError:
@@ -129,11 +147,16 @@ def _unreadable(directory: Path, error: OSError) -> SealError:
 
 def _compare(path: Path, record: FileRecord) -> None:
     """Raises SealError unless the file agrees with its record, and OSError."""
+    _check_size(path, record)
+    if describe_file(path) != record:
+        raise SealError(f"{path} has changed since it was written")
+
+
+def _check_size(path: Path, record: FileRecord) -> None:
+    """Raises SealError unless the file has the recorded size, and OSError."""
     size = path.stat().st_size
     if size != record.bytes:
         raise SealError(f"{path} has {size} bytes, the manifest says {record.bytes}")
-    if describe_file(path) != record:
-        raise SealError(f"{path} has changed since it was written")
 
 
 def begin_step(parent: Path, step: int) -> Path:

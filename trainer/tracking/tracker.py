@@ -75,14 +75,15 @@ class Tracker:
     """Everything that a run writes down; a context manager that owns the run directory and the console.
 
     Entering refuses a directory that another run holds, and one that is not empty unless run.resume allows it
-    (RuntimeError); a run that goes on from `resumed` takes its directory back, forgets the rows behind that step and
-    keeps its W&B run. Leaving records how the run ended: completed, interrupted (by a signal), stopped (by the guard)
-    or failed.
+    (RuntimeError). A run that goes on takes its directory back and leaves the files as they are until `take_up` says
+    from where. Leaving records how the run ended: completed, interrupted (by a signal), stopped (by the guard) or
+    failed.
     """
 
     def __init__(
         self, config: TrainConfig, *, run_dir: Path, resumed: RunState | None = None, console: Console | None = None
     ) -> None:
+        """`resumed` is the state from which the run should go on: its last, unless its checkpoint is damaged."""
         self.console = console if console is not None else Console(config.run.num_steps)
         self.errors = 0
         """Failed writes to anything but metrics.jsonl."""
@@ -110,21 +111,45 @@ class Tracker:
         return self
 
     def _open(self, aside: Path | None) -> None:
-        """Begin the files, the console and the trackers; `aside` is the new place of an earlier run."""
+        """Begin the console, and the files of a new run; `aside` is the new place of an earlier run."""
         self._write_status(None)
-        config, environment = config_document(self._config), environment_record(sys.argv)
-        if self._resumed is not None and (first := first_start(self._run_dir)) is not None:
+        self.console.__enter__()
+        self.console.line(f"run directory: {self._run_dir}")
+        if self._resumed is None:
+            moved = f"begins at step 0; the earlier run in this directory was moved to {aside}"
+            self._begin([] if aside is None else [moved])
+
+    def take_up(self, resumed: RunState) -> None:
+        """Bring the files of the run to where they were after the step of `resumed`, and go on writing them.
+
+        Rows of later steps are forgotten, later checkpoints are set aside, and the run keeps its W&B run.
+        """
+        self._last_step = resumed.step
+        notes = [
+            f"a checkpoint that cannot be used was renamed to {path.name}"
+            for path in set_later_aside(self._run_dir, resumed.step)
+        ]
+        for name in ROW_FILES:
+            damaged = forget_after(self._run_dir / name, resumed.step)
+            if damaged:
+                notes.append(f"{counted(damaged, 'damaged line')} of {name} moved to {name}{DAMAGED_SUFFIX}")
+        if resumed.wandb_run_id is not None:
+            keep_run_id(self._run_dir, resumed.wandb_run_id)
+        kept = keep_config(self._run_dir, config_document(self._config), until_step=resumed.step)
+        if kept is not None:
+            notes.append(f"the configuration changes; the earlier {CONFIG_FILE} is kept as {kept.name}")
+        self._begin(notes)
+
+    def _begin(self, notes: Sequence[str]) -> None:
+        """Write what the run is, open its files of rows and the trackers, and say `notes`."""
+        environment = environment_record(sys.argv)
+        if (first := first_start(self._run_dir)) is not None:
             environment = {"first_started_at": first} | environment
-        notes = [] if self._resumed is None else self._take_up(self._resumed, config)
-        write_whole(self._run_dir / CONFIG_FILE, config)
+        write_whole(self._run_dir / CONFIG_FILE, config_document(self._config))
         write_whole(self._run_dir / ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
         for name in ROW_FILES:
             # A response may hold a lone surrogate, which UTF-8 cannot encode.
             self._files[name] = (self._run_dir / name).open("a", encoding="utf-8", errors="replace")
-        self.console.__enter__()
-        self.console.line(f"run directory: {self._run_dir}")
-        if aside is not None:
-            notes.insert(0, f"begins at step 0; the earlier run in this directory was moved to {aside}")
         for note in notes:
             self.console.line(note)
         record = config_record(self._config) | {"choices": group_choices(self._config), "environment": environment}
@@ -138,23 +163,6 @@ class Tracker:
         self._best_effort("W&B", self._wandb.start)
         if self._config.tracking.tensorboard:
             self._best_effort("TensorBoard", self._open_tensorboard)
-
-    def _take_up(self, resumed: RunState, config: str) -> list[str]:
-        """Bring the files of the run to where they were after the step of `resumed`; what there is to say about it."""
-        notes = [
-            f"a checkpoint that cannot be used was renamed to {path.name}"
-            for path in set_later_aside(self._run_dir, resumed.step)
-        ]
-        for name in ROW_FILES:
-            damaged = forget_after(self._run_dir / name, resumed.step)
-            if damaged:
-                notes.append(f"{counted(damaged, 'damaged line')} of {name} moved to {name}{DAMAGED_SUFFIX}")
-        if resumed.wandb_run_id is not None:
-            keep_run_id(self._run_dir, resumed.wandb_run_id)
-        kept = keep_config(self._run_dir, config, until_step=resumed.step)
-        if kept is not None:
-            notes.append(f"the configuration changes; the earlier {CONFIG_FILE} is kept as {kept.name}")
-        return notes
 
     def _open_tensorboard(self) -> None:
         self._tensorboard = TensorBoardSink(self._run_dir, last_step=self._last_step)
@@ -180,7 +188,8 @@ class Tracker:
         Raises OSError if metrics.jsonl cannot be written, ValueError or TypeError for a row that makes no sense.
         """
         if not self._files:
-            raise RuntimeError("Tracker.log needs an open tracker: use it inside `with Tracker(...)`")
+            use = "use it inside `with Tracker(...)`, and after take_up() if the run goes on"
+            raise RuntimeError(f"Tracker.log needs an open tracker: {use}")
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step must grow: step {step} came after step {self._last_step}")
         numbers = self._log_row(step, metrics)
