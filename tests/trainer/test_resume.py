@@ -291,7 +291,7 @@ def test_damage_is_found_where_no_rank_would_look(tmp_path: Path, caplog: pytest
 
 
 def test_a_run_keeps_its_files_as_they_are_until_it_is_known_from_where_it_goes_on(tmp_path: Path) -> None:
-    config, run_dir = make(tmp_path), tmp_path / "run"
+    config, run_dir = make(tmp_path, resume=Resume.auto), tmp_path / "run"
     with Tracker(config, run_dir=run_dir) as tracker:
         for step in (1, 2, 3, 4):
             tracker.log(step, {})

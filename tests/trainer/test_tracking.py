@@ -27,6 +27,7 @@ from rollout.data.dataset import StreamState
 from rollout.types import FinishReason, Prompt, Sample, SampleGroup
 from trainer.compose.compose import resolve
 from trainer.config.outputs import WandbMode
+from trainer.config.training import Resume
 from trainer.report.data import load_run
 from trainer.run.start import start_problems
 from trainer.rundir.checkpoint import RunState
@@ -281,6 +282,7 @@ def test_an_evaluation_before_training_has_a_row_of_its_own(tmp_path: Path) -> N
 
 def test_an_evaluation_that_a_resumed_run_makes_up_for_belongs_to_its_step(tmp_path: Path) -> None:
     config = make_config()
+    config.run.resume = Resume.auto
     tracker, _ = make_tracker(config, tmp_path / "run")
     with tracker:
         tracker.log_evaluation(0, {"eval/accuracy": 0.25})
@@ -303,7 +305,7 @@ def test_an_evaluation_that_a_resumed_run_makes_up_for_belongs_to_its_step(tmp_p
 def test_tensorboard_has_every_number_and_forgets_what_a_resumed_run_takes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX", reason="the extra parity-rl[tensorboard] is not installed")
     config = make_config()
-    config.tracking.tensorboard = True
+    config.tracking.tensorboard, config.run.resume = True, Resume.auto
     tracker, _ = make_tracker(config, tmp_path / "run")
     with tracker:
         tracker.log_evaluation(0, {"eval/accuracy": 0.125})

@@ -30,6 +30,7 @@ from wandb_server import WandbServer, serving
 
 import trainer.tracking.wandb_sink as wandb_sink
 from trainer.config.outputs import TrackingConfig, WandbMode
+from trainer.config.training import Resume
 from trainer.rundir.events import Event, Severity
 from trainer.tracking.console import Console
 from trainer.tracking.tracker import Tracker
@@ -90,6 +91,7 @@ def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
     monkeypatch.setenv("WANDB_RUN_ID", "y8")
     config = make_config(WandbMode.offline)
     config.tracking.tags = ["c"]
+    config.run.resume = Resume.auto
     state, console = state_of(config, 1), Console(4, stream=io.StringIO())
     with Tracker(config, run_dir=run_dir, resumed=state, console=console) as tracker:
         tracker.take_up(state)
