@@ -103,6 +103,7 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> Problem:
     name = flag.partition("=")[0]
     close = nearest(name, known)
     hint = renamed_hint([name.lstrip("-")]) or (f"Did you mean {close}?" if close else "")
-    if not hint and "=" in flag:
-        hint = f"Keys have no dashes: {flag.lstrip('-')}."
+    if not hint:
+        given = flag.lstrip("-") if "=" in flag else f"{name.lstrip('-')}=..."
+        hint = f"Keys have no dashes: {given}."
     return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint} See parity train --help.".strip())

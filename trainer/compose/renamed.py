@@ -180,7 +180,7 @@ ABSENT: Final = {name: reason for reason, names in _ABSENT.items() for name in n
 """Another trainer's name of a key that has no key here -> a sentence that says why."""
 
 SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
-    "fp32": ("float32",),
+    **dict.fromkeys(("fp32", "fp64", "float64", "double"), ("float32",)),
     "bf16": ("bfloat16",),
     "fp16": ("float16",),
     "half": ("float16",),
