@@ -104,6 +104,6 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> Problem:
     close = nearest(name, known)
     hint = renamed_hint([name.lstrip("-")]) or (f"Did you mean {close}?" if close else "")
     if not hint:
-        given = flag.lstrip("-") if "=" in flag else f"{name.lstrip('-')}=..."
+        given = flag.lstrip("-") if "=" in flag else f"{name.lstrip('-')}=<value>"
         hint = f"Keys have no dashes: {given}."
     return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint} See parity train --help.".strip())
