@@ -156,6 +156,8 @@ class QuantizedPublisher(WeightPublisher):
         """
         check_projections([shape.name for shape in shapes if len(shape.shape) > 1], quantization)
         super().__init__(stored_shapes(shapes, quantization) if as_stored else shapes, dtype=dtype)
+        # A value that was rounded before could take another place on the grid.
+        self.input_dtypes |= {shape.name: shape.dtype for shape in shapes if is_projection(shape.name)}
         self._quantization = quantization
         self._dtype = dtype
         self._as_stored = as_stored

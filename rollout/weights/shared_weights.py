@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rollout.engine import WeightSyncError
 from rollout.types import PackedWeights, RegionAddress, SharedWeights
-from rollout.weights.packing import TensorShape, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.packing import DTYPES, TensorShape, num_bytes_of, plan_packing, write_tensors
 
 HEADER = struct.Struct("<16s16sq")
 """Layout of a region's header: mark, region id, policy version."""
@@ -204,6 +204,8 @@ class WeightPublisher:
     def __init__(self, shapes: Iterable[TensorShape], *, dtype: torch.dtype) -> None:
         """See `plan_packing` for arguments and errors."""
         self._plan = plan_packing(shapes, dtype=dtype)
+        self.input_dtypes = {spec.name: DTYPES[spec.dtype] for spec in self._plan}
+        """Name -> dtype in which `publish` needs a tensor: a wider type changes no byte of what is published."""
         self._pool = RegionPool()
         self._published: WeightRegion | None = None
 

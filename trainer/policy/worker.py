@@ -205,7 +205,8 @@ class PolicyWorker:
 
         `receivers` take them to other machines: rank 0 also says where they meet it for `send_weights`.
         """
-        tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
+        # Sharded master weights, whatever ran before.
+        tensors = full_tensors(self._policy.model, self._publisher.input_dtypes)
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
