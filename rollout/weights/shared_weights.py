@@ -23,7 +23,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from rollout.engine import WeightSyncError
 from rollout.types import PackedWeights, RegionAddress, SharedWeights
-from rollout.weights.packing import DTYPES, TensorShape, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.packing import DTYPES, TensorShape, Watcher, num_bytes_of, plan_packing, write_tensors
 
 HEADER = struct.Struct("<16s16sq")
 """Layout of a region's header: mark, region id, policy version."""
@@ -209,16 +209,28 @@ class WeightPublisher:
         self._pool = RegionPool()
         self._published: WeightRegion | None = None
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors that are published, in order."""
+        return [spec.name for spec in self._plan]
+
+    def publish(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        policy_version: int,
+        watchers: Sequence[Watcher] = (),
+    ) -> SharedWeights:
         """Cast every tensor directly into a free region and compute its digest -> the announcement for engines.
 
-        Raises ValueError if the tensors do not match `shapes`, WeightSyncError if engines hold all regions.
+        `watchers` see every tensor as it is published: see `write_tensors`. Raises ValueError if the tensors do not
+        match `shapes`, WeightSyncError if engines hold all regions.
         """
         # Every version needs its own specs, because the specs hold the version's digests.
         specs = [replace(spec) for spec in self._plan]
         region = self._pool.locked_region(num_bytes_of(specs), policy_version=policy_version)
         with region.writing(policy_version) as data:
-            write_tensors(named_tensors, specs, data)
+            write_tensors(named_tensors, specs, data, watchers=watchers)
         self._published = region
         return SharedWeights(address=region.address, policy_version=policy_version, tensors=specs)
 
@@ -294,5 +306,9 @@ def copy_of(shared: SharedWeights) -> PackedWeights:
 
 def _in_place(shared: SharedWeights, region: MappedRegion) -> PackedWeights:
     return PackedWeights(
-        policy_version=shared.policy_version, tensors=shared.tensors, data=region.data, region=shared.address
+        policy_version=shared.policy_version,
+        tensors=shared.tensors,
+        data=region.data,
+        region=shared.address,
+        engine_digests=shared.engine_digests,
     )
