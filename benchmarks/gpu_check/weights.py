@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -22,9 +23,9 @@ from gpu_check.rows import NotRunError, Row, judged, not_run, noted
 from rollout.config import Quantization
 from rollout.engine import WeightSyncError
 from rollout.sglang.fusing import finished, tile_digest
-from rollout.types import SharedWeights, WeightLayout
+from rollout.types import PackedWeights, SharedWeights, WeightLayout
 from rollout.weights.packing import check_weights, unpack
-from rollout.weights.shared_weights import WeightReader
+from rollout.weights.shared_weights import MappedRegion, WeightReader
 from trainer.policy.model import full_tensors
 
 READER_TIMEOUT_S = 300.0
@@ -93,11 +94,12 @@ def _read_elsewhere(check: str, host: Host, shared: SharedWeights, num_bytes: in
         ok=not answer["problem"],
         reason="changed on the way",
     )
-    if host.is_cuda:
-        copied = answer["copied_s"]
-        yield noted(check, "a second process: host -> device", measured=f"{copied:.2f} s, {rate(num_bytes, copied)}")
-    else:
-        yield not_run(check, "a second process: host -> device", reason=NEEDS_CUDA)
+    for what, key in (("host -> device", "copied_s"), ("host -> device, registered, as SGLang's loader", "locked_s")):
+        if host.is_cuda:
+            seconds = answer[key]
+            yield noted(check, f"a second process: {what}", measured=f"{seconds:.2f} s, {rate(num_bytes, seconds)}")
+        else:
+            yield not_run(check, f"a second process: {what}", reason=NEEDS_CUDA)
 
 
 def _ask(target: Callable[..., None], *arguments: object) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def _ask(target: Callable[..., None], *arguments: object) -> dict[str, Any]:
 def _reader(answers: Connection, shared: SharedWeights, device: str) -> None:
     """In the second process: check every digest, then copy every tensor to the device."""
     reader = WeightReader()
-    answer: dict[str, Any] = {"problem": "", "checked_s": 0.0, "copied_s": 0.0}
+    answer: dict[str, Any] = {"problem": "", "checked_s": 0.0, "copied_s": 0.0, "locked_s": 0.0}
     with reader.opened(shared) as weights:
         started = time.perf_counter()
         try:
@@ -134,16 +136,23 @@ def _reader(answers: Connection, shared: SharedWeights, device: str) -> None:
             answer["problem"] = str(error)
         answer["checked_s"] = time.perf_counter() - started
         if device == "cuda":
-            held = [torch.empty_like(tensor, device=device) for _, tensor in unpack(weights)]
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for place, (_, tensor) in zip(held, unpack(weights), strict=True):
-                place.copy_(tensor)
-            torch.cuda.synchronize()
-            answer["copied_s"] = time.perf_counter() - started
+            answer["copied_s"] = _seconds_to_device(weights)
+            locked = MappedRegion(shared.address, registered=True)
+            answer["locked_s"] = _seconds_to_device(replace(weights, data=locked.data))
     reader.release()
     reader.close()
     answers.send(answer)
+
+
+def _seconds_to_device(weights: PackedWeights) -> float:
+    """Seconds in which all tensors are copied into memory of the GPU that is there."""
+    held = [torch.empty_like(tensor, device="cuda") for _, tensor in unpack(weights)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for place, (_, tensor) in zip(held, unpack(weights), strict=True):
+        place.copy_(tensor)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _flipped(check: str, shared: SharedWeights) -> Row:
