@@ -33,7 +33,7 @@ class Registration:
         if status:
             logger.warning(
                 "cudaHostRegister of %.2f GiB of shared weights failed with CUDA error %d: they are copied as pageable "
-                "memory, several times more slowly; a limit on locked memory (ulimit -l) may be the cause",
+                "memory, several times more slowly",
                 memory.nbytes / 2**30,
                 status,
             )
