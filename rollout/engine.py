@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, PackedWeights
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, PackedWeights, WeightLayout
 
 POLL_S = 5.0
 """Seconds of one poll of a caller that has no other work."""
@@ -36,6 +36,8 @@ class EngineInfo:
     """Seconds from start() to ready."""
     cache_tokens: int | None = None
     """Tokens whose keys and values the engine can hold; None if it does not say."""
+    layout: WeightLayout | None = None
+    """How the engine holds the weights; None if it verifies them without digests of its own."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -282,6 +282,28 @@ class QuantizationReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightLayout:
+    """How an SGLang engine holds the weights: all that the digests that it reports of them depend on."""
+
+    parameters: tuple[str, ...]
+    """Names of the engine's parameters, the same on every rank."""
+    num_ranks: int
+    """Ranks of the engine's tensor parallelism."""
+    num_kv_heads: int
+    """Key/value heads of the model."""
+    dtype: str
+    """torch dtype of what is not quantised, without the prefix."""
+    device: str
+    """"cpu" or "cuda": SGLang digests with different functions."""
+    quantization: Quantization
+    """Format in which the engine itself holds projections."""
+
+
+EngineDigests = dict[WeightLayout, list[dict[str, str]]]
+"""Layout -> rank -> parameter -> digest that the engine must report, 16 hex digits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastAddress:
     """Address at which the receivers of weights meet the sender."""
 
@@ -301,6 +323,8 @@ class SharedWeights:
     tensors: list[TensorSpec]
     quantization: QuantizationReport | None = None
     """Quantisation error of these weights; None for plain weights."""
+    engine_digests: EngineDigests = field(default_factory=dict)
+    """Of the layouts that were known when the weights were published."""
     broadcast: BroadcastAddress | None = None
     """Address at which workers of other machines receive the weights; None without receivers."""
 
@@ -315,3 +339,5 @@ class PackedWeights:
     """[num_bytes] uint8; read-only on the receiving side."""
     region: RegionAddress | None = None
     """Region from which other processes of this machine can map `data`; None if `data` is private memory."""
+    engine_digests: EngineDigests = field(default_factory=dict)
+    """As in SharedWeights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,12 @@ from gpu_check.host import NEEDS_CUDA, Host, gib, rate
 from gpu_check.models import QWEN_05B, QWEN_7B, TINY, Size
 from gpu_check.ranks import Setting, lone_rank, run_config
 from gpu_check.rows import NotRunError, Row, judged, not_run, noted
+from rollout.config import Quantization
 from rollout.engine import WeightSyncError
-from rollout.sglang.fusing import tile_digest
-from rollout.types import SharedWeights
+from rollout.sglang.fusing import finished, tile_digest
+from rollout.types import PackedWeights, SharedWeights, WeightLayout
 from rollout.weights.packing import check_weights, unpack
-from rollout.weights.shared_weights import WeightReader
+from rollout.weights.shared_weights import MappedRegion, WeightReader
 from trainer.policy.model import full_tensors
 
 READER_TIMEOUT_S = 300.0
@@ -60,8 +62,25 @@ def publish(host: Host, size: Size) -> Iterator[Row]:
         yield noted(
             check, "publish: gather, cast, copy, digest", measured=f"{again_s:.2f} s, {rate(num_bytes, again_s)}"
         )
-        yield from _read_elsewhere(check, host, shared, num_bytes)
-        yield _flipped(check, shared)
+        layout = _plain_layout(shared, host)
+        _, digested_s = host.once(lambda: worker.publish_weights(3, layouts=(layout,)))
+        yield noted(check, "publish, with the digests that SGLang must report", measured=f"{digested_s:.2f} s")
+        last = worker.publish_weights(4)
+        assert last is not None
+        yield from _read_elsewhere(check, host, last, num_bytes)
+        yield _flipped(check, last)
+
+
+def _plain_layout(shared: SharedWeights, host: Host) -> WeightLayout:
+    """An engine that fuses nothing: the bytes to digest are as many."""
+    return WeightLayout(
+        parameters=tuple(spec.name for spec in shared.tensors),
+        num_ranks=1,
+        num_kv_heads=1,
+        dtype=shared.tensors[0].dtype,
+        device=host.device.type,
+        quantization=Quantization.none,
+    )
 
 
 def _read_elsewhere(check: str, host: Host, shared: SharedWeights, num_bytes: int) -> Iterator[Row]:
@@ -75,11 +94,12 @@ def _read_elsewhere(check: str, host: Host, shared: SharedWeights, num_bytes: in
         ok=not answer["problem"],
         reason="changed on the way",
     )
-    if host.is_cuda:
-        copied = answer["copied_s"]
-        yield noted(check, "a second process: host -> device", measured=f"{copied:.2f} s, {rate(num_bytes, copied)}")
-    else:
-        yield not_run(check, "a second process: host -> device", reason=NEEDS_CUDA)
+    for what, key in (("host -> device", "copied_s"), ("host -> device, registered, as SGLang's loader", "locked_s")):
+        if host.is_cuda:
+            seconds = answer[key]
+            yield noted(check, f"a second process: {what}", measured=f"{seconds:.2f} s, {rate(num_bytes, seconds)}")
+        else:
+            yield not_run(check, f"a second process: {what}", reason=NEEDS_CUDA)
 
 
 def _ask(target: Callable[..., None], *arguments: object) -> dict[str, Any]:
@@ -107,7 +127,7 @@ def _ask(target: Callable[..., None], *arguments: object) -> dict[str, Any]:
 def _reader(answers: Connection, shared: SharedWeights, device: str) -> None:
     """In the second process: check every digest, then copy every tensor to the device."""
     reader = WeightReader()
-    answer: dict[str, Any] = {"problem": "", "checked_s": 0.0, "copied_s": 0.0}
+    answer: dict[str, Any] = {"problem": "", "checked_s": 0.0, "copied_s": 0.0, "locked_s": 0.0}
     with reader.opened(shared) as weights:
         started = time.perf_counter()
         try:
@@ -116,16 +136,23 @@ def _reader(answers: Connection, shared: SharedWeights, device: str) -> None:
             answer["problem"] = str(error)
         answer["checked_s"] = time.perf_counter() - started
         if device == "cuda":
-            held = [torch.empty_like(tensor, device=device) for _, tensor in unpack(weights)]
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for place, (_, tensor) in zip(held, unpack(weights), strict=True):
-                place.copy_(tensor)
-            torch.cuda.synchronize()
-            answer["copied_s"] = time.perf_counter() - started
+            answer["copied_s"] = _seconds_to_device(weights)
+            locked = MappedRegion(shared.address, registered=True)
+            answer["locked_s"] = _seconds_to_device(replace(weights, data=locked.data))
     reader.release()
     reader.close()
     answers.send(answer)
+
+
+def _seconds_to_device(weights: PackedWeights) -> float:
+    """Seconds in which all tensors are copied into memory of the GPU that is there."""
+    held = [torch.empty_like(tensor, device="cuda") for _, tensor in unpack(weights)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for place, (_, tensor) in zip(held, unpack(weights), strict=True):
+        place.copy_(tensor)
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def _flipped(check: str, shared: SharedWeights) -> Row:
@@ -152,20 +179,24 @@ def _flipped(check: str, shared: SharedWeights) -> Row:
 
 
 def digest_kernel(host: Host) -> Iterator[Row]:
-    """Our numpy digest against SGLang's own kernel on the GPU: odd sizes, three types, stacked pieces."""
-    what, expected = "digest of a GPU tensor: numpy against SGLang's kernel", "equal for all"
+    """Our numpy digest and our kernel against SGLang's own on the GPU: odd sizes, three types, stacked pieces."""
+    what, expected = "digest of a GPU tensor: numpy and our kernel against SGLang's", "equal for all"
     if not host.is_cuda:
         yield not_run("8 digest", what, expected=expected, reason=NEEDS_CUDA)
         return
+    from rollout.sglang.hash_kernel import tile_sum  # needs Triton
+
     kernel = _sglang_kernel()
     differing, cases = [], 0
     for dtype in (torch.bfloat16, torch.float32, torch.int8):
         for rows in (1, 3, 4097, 100_003):
             whole = torch.randint(-100, 100, (rows,), device=host.device).to(dtype)
-            pieces = [np.asarray(part.cpu().view(torch.uint8).numpy()) for part in whole.split(max(1, rows // 3))]
-            ours, theirs = tile_digest(pieces), f"{int(kernel.gpu_tensor_hash(whole)) & (2**64 - 1):016x}"
+            parts = whole.split(max(1, rows // 3))
+            pieces = [np.asarray(part.cpu().view(torch.uint8).numpy()) for part in parts]
+            ours = {tile_digest(pieces), finished(int(tile_sum(parts)))}
+            theirs = f"{int(kernel.gpu_tensor_hash(whole)) & (2**64 - 1):016x}"
             cases += 1
-            differing += [] if ours == theirs else [f"{dtype} [{rows}]: {ours}, {theirs}"]
+            differing += [] if ours == {theirs} else [f"{dtype} [{rows}]: {sorted(ours)}, {theirs}"]
     yield judged(
         "8 digest",
         what,

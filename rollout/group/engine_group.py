@@ -41,7 +41,7 @@ from rollout.group.balance import load_of, split_by_load
 from rollout.group.group_member import Health, Member, Published, Transport
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import RELEASE_TIMEOUT_S, LostEngine
-from rollout.types import Completion, FinishReason, GenerateRequest, Generation, SharedWeights
+from rollout.types import Completion, FinishReason, GenerateRequest, Generation, SharedWeights, WeightLayout
 from rollout.weights.weight_broadcast import Receiver
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class EngineGroup:
         names = [member.name for member in self._members]
         started = gather(calls, names=names, phase="engine start", deadline_s=self._config.start_timeout_s + GRACE_S)
         for member, (info, processes) in zip(self._members, started, strict=True):
-            member.processes, member.cache_tokens = processes, info.cache_tokens
+            member.processes, member.cache_tokens, member.layout = processes, info.cache_tokens, info.layout
             member.pending_call, member.health = None, Health.serving
         return [info for info, _ in started]
 
@@ -210,6 +210,10 @@ class EngineGroup:
         """One serving engine per Ray node other than `node`, whose worker can receive weights for its node."""
         first = {member.node: Receiver(member.index, member.restarts) for member in reversed(self._serving())}
         return tuple(sorted(receiver for place, receiver in first.items() if place != node))
+
+    def layouts(self) -> tuple[WeightLayout, ...]:
+        """The different layouts in which engines hold the weights and digest them."""
+        return tuple(dict.fromkeys(member.layout for member in self._members if member.layout is not None))
 
     def receive_weights(self, announced: SharedWeights, receivers: Sequence[Receiver]) -> dict[str, SharedWeights]:
         """Let `receivers` receive the weights that rank 0 sends meanwhile -> Ray node id -> weights in its memory.
@@ -369,7 +373,7 @@ class EngineGroup:
             return taken
         if member.health is Health.starting:
             info, member.processes = answer
-            member.cache_tokens = info.cache_tokens
+            member.cache_tokens, member.layout = info.cache_tokens, info.layout
             self._load(member)
         elif self._is_behind(member):
             self._load(member)
@@ -453,7 +457,7 @@ class EngineGroup:
             self._num_restarts += 1
             lost = LostEngine(processes=member.processes, cache_tokens=member.cache_tokens)
             fresh = self._started(member.index, member.node, lost)
-            fresh.restarts, fresh.lost_by = member.restarts + 1, cause
+            fresh.restarts, fresh.lost_by, fresh.layout = member.restarts + 1, cause, member.layout
             fresh.sampled_before_s = member.sampled_before_s + member.sampled_s
             self._members[member.index] = fresh
             return

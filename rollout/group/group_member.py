@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from rollout.engine import WeightReport
 from rollout.group.actor_calls import copy_weights
 from rollout.processes.process_marks import ProcessMark
-from rollout.types import Completion, GenerateRequest, SharedWeights
+from rollout.types import Completion, GenerateRequest, SharedWeights, WeightLayout
 
 
 class Health(Enum):
@@ -66,6 +66,8 @@ class Member:
     """Policy version of the weights that the engine was last told to load; -1 before the first."""
     cache_tokens: int | None = None
     """EngineInfo.cache_tokens of the engine; None before it is ready."""
+    layout: WeightLayout | None = None
+    """EngineInfo.layout of the engine, or of the one that it replaces."""
     transport: Transport = Transport.mapped
     """Transport of the weights that the engine was last told to load."""
     report: WeightReport | None = None

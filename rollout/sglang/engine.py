@@ -30,6 +30,7 @@ from rollout.engine import (
     whole_response,
 )
 from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.expected import fusion_of
 from rollout.sglang.external import ExternalServer
 from rollout.sglang.fusing import FusionError, checkpoint_names
 from rollout.sglang.installation import check_installation, server_args, server_environment
@@ -123,6 +124,7 @@ class SGLangEngine(Engine):
             pids=self._server.pids,
             start_s=time.monotonic() - begin,
             cache_tokens=self._cache_tokens,
+            layout=self._weights.layout,
         )
         logger.info("%s is ready at %s after %.1f s", self._name, info.address, info.start_s)
         return info
@@ -324,7 +326,7 @@ class SGLangEngine(Engine):
                 # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
                 # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
-            self._weights.fusion(sent_names(checkpoint_names(model_path), self._quantization))
+            fusion_of(self._weights.layout, sent=sent_names(checkpoint_names(model_path), self._quantization))
             self._requests = RequestStream(
                 client,
                 window=window_of(info),

@@ -1,14 +1,13 @@
-"""Expected weights in SGLang after a sync: (HF tensors, names of the engine's parameters) -> digest per parameter.
+"""How SGLang holds and digests weights: names of its parameters -> HF tensors, shares of ranks, digests of bytes.
 
-SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded parameter,
-so this file computes the same digest from the tensors that the trainer sent. `rollout/sglang/weight_update.py` compares
-both digests.
+SGLang keeps some parameters fused and pads the vocabulary. Its `/weights_checker` digests the fused, padded parameter;
+`rollout/sglang/expected.py` makes the same digest of the tensors that the trainer sends.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,11 @@ TILE_WORDS = 8192
 TILES_PER_CHUNK = 16
 """Tiles that one thread mixes at a time: 512 KiB, which stay in the thread's cache."""
 HASH_SEED = 0x243F6A88
+MIXERS = (
+    (0x27D4EB2D, 15, HASH_SEED),
+    (0x165667B1, 13, (HASH_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF),
+)
+"""Factor, rotation and seed of a word's position, for the upper and the lower half of the GPU digest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,25 +121,6 @@ class Share:
         return tensor
 
 
-def expected_digests(
-    fusion: Fusion, *, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: str, share: Share
-) -> dict[str, str]:
-    """Digest that SGLang's `/weights_checker` must report for every parameter of one rank, 16 hex digits.
-
-    Args:
-        fusion: from `plan_fusion`.
-        tensors: HF name -> tensor on the CPU, any float dtype.
-        dtype: type of the engine's parameters; tensors are cast as the engine's copy casts them.
-        device: "cpu" or "cuda": SGLang digests with different functions.
-        share: part of the rank; `Share()` for an engine on one GPU or CPU.
-    """
-    digest = DIGESTS[device]
-    return {
-        name: digest([raw_bytes(share.of(source, tensors[source]).to(dtype)) for source in sources])
-        for name, sources in fusion.sources.items()
-    }
-
-
 def host_digest(pieces: Sequence[np.ndarray]) -> str:
     """First 64 bits of SHA-256 over the pieces in order: SGLang's `tensor_hash` of a CPU tensor."""
     hasher = hashlib.sha256()
@@ -159,7 +144,13 @@ def tile_digest(pieces: Sequence[np.ndarray]) -> str:
     chunk = TILE_WORDS * TILES_PER_CHUNK
     with ThreadPoolExecutor() as pool:
         sums = pool.map(lambda start: _sum_tiles(words, start, start + chunk), range(0, words.size, chunk))
-        total = sum(sums) & 0xFFFFFFFFFFFFFFFF
+        total = sum(sums)
+    return finished(total)
+
+
+def finished(total: int) -> str:
+    """The sum of all tiles' values, of which the lower 64 bits count -> the digest, 16 hex digits."""
+    total &= 0xFFFFFFFFFFFFFFFF
     total ^= total >> 30
     total = total * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     total ^= total >> 27
@@ -178,10 +169,7 @@ def _sum_tiles(words: np.ndarray, start: int, stop: int) -> int:
     position = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
     tile_starts = np.arange(0, chunk.size, TILE_WORDS)
     halves = []
-    for factor, rotation, seed in (
-        (0x27D4EB2D, 15, HASH_SEED),
-        (0x165667B1, 13, (HASH_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF),
-    ):
+    for factor, rotation, seed in MIXERS:
         rotated = (position << np.uint32(rotation)) | (position >> np.uint32(32 - rotation))
         mixed = _fmix32(chunk ^ ((position * np.uint32(factor) + np.uint32(seed)) ^ rotated))
         halves.append(_fmix32(np.add.reduceat(mixed, tile_starts, dtype=np.uint32) ^ num_bytes))

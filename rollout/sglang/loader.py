@@ -18,6 +18,7 @@ import torch
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
 from rollout.weights.packing import DTYPES
+from rollout.weights.registered import uses_cuda
 from rollout.weights.shared_weights import MappedRegion
 
 LOADER = "rollout.sglang.loader.load_shared"
@@ -33,7 +34,7 @@ def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
     """
     ((_, description),) = named_tensors
     request = json.loads(bytes(description.cpu().numpy()))
-    region = _mapped(RegionAddress(**request["region"]))
+    region = _mapped(RegionAddress(**request["region"]), registered=uses_cuda())
     region.expect(request["policy_version"])
     if request["quantized"]:
         open_layers(model)
@@ -41,9 +42,9 @@ def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
 
 
 @functools.lru_cache(maxsize=2)
-def _mapped(address: RegionAddress) -> MappedRegion:
+def _mapped(address: RegionAddress, *, registered: bool) -> MappedRegion:
     """The mapped region at `address`, cached: mapping costs more than reading, and trainer and engine reuse regions."""
-    return MappedRegion(address)
+    return MappedRegion(address, registered=registered)
 
 
 def _views(flat: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Weights on SGLang's 8-bit linear layers: server options, layout of values and scales, expected digests.
+"""Weights on SGLang's 8-bit linear layers: server options, layout of values and scales, what SGLang digests.
 
 int8 is SGLang's `w8a8_int8`, fp8 its `fp8` with blocks of 128 x 128; both round activations anew for every token. The
 trainer sends each projection as `*.weight` with its scales (`rollout/weights/quantization.py`);
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig, Quantization
-from rollout.sglang.fusing import DIGESTS, Fusion, FusionError, Share, plan_fusion, raw_bytes
+from rollout.sglang.fusing import Fusion, FusionError, Share, plan_fusion
+from rollout.types import WeightLayout
+from rollout.weights.packing import DTYPES
 from rollout.weights.quantization import GRIDS, SCALES, Quantized, dequantize, is_projection, scale_name
 
 BLOCK = 128
@@ -62,31 +64,28 @@ def plan_quantized(held: Iterable[str], *, sent: Iterable[str], quantization: Qu
     return plan_fusion(held, sent=names - scales if quantization is Quantization.fp8 else names)
 
 
-def quantized_digests(
-    fusion: Fusion, *, tensors: Mapping[str, Tensor], quantization: Quantization, device: str, share: Share
-) -> dict[str, str]:
-    """Digest that SGLang must report for every quantised parameter of one rank; the arguments of `expected_digests`.
+def parts_of(sources: Sequence[str], layout: WeightLayout) -> tuple[str, ...]:
+    """The tensors on which the digest of a parameter made of `sources` depends: these, for fp8 with their scales."""
+    if layout.quantization is Quantization.fp8 and is_projection(sources[0]):
+        return (*sources, *(scale_name(source, layout.quantization) for source in sources))
+    return tuple(sources)
 
-    Raises FusionError for a block format whose blocks do not fit the matrices: SGLang would digest other bytes.
+
+def held_pieces(
+    sources: Sequence[str], tensors: Mapping[str, Tensor], *, layout: WeightLayout, share: Share
+) -> list[Tensor]:
+    """The parameter that one rank makes of `sources`, as SGLang digests it: tensors whose bytes follow one another.
+
+    `tensors` holds what `parts_of` names. Raises FusionError for a block format whose blocks do not fit the matrices:
+    SGLang would digest other bytes.
     """
-    digest = DIGESTS[device]
-    found = {}
-    for name, sources in fusion.sources.items():
+    quantization = layout.quantization
+    if quantization is not Quantization.none:
         if is_projection(sources[0]):
-            found[name] = digest([raw_bytes(_held(sources, tensors, quantization, share))])
-        elif sources[0].endswith(SCALES[quantization]):
-            found[name] = digest([raw_bytes(_stacked(sources, tensors, share))])
-    return found
-
-
-def unquantized(fusion: Fusion, quantization: Quantization) -> Fusion:
-    """The part of `fusion` with parameters in the engine's own type: embeddings, head, norms, biases."""
-    plain = {
-        name: sources
-        for name, sources in fusion.sources.items()
-        if not is_projection(sources[0]) and not sources[0].endswith(SCALES[quantization])
-    }
-    return Fusion(sources=plain, tied=fusion.tied)
+            return [_held(sources, tensors, quantization, share)]
+        if sources[0].endswith(SCALES[quantization]):
+            return [_stacked(sources, tensors, share)]
+    return [share.of(source, tensors[source]).to(DTYPES[layout.dtype]) for source in sources]
 
 
 def open_layers(model: Any) -> None:

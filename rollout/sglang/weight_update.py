@@ -2,7 +2,7 @@
 
 Pause, open the update, load the weights, close it, drop the prefix cache, ask SGLang for the digests of its weights,
 compare, set the version, continue. Requests may be unfinished meanwhile. `rollout/sglang/engine.py` starts the sync;
-`rollout/sglang/fusing.py` computes the expected digests; `rollout/sglang/loader.py` reads the shared memory in the
+`rollout/sglang/expected.py` makes the expected digests; `rollout/sglang/loader.py` reads the shared memory in the
 server, and a server that cannot map the memory gets the bytes themselves, in SGLang's own format.
 """
 
@@ -12,7 +12,7 @@ import base64
 import json
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -22,11 +22,11 @@ import torch
 from rollout.config import Quantization
 from rollout.engine import WeightReport, WeightSyncError
 from rollout.sglang.client import ADMIN_ROUTES, ClientError, SGLangClient
-from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError, Share, expected_digests, plan_fusion
+from rollout.sglang.expected import ExpectedDigests
+from rollout.sglang.fusing import EMBEDDING_NAME, TIED_NAME, Fusion, FusionError
 from rollout.sglang.loader import LOADER
-from rollout.sglang.quantized import plan_quantized, quantized_digests, unquantized
-from rollout.types import PackedWeights
-from rollout.weights.packing import split, unpack
+from rollout.types import PackedWeights, TensorSpec, WeightLayout
+from rollout.weights.packing import dtype_name, split, unpack
 from rollout.weights.shared_weights import WeightRegion
 
 CLOSE_TIMEOUT_S = 10.0
@@ -64,17 +64,19 @@ class WeightUpdate:
         """
         self._client = client
         self._maps_memory = maps_memory
-        self._device = device
-        self._dtype = dtype
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         if missing := sorted(REQUIRED_ROUTES - client.routes(timeout_s=timeout_s)):
             raise WeightSyncError(f"the server lacks the routes {', '.join(missing)}: weights could not be verified")
-        self._quantization = quantization
         held = self._held_digests()
-        self.parameter_names = tuple(held[0])
-        """Names of the engine's parameters, the same on every tensor-parallel rank."""
-        self._shares = [Share(rank=rank, size=len(held), num_kv_heads=num_kv_heads) for rank in range(len(held))]
+        self.layout = WeightLayout(
+            parameters=tuple(held[0]),
+            num_ranks=len(held),
+            num_kv_heads=num_kv_heads,
+            dtype=dtype_name(dtype),
+            device=device,
+            quantization=quantization,
+        )
         self._released: set[str] = set()
         """SGLang's tags of the memory that is released."""
         self._staging: WeightRegion | None = None
@@ -82,37 +84,28 @@ class WeightUpdate:
         self._expected: list[dict[str, str]] = []
 
     def prepare(self, weights: PackedWeights) -> None:
-        """Match the tensors with the engine's parameters and compute the expected digests; sends no weights.
+        """Match the tensors with the engine's parameters and note the expected digests; sends no weights.
 
-        `weights` have passed `check_weights`. Raises WeightSyncError for missing or unknown tensors.
+        `weights` have passed `check_weights`. The trainer has made the digests if it knew this layout. Raises
+        WeightSyncError for missing or unknown tensors.
         """
         self._deadline = time.monotonic() + self._timeout_s
         policy_version = weights.policy_version
-        tensors = {spec.name: tensor for spec, tensor in unpack(weights)}
+        specs = {spec.name: spec for spec in weights.tensors}
         try:
-            fusion = self.fusion(tensors)
-            self._expected = [self._expect(fusion, tensors, share) for share in self._shares]
+            expected = ExpectedDigests(self.layout, sent=specs)
+            digests = weights.engine_digests.get(self.layout)
+            if digests is None:
+                for spec, tensor in unpack(weights):
+                    expected.add(spec.name, tensor)
+                digests = expected.result()
         except FusionError as error:
             raise WeightSyncError(f"policy version {policy_version}: {error}") from error
-        if fusion.tied and not _same_bytes(tensors[TIED_NAME], tensors[EMBEDDING_NAME]):
+        if expected.fusion.tied and not _same_bytes(specs[TIED_NAME], specs[EMBEDDING_NAME]):
             raise WeightSyncError(
                 f"policy version {policy_version}: {TIED_NAME} differs from {EMBEDDING_NAME}, but the engine ties them"
             )
-        self._fusion = fusion
-
-    def fusion(self, sent: Iterable[str]) -> Fusion:
-        """The tensors among `sent` that make up each parameter of the engine; raises FusionError."""
-        if self._quantization is Quantization.none:
-            return plan_fusion(self.parameter_names, sent=sent)
-        return plan_quantized(self.parameter_names, sent=sent, quantization=self._quantization)
-
-    def _expect(self, fusion: Fusion, tensors: Mapping[str, torch.Tensor], share: Share) -> dict[str, str]:
-        """The expected digests of one rank."""
-        kind, digests = self._quantization, {}
-        if kind is not Quantization.none:
-            digests = quantized_digests(fusion, tensors=tensors, quantization=kind, device=self._device, share=share)
-            fusion = unquantized(fusion, kind)
-        return digests | expected_digests(fusion, tensors=tensors, dtype=self._dtype, device=self._device, share=share)
+        self._fusion, self._expected = expected.fusion, digests
 
     def load(self, weights: PackedWeights, *, keeps_cache: bool = False) -> WeightReport:
         """Replace all weights with the prepared ones, verify, set the version; returns the report.
@@ -128,7 +121,7 @@ class WeightUpdate:
         self.verify(policy_version=policy_version)
         verified = time.monotonic()
         self._post("/update_weight_version", {"new_version": str(policy_version), "abort_all_requests": False})
-        self._post("/continue_generation", {"torch_empty_cache": self._device == "cuda"})
+        self._post("/continue_generation", {"torch_empty_cache": self.layout.device == "cuda"})
         return WeightReport(
             policy_version=policy_version,
             num_tensors=len(weights.tensors),
@@ -191,7 +184,7 @@ class WeightUpdate:
                     "/update_weights_from_tensor",
                     {
                         # One entry per tensor-parallel rank: each rank takes its share of the tensors.
-                        "serialized_named_tensors": [payload] * len(self._shares),
+                        "serialized_named_tensors": [payload] * self.layout.num_ranks,
                         "load_format": LOADER if self._maps_memory else None,
                         "flush_cache": False,
                         "weight_version": f"unverified-{weights.policy_version}",
@@ -202,7 +195,7 @@ class WeightUpdate:
 
     def _payloads(self, weights: PackedWeights) -> Iterator[str]:
         """Yield what crosses HTTP; every request must be answered before the next is made."""
-        is_quantized = self._quantization is not Quantization.none
+        is_quantized = self.layout.quantization is not Quantization.none
         if not self._maps_memory:
             yield from map(inline_weights, split(weights, max_bytes=PART_BYTES))
         elif weights.region is not None:
@@ -276,7 +269,5 @@ def _pickled(named_tensors: list[tuple[str, torch.Tensor]]) -> str:
     return base64.b64encode(pickle.dumps(named_tensors)).decode()
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(
-        one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)
-    )
+def _same_bytes(one: TensorSpec, other: TensorSpec) -> bool:
+    return (one.dtype, one.shape, one.digest) == (other.dtype, other.shape, other.digest)

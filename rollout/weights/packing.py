@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -98,11 +98,22 @@ def num_bytes_of(tensors: Sequence[TensorSpec]) -> int:
     return tensors[-1].offset + tensors[-1].num_bytes if tensors else 0
 
 
-def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], specs: Sequence[TensorSpec], data: np.ndarray) -> None:
+Watcher = Callable[[str, Tensor], None]
+"""Is told the name of a tensor and the tensor, in the type in which it travels."""
+
+
+def write_tensors(
+    named_tensors: Iterable[tuple[str, Tensor]],
+    specs: Sequence[TensorSpec],
+    data: np.ndarray,
+    *,
+    watchers: Sequence[Watcher] = (),
+) -> None:
     """Cast every tensor to its place in `data` [num_bytes_of(specs)] uint8, and fill in the digests.
 
-    The tensors may be gathered one by one, in any order: other threads digest what is written meanwhile. Raises
-    ValueError if a tensor differs from the plan, or is missing.
+    The tensors may be gathered one by one, in any order: other threads digest what is written meanwhile. `watchers` see
+    a tensor of the host in its place in `data`, and one of an accelerator there, cast. Raises ValueError if a tensor
+    differs from the plan, or is missing.
     """
     left = {spec.name: spec for spec in specs}
     digests = []
@@ -112,8 +123,13 @@ def write_tensors(named_tensors: Iterable[tuple[str, Tensor]], specs: Sequence[T
             if spec is None or tuple(tensor.shape) != spec.shape:
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came, planned was {spec or 'no more'}")
             place = data[spec.offset : spec.offset + spec.num_bytes]
-            if spec.num_bytes:
-                _view(torch.from_numpy(place), spec).copy_(tensor.detach())
+            written = _view(torch.from_numpy(place), spec)
+            sent = tensor.detach()
+            if sent.device.type != "cpu":
+                sent = sent.to(written.dtype)  # there, so that no more bytes cross the bus than are wanted
+            written.copy_(sent)
+            for watch in watchers:
+                watch(name, written if sent.device.type == "cpu" else sent)
             digests.append((spec, pool.submit(_digest, place)))
         if left:
             raise ValueError(f"{len(left)} planned tensors did not come, the first is {next(iter(left))}")
@@ -129,9 +145,7 @@ def unpack(weights: PackedWeights) -> Iterator[tuple[TensorSpec, Tensor]]:
     # Arrays that come through Ray are read-only; DLPack has a flag for that, which torch ignores without a warning.
     flat = from_dlpack(weights.data)
     for spec in weights.tensors:
-        # An empty buffer has stride 0 and cannot be viewed as a wider type.
-        empty = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-        yield spec, _view(flat[spec.offset : spec.offset + spec.num_bytes], spec) if spec.num_bytes else empty
+        yield spec, _view(flat[spec.offset : spec.offset + spec.num_bytes], spec)
 
 
 def split(weights: PackedWeights, *, max_bytes: int) -> Iterator[PackedWeights]:
@@ -205,4 +219,6 @@ def _digest(data: np.ndarray) -> str:
 
 
 def _view(flat: Tensor, spec: TensorSpec) -> Tensor:
+    if not spec.num_bytes:  # an empty buffer has stride 0 and cannot be viewed as a wider type
+        return torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
     return flat.view(DTYPES[spec.dtype]).view(spec.shape)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from rollout.config import EngineConfig, Quantization
 from rollout.types import QuantizationReport, SharedWeights
-from rollout.weights.packing import DTYPES, TensorShape
+from rollout.weights.packing import DTYPES, TensorShape, Watcher
 from rollout.weights.shared_weights import WeightPublisher
 
 PROJECTION = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
@@ -156,14 +156,23 @@ class QuantizedPublisher(WeightPublisher):
         """
         check_projections([shape.name for shape in shapes if len(shape.shape) > 1], quantization)
         super().__init__(stored_shapes(shapes, quantization) if as_stored else shapes, dtype=dtype)
+        # A value that was rounded before could take another place on the grid.
+        self.input_dtypes |= {shape.name: shape.dtype for shape in shapes if is_projection(shape.name)}
         self._quantization = quantization
         self._dtype = dtype
         self._as_stored = as_stored
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
+    def publish(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        policy_version: int,
+        watchers: Sequence[Watcher] = (),
+    ) -> SharedWeights:
         """Publish as `WeightPublisher.publish` does, and add the quantisation error to the announcement."""
         errors: dict[str, float] = {}
-        shared = super().publish(self._quantized(named_tensors, errors), policy_version=policy_version)
+        quantized = self._quantized(named_tensors, errors)
+        shared = super().publish(quantized, policy_version=policy_version, watchers=watchers)
         return replace(shared, quantization=QuantizationReport(quantization=self._quantization, errors=errors))
 
     def _quantized(

@@ -23,9 +23,10 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -33,7 +34,8 @@ from torch import Tensor
 
 from rollout.engine import WeightSyncError
 from rollout.types import PackedWeights, RegionAddress, SharedWeights
-from rollout.weights.packing import TensorShape, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.packing import DTYPES, TensorShape, Watcher, num_bytes_of, plan_packing, write_tensors
+from rollout.weights.registered import Registration, uses_cuda
 
 HEADER = struct.Struct("<16s16sq")
 """Layout of a region's header: mark, region id, policy version."""
@@ -63,6 +65,7 @@ class WeightRegion:
             raise
         self.data = np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=DATA_START)
         """[num_bytes] uint8. Write to `data` inside `writing` only."""
+        self._registration: Registration | None = None
         self._set_version(INCOMPLETE)
 
     @property
@@ -89,8 +92,14 @@ class WeightRegion:
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
+    def register(self) -> None:
+        """Page-lock the memory for the GPU of this process, until `close`; once is enough. `data` has been written."""
+        self._registration = self._registration or Registration(self.data)
+
     def close(self) -> None:
         """Close the region; the memory is freed when no reader has it open and no view of `data` exists."""
+        if self._registration is not None:
+            self._registration.close()
         os.close(self._descriptor)
 
     def _set_version(self, version: int) -> None:
@@ -98,12 +107,15 @@ class WeightRegion:
 
 
 class MappedRegion:
-    """A reader's side of one region: a private mapping, whose changes no other process sees."""
+    """A reader's side of one region: a private mapping, whose changes no other process sees, unless `registered`."""
 
-    def __init__(self, address: RegionAddress) -> None:
-        """Map the region. Raises WeightSyncError if the region is gone or does not match the address."""
+    def __init__(self, address: RegionAddress, *, registered: bool = False) -> None:
+        """Map the region. Raises WeightSyncError if the region is gone or does not match the address.
+
+        `registered`: page-lock the memory for the GPU of this process. Then it is the trainer's own: never write to it.
+        """
         try:
-            self._file = open(address.path, "rb")  # noqa: SIM115 - open for as long as the object lives
+            self._file = open(address.path, "r+b" if registered else "rb")  # noqa: SIM115 - open as long as the object
         except OSError as error:
             raise WeightSyncError(f"the trainer's shared weights at {address.path} are gone: {error}") from error
         self._address = address
@@ -115,9 +127,13 @@ class MappedRegion:
                 f"{DATA_START + address.num_bytes} of sealed size"
             )
         self.version()
-        mapped = mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_COPY)
+        access = mmap.ACCESS_WRITE if registered else mmap.ACCESS_COPY
+        mapped = mmap.mmap(self._file.fileno(), size, access=access)
         self.data = np.frombuffer(mapped, dtype=np.uint8, count=address.num_bytes, offset=DATA_START)
         """[num_bytes] uint8, the bytes of the weights."""
+        if registered:
+            # Also where nobody calls `close`; what a process has locked when it ends, CUDA unlocks.
+            finalize(self, Registration(self.data).close).atexit = False
 
     @property
     def writer(self) -> str:
@@ -204,19 +220,35 @@ class WeightPublisher:
     def __init__(self, shapes: Iterable[TensorShape], *, dtype: torch.dtype) -> None:
         """See `plan_packing` for arguments and errors."""
         self._plan = plan_packing(shapes, dtype=dtype)
+        self.input_dtypes = {spec.name: DTYPES[spec.dtype] for spec in self._plan}
+        """Name -> dtype in which `publish` needs a tensor: a wider type changes no byte of what is published."""
         self._pool = RegionPool()
         self._published: WeightRegion | None = None
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], *, policy_version: int) -> SharedWeights:
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors that are published, in order."""
+        return [spec.name for spec in self._plan]
+
+    def publish(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        *,
+        policy_version: int,
+        watchers: Sequence[Watcher] = (),
+    ) -> SharedWeights:
         """Cast every tensor directly into a free region and compute its digest -> the announcement for engines.
 
-        Raises ValueError if the tensors do not match `shapes`, WeightSyncError if engines hold all regions.
+        `watchers` see every tensor as it is published: see `write_tensors`. Raises ValueError if the tensors do not
+        match `shapes`, WeightSyncError if engines hold all regions.
         """
         # Every version needs its own specs, because the specs hold the version's digests.
         specs = [replace(spec) for spec in self._plan]
         region = self._pool.locked_region(num_bytes_of(specs), policy_version=policy_version)
         with region.writing(policy_version) as data:
-            write_tensors(named_tensors, specs, data)
+            write_tensors(named_tensors, specs, data, watchers=watchers)
+        if uses_cuda():
+            region.register()  # the first version was slow anyway: its memory was touched for the first time
         self._published = region
         return SharedWeights(address=region.address, policy_version=policy_version, tensors=specs)
 
@@ -292,5 +324,9 @@ def copy_of(shared: SharedWeights) -> PackedWeights:
 
 def _in_place(shared: SharedWeights, region: MappedRegion) -> PackedWeights:
     return PackedWeights(
-        policy_version=shared.policy_version, tensors=shared.tensors, data=region.data, region=shared.address
+        policy_version=shared.policy_version,
+        tensors=shared.tensors,
+        data=region.data,
+        region=shared.address,
+        engine_digests=shared.engine_digests,
     )

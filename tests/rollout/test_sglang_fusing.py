@@ -7,12 +7,18 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
 
-from rollout.sglang.fusing import FusionError, Share, expected_digests, plan_fusion, tile_digest
+from rollout.config import Quantization
+from rollout.engine import WeightSyncError
+from rollout.sglang.expected import ExpectedDigests
+from rollout.sglang.fusing import FusionError, Share, plan_fusion, tile_digest
+from rollout.types import WeightLayout
+from rollout.weights.packing import dtype_name
 
 LAYER = "model.layers.0."
 HF_NAMES = [
@@ -33,6 +39,29 @@ ENGINE_NAMES = [
     f"{LAYER}input_layernorm.weight",
     "model.norm.weight",
 ]
+
+
+def expected_digests(
+    held: Iterable[str],
+    tensors: dict[str, torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    num_ranks: int = 1,
+) -> list[dict[str, str]]:
+    """The digests of every rank of an engine that holds the parameters `held`."""
+    layout = WeightLayout(
+        parameters=tuple(held),
+        num_ranks=num_ranks,
+        num_kv_heads=1,
+        dtype=dtype_name(dtype),
+        device=device,
+        quantization=Quantization.none,
+    )
+    expected = ExpectedDigests(layout, sent=tensors)
+    for name, tensor in tensors.items():
+        expected.add(name, tensor)
+    return expected.result()
 
 
 def sha(*pieces: bytes) -> str:
@@ -93,33 +122,76 @@ def test_digest_of_a_stacked_parameter_is_that_of_the_stacked_bytes() -> None:
         f"a.{part}_proj.weight": torch.full((rows, 2), value)
         for part, rows, value in (("q", 2, 1.0), ("k", 1, 2.0), ("v", 1, 3.0))
     }
-    fusion = plan_fusion(["a.qkv_proj.weight"], sent=parts)
     stacked = np.array([[1, 1], [1, 1], [2, 2], [3, 3]], dtype=np.float32)
-    digests = expected_digests(fusion, tensors=parts, dtype=torch.float32, device="cpu", share=Share())
-    assert digests == {"a.qkv_proj.weight": sha(stacked.tobytes())}
+    assert expected_digests(["a.qkv_proj.weight"], parts) == [{"a.qkv_proj.weight": sha(stacked.tobytes())}]
+    # The order in which they come does not matter, nor does a tensor that the engine does not hold.
+    turned = dict(reversed(parts.items()))
+    assert expected_digests(["a.qkv_proj.weight"], turned) == [{"a.qkv_proj.weight": sha(stacked.tobytes())}]
+
+
+def test_a_tensor_that_does_not_come_is_missed() -> None:
+    layout = WeightLayout(
+        parameters=("a.gate_up_proj.weight", "model.norm.weight"),
+        num_ranks=1,
+        num_kv_heads=1,
+        dtype="float32",
+        device="cpu",
+        quantization=Quantization.none,
+    )
+    expected = ExpectedDigests(layout, sent=["a.gate_proj.weight", "a.up_proj.weight", "model.norm.weight"])
+    expected.add("model.norm.weight", torch.ones(2))
+    expected.add("a.up_proj.weight", torch.ones(2, 2))
+    with pytest.raises(WeightSyncError, match=r"not all tensors of these .* came: a\.gate_up_proj\.weight$"):
+        expected.result()
+
+
+def test_digests_of_a_gpu_are_those_of_the_rows_columns_and_vocabulary_of_each_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "model.embed_tokens.weight": (67, 6),
+        **{f"a.{part}_proj.weight": (rows, 6) for part, rows in (("q", 4), ("k", 2), ("v", 2))},
+        "a.o_proj.weight": (6, 4),
+        "model.norm.weight": (5,),
+    }
+    for dtype in (torch.bfloat16, torch.float32, torch.int8):
+        tensors = {name: torch.randint(-99, 99, shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+        held = ["model.embed_tokens.weight", "a.qkv_proj.weight", "a.o_proj.weight", "model.norm.weight"]
+        ranks = expected_digests(held, tensors, dtype=dtype, device="cuda", num_ranks=2)
+        padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(61, 6, dtype=dtype)])
+        for rank, digests in enumerate(ranks):
+            q = tensors["a.q_proj.weight"][2 * rank : 2 * rank + 2]
+            whole = {
+                "model.embed_tokens.weight": padded[64 * rank : 64 * rank + 64],
+                # One key/value head for two ranks: both hold it.
+                "a.qkv_proj.weight": torch.cat([q, tensors["a.k_proj.weight"], tensors["a.v_proj.weight"]]),
+                "a.o_proj.weight": tensors["a.o_proj.weight"][:, 2 * rank : 2 * rank + 2],
+                "model.norm.weight": tensors["model.norm.weight"],
+            }
+            wanted = {name: tile_digest([raw(tensor)]) for name, tensor in whole.items()}
+            assert digests == wanted
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    found: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return found
 
 
 def test_digest_is_taken_after_the_cast_to_the_engines_type() -> None:
     # bfloat16 keeps the upper half of a float32; 1.00390625 lies between 1.0 and 1.0078125 and rounds to even.
     tensors = {"model.norm.weight": torch.tensor([1.0, -2.0, 1.00390625])}
-    fusion = plan_fusion(tensors, sent=tensors)
-    digests = expected_digests(fusion, tensors=tensors, dtype=torch.bfloat16, device="cpu", share=Share())
+    [digests] = expected_digests(tensors, tensors, dtype=torch.bfloat16)
     assert digests["model.norm.weight"] == sha(bytes([0x80, 0x3F, 0x00, 0xC0, 0x80, 0x3F]))
 
 
 def test_vocabulary_is_padded_with_zero_rows_to_a_multiple_of_64() -> None:
     rows = torch.arange(67 * 2, dtype=torch.float32).view(67, 2)
     tensors = {"model.embed_tokens.weight": rows, "model.norm.weight": rows}
-    digests = expected_digests(
-        plan_fusion(tensors, sent=tensors), tensors=tensors, dtype=torch.float32, device="cpu", share=Share()
-    )
+    [digests] = expected_digests(tensors, tensors)
     raw = rows.numpy().tobytes()
     assert digests["model.embed_tokens.weight"] == sha(raw, bytes(4 * 2 * (128 - 67)))
     assert digests["model.norm.weight"] == sha(raw)
     full = {"model.embed_tokens.weight": rows[:64].contiguous()}
-    digests = expected_digests(
-        plan_fusion(full, sent=full), tensors=full, dtype=torch.float32, device="cpu", share=Share()
-    )
+    [digests] = expected_digests(full, full)
     assert digests["model.embed_tokens.weight"] == sha(raw[: 64 * 2 * 4])
 
 
@@ -163,6 +235,64 @@ def test_gpu_digest_is_that_of_sglangs_own_kernel() -> None:
     assert tile_digest([raws[2][:9000], raws[2][9000:]]) == tile_digest([raws[2]])
     raws[3][8192 * 4 + 7] ^= 1
     assert tile_digest([raws[3]]) != done.stdout.split()[3]
+
+
+KERNEL_SCRIPT = """
+import importlib.util, sys
+import torch
+from rollout.sglang.fusing import finished, tile_digest
+from rollout.sglang.hash_kernel import tile_sum
+
+def numpy_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+cases = 0
+for dtype in (torch.bfloat16, torch.float32, torch.int8):
+    for rows, columns in ((1, 1), (3, 3), (41, 200), (8192, 1), (16385, 3)):
+        whole = torch.randint(-128, 128, (rows, columns)).to(dtype)
+        middle = whole[:, columns // 3 :]
+        for pieces in ([whole], list(whole.split(max(1, rows // 3))), [middle], [whole[1:]], [whole, middle]):
+            found = finished(int(tile_sum(pieces)))
+            wanted = tile_digest([numpy_bytes(piece) for piece in pieces])
+            assert found == wanted, (dtype, rows, columns, found, wanted)
+            cases += 1
+sys.stdout.write(str(cases))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_gives_the_numbers_of_the_reference() -> None:
+    """Run by Triton's interpreter: types, odd sizes, stacked pieces, columns, pieces off the grid of words."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KERNEL_SCRIPT],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "75"
+
+
+COMPILE_SCRIPT = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from rollout.sglang.hash_kernel import _tile_kernel
+for capability in (80, 90):
+    source = ASTSource(fn=_tile_kernel, signature={"words": "*i32", "sums": "*i64", "count": "i32"}, constexprs={})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    sys.stdout.write(f"{capability} {len(compiled.asm['cubin']) > 0} ")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE_SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["80", "True", "90", "True"]
 
 
 def test_gpu_digest_of_more_than_one_chunk_depends_on_every_position() -> None:

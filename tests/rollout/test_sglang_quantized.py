@@ -6,21 +6,17 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from rollout.config import Quantization, SGLangConfig
+from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.fusing import FusionError, Share
-from rollout.sglang.quantized import (
-    engine_quantization,
-    plan_quantized,
-    quantized_digests,
-    quantized_server_args,
-    sent_names,
-    unquantized,
-)
+from rollout.sglang.quantized import engine_quantization, plan_quantized, quantized_server_args, sent_names
+from rollout.types import WeightLayout
 from rollout.weights.quantization import GRIDS, quantize, scale_name
 
 FORMATS = [Quantization.int8, Quantization.fp8]
@@ -49,11 +45,10 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 from sglang.srt.utils.weight_checker import _build_check_entries, _build_quantized_set, _hash_tensor
 sys.path.insert(0, sys.argv[1])
-from test_sglang_quantized import HELD, SHAPES, tensors
+from test_sglang_quantized import HELD, SHAPES, digests_of, tensors
 from rollout.config import Quantization
 from rollout.weights.quantization import SCALES
-from rollout.sglang.fusing import Share
-from rollout.sglang.quantized import open_layers, plan_quantized, quantized_digests, quantized_server_args
+from rollout.sglang.quantized import open_layers, quantized_server_args
 
 def check(kind):
     if kind is Quantization.fp8:
@@ -109,8 +104,8 @@ def check(kind):
             name: _hash_tensor(entry.dequantize().data)
             for name, _, entry in _build_check_entries(held, set(), _build_quantized_set(model))
         }
-        fusion = plan_quantized(digests, sent=[name for name in sent if "_proj" in name], quantization=kind)
-        expected = quantized_digests(fusion, tensors=sent, quantization=kind, device="cpu", share=Share())
+        projections = {name: tensor for name, tensor in sent.items() if "_proj" in name}
+        [expected] = digests_of(digests, projections, kind, device="cpu")
         result.append([digests, expected])
         assert {name: p.data_ptr() for name, p in held.items()} == pointers, "memory of the layers has moved"
     return made, result
@@ -130,6 +125,24 @@ def tensors(quantization: Quantization, seed: int = 0) -> dict[str, torch.Tensor
     for name, shape in PLAIN.items():
         sent[name] = torch.randn(shape, generator=generator)
     return sent
+
+
+def digests_of(
+    held: Iterable[str], sent: dict[str, torch.Tensor], kind: Quantization, *, device: str, num_ranks: int = 1
+) -> list[dict[str, str]]:
+    """What every rank of an engine that holds the parameters `held` must report."""
+    layout = WeightLayout(
+        parameters=tuple(held),
+        num_ranks=num_ranks,
+        num_kv_heads=num_ranks,
+        dtype="bfloat16",
+        device=device,
+        quantization=kind,
+    )
+    expected = ExpectedDigests(layout, sent=sent)
+    for name, tensor in sent.items():
+        expected.add(name, tensor)
+    return expected.result()
 
 
 def held_names(quantization: Quantization) -> list[str]:
@@ -164,13 +177,13 @@ def test_sglangs_own_layers_take_the_tensors_and_hold_what_is_expected() -> None
 @pytest.mark.parametrize("quantization", FORMATS)
 def test_a_bit_of_a_value_or_a_scale_changes_the_digest(quantization: Quantization) -> None:
     sent = tensors(quantization)
-    fusion = plan_quantized(held_names(quantization), sent=sent, quantization=quantization)
 
     def digests() -> dict[str, str]:
-        return quantized_digests(fusion, tensors=sent, quantization=quantization, device="cuda", share=Share())
+        [found] = digests_of(held_names(quantization), sent, quantization, device="cuda")
+        return found
 
     before = digests()
-    assert before.keys() | unquantized(fusion, quantization).sources.keys() == fusion.sources.keys()
+    assert sorted(before) == sorted(held_names(quantization))
     weight = f"{MLP}up_proj.weight"
     for name in (weight, scale_name(weight, quantization)):
         flat = sent[name].view(torch.uint8).reshape(-1)
@@ -203,10 +216,8 @@ def test_missing_scales_and_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(FusionError, match=r"missing scales: model\.layers\.0\.mlp\.up_proj\.weight_scale"):
         plan_quantized(held_names(Quantization.int8), sent=sent, quantization=Quantization.int8)
     sent = tensors(Quantization.fp8)
-    fusion = plan_quantized(held_names(Quantization.fp8), sent=sent, quantization=Quantization.fp8)
-    share = Share(rank=0, size=4, num_kv_heads=4)
     with pytest.raises(FusionError, match=r"needs matrices whose sides are multiples of 128 on every GPU"):
-        quantized_digests(fusion, tensors=sent, quantization=Quantization.fp8, device="cuda", share=share)
+        digests_of(held_names(Quantization.fp8), sent, Quantization.fp8, device="cuda", num_ranks=4)
 
 
 def test_which_engines_are_started_quantised() -> None:

@@ -15,9 +15,10 @@ from tiny_model import write_tiny_model
 
 from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.client import ClientError, SGLangClient
+from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.loader import LOADER
 from rollout.sglang.weight_update import WeightUpdate, describe_weights
-from rollout.types import PackedWeights
+from rollout.types import PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
 
 pytestmark = pytest.mark.sglang
@@ -67,6 +68,37 @@ def test_the_server_reads_what_the_trainer_published_without_a_copy_in_between(
     assert len(publisher._pool._regions) == 1
     requests = make_requests(PROMPTS)
     assert largest_gap(requests, served.engine.generate(requests), new, temperature=1.0) < 1e-4
+
+
+def test_digests_that_the_trainer_made_are_used_and_a_wrong_one_is_found(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = list(served.model.named_parameters())
+    publisher, reader, layout = publisher_of(named), WeightReader(), served.info.layout
+    assert layout is not None
+
+    def published(version: int) -> SharedWeights:
+        expected = ExpectedDigests(layout, sent=publisher.names)
+        shared = publisher.publish(named, policy_version=version, watchers=[expected.add])
+        shared.engine_digests = {layout: expected.result()}
+        return shared
+
+    def made_again(*_: object) -> None:
+        raise AssertionError("the trainer has made the digests of this layout")
+
+    right = published(served.version + 1)
+    with reader.opened(right) as packed, monkeypatch.context() as patched:
+        patched.setattr(ExpectedDigests, "add", made_again)
+        served.engine.load_weights(packed)
+    served.version += 1
+    wrong, name = published(served.version + 1), "model.layers.1.self_attn.qkv_proj.weight"
+    wrong.engine_digests[layout][0][name] = "0" * 16
+    with (
+        reader.opened(wrong) as packed,
+        pytest.raises(WeightSyncError, match=rf"{name}, made of .*: sent 0{{16}}, held"),
+    ):
+        served.engine.load_weights(packed)
+    reader.close()
 
 
 def test_a_tied_lm_head_may_be_sent_if_it_is_the_embedding(served: Served) -> None:

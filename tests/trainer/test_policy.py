@@ -276,6 +276,12 @@ def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement
         assert worst(micro, updated) > TOLERANCE  # other weights
         # Scoring gathered the weights; what is sent afterwards must still be the sharded masters.
         assert sync_weights(policy, engines, policy_version=1).policy_version == 1
+        # What SGLang must report is made by rank 0, for all engines at once.
+        layouts = engines.layouts()
+        assert len(layouts) == (engine.kind == "sglang")
+        shared = policy.publish_weights(policy_version=2, layouts=layouts)
+        assert set(shared.engine_digests) == set(layouts)
+        assert all(len(digests[0]) == len(layout.parameters) for layout, digests in shared.engine_digests.items())
 
 
 def rollouts(engines: EngineGroup, sampling: SamplingConfig) -> list[Sample]:

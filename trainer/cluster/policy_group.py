@@ -16,7 +16,7 @@ from rollout.engine import BroadcastError
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, WorkerProcess, gather, run_on
 from rollout.group.residency import SharedGpu
 from rollout.processes.process_marks import kill_processes
-from rollout.types import SharedWeights
+from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.limits.ceilings import Ceilings
@@ -118,10 +118,17 @@ class PolicyGroup:
         of_rank, of_engine = found
         return of_rank, of_engine
 
-    def publish_weights(self, *, policy_version: int, receivers: tuple[Receiver, ...] = ()) -> SharedWeights:
-        """Gather all weights into memory that engines on `node` can map; `receivers` take them to other nodes."""
+    def publish_weights(
+        self, *, policy_version: int, receivers: tuple[Receiver, ...] = (), layouts: tuple[WeightLayout, ...] = ()
+    ) -> SharedWeights:
+        """Gather all weights into memory that engines on `node` can map; `receivers` take them to other nodes.
+
+        What engines of these `layouts` must report of the weights goes with them.
+        """
         joining = () if receivers == self._failed else receivers
-        answers: list[SharedWeights] = self._all("publish_weights", policy_version, joining, phase="weight gather")
+        answers: list[SharedWeights] = self._all(
+            "publish_weights", policy_version, joining, layouts, phase="weight gather"
+        )
         return answers[0]
 
     def send_weights(self) -> ray.ObjectRef[Any]:

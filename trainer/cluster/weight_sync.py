@@ -2,7 +2,8 @@
 
 Rank 0 casts the gathered weights into shared memory, with a digest per tensor; engines on its machine read them there,
 to other machines it broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that what
-it holds is bitwise what was published. A wrong byte, name or version ends the run with the tensor's name.
+it holds is bitwise what was published; what SGLang's own digests must be, rank 0 computes once for all engines. A wrong
+byte, name or version ends the run with the tensor's name.
 
 A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
 later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
@@ -38,7 +39,7 @@ class SyncReport:
     seconds: float
     """From the first gather to the last verified engine."""
     gather_s: float
-    """Seconds in which the ranks gathered, and rank 0 cast and digested, and broadcast to other machines."""
+    """Seconds in which the ranks gathered, and rank 0 cast and digested, for SGLang too, and broadcast to others."""
     load_s: float
     """Seconds of the slowest engine's load."""
     verify_s: float
@@ -82,7 +83,7 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     started = time.perf_counter()
     receivers = engines.receivers(policy.node)
     with policy.resident():
-        shared = policy.publish_weights(policy_version=policy_version, receivers=receivers)
+        shared = policy.publish_weights(policy_version=policy_version, receivers=receivers, layouts=engines.layouts())
     received = to_other_nodes(policy, engines, shared, receivers)
     gathered = time.perf_counter()
     with engines.resident():

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -28,16 +33,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
-from rollout.weights.packing import DTYPES, TensorShape, listed
+from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
-from trainer.policy.host_copy import full_tensor, own_rows, with_local_part
+from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.rundir.sealed import inside
 
 logger = logging.getLogger(__name__)
 
 WEIGHT_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+BUCKET_BYTES = 128 << 20
+"""Largest number of bytes that are gathered at a time; a larger tensor comes alone."""
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:
@@ -200,15 +207,89 @@ def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
     return [TensorShape(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in named]
 
 
-def full_tensors(model: ScoringModel) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face name and whole tensor of every parameter, one at a time.
+def full_tensors(
+    model: ScoringModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face name and whole tensor of every parameter, in order, on the ranks' device. Tied parameters come once.
 
-    Gathering is a collective: every rank must walk the iterator to its end. Tied parameters come once.
+    Gathering is a collective: every rank must walk the iterator to its end. Several ranks cast their rows to the type
+    that `dtypes` names for a tensor before they gather it, so that no more bytes travel than are wanted; a rank that is
+    alone gathers nothing and yields tensors as they are. Tensors are gathered by the bucket, and the next bucket
+    is under way while the caller works on those of the last.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
+    rows = []
     for name, parameter in model.causal_lm.named_parameters():
         tensor = parameter.detach()
-        if not isinstance(tensor, DTensor):
-            raise TypeError(f"{name} is not sharded: its bytes are not those of the master weights")
-        yield name, full_tensor(tensor)
+        if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
+            raise TypeError(f"{name} is not sharded by rows: its bytes are not those of the master weights")
+        rows.append(_Rows(name, tensor, dtypes.get(name, tensor.dtype)))
+    if dist.get_world_size(rows[0].sharded.device_mesh.get_group()) == 1:
+        yield from ((name, full_tensor(sharded)) for name, sharded, _ in rows)
+        return
+    under_way: _Gathering | None = None
+    for bucket in _buckets(rows):
+        following = _Gathering(bucket)
+        if under_way is not None:
+            yield from under_way.tensors()
+        under_way = following
+    if under_way is not None:
+        yield from under_way.tensors()
+
+
+class _Rows(NamedTuple):
+    """A parameter of which every rank holds rows, and the dtype in which it is gathered."""
+
+    name: str
+    sharded: DTensor
+    dtype: torch.dtype
+
+    def bytes_per_rank(self) -> int:
+        """Bytes of the rows of one rank, on the boundary of the next tensor; the last ranks may fill fewer."""
+        rows = math.ceil(self.sharded.shape[0] / self.sharded.device_mesh.size())
+        num_bytes = rows * math.prod(self.sharded.shape[1:]) * self.dtype.itemsize
+        return math.ceil(num_bytes / ALIGNMENT) * ALIGNMENT
+
+
+def _buckets(rows: Sequence[_Rows]) -> Iterator[list[_Rows]]:
+    """The parameters in order, as many at a time as BUCKET_BYTES hold."""
+    bucket: list[_Rows] = []
+    left = BUCKET_BYTES
+    for each in rows:
+        num_bytes = each.bytes_per_rank() * each.sharded.device_mesh.size()
+        if bucket and num_bytes > left:
+            yield bucket
+            bucket, left = [], BUCKET_BYTES
+        bucket.append(each)
+        left -= num_bytes
+    yield bucket
+
+
+class _Gathering:
+    """One collective that gathers the parameters of a bucket, begun when it is made."""
+
+    def __init__(self, bucket: list[_Rows]) -> None:
+        mesh = bucket[0].sharded.device_mesh
+        self._bucket = bucket
+        self._ends = list(accumulate(each.bytes_per_rank() for each in bucket))
+        self._sent = torch.empty(self._ends[-1], dtype=torch.uint8, device=mesh.device_type)
+        for each, end in zip(bucket, self._ends, strict=True):
+            own = local_part(each.sharded)
+            start = end - each.bytes_per_rank()
+            place = self._sent[start : start + own.numel() * each.dtype.itemsize]
+            place.view(each.dtype).view(own.shape).copy_(own)
+        self._received = self._sent.new_empty((mesh.size(), self._ends[-1]))
+        self._work = dist.all_gather_into_tensor(
+            self._received.view(-1), self._sent, group=mesh.get_group(), async_op=True
+        )
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Wait for the ranks -> name and whole tensor of each parameter of the bucket."""
+        self._work.wait()
+        for each, end in zip(self._bucket, self._ends, strict=True):
+            shape = each.sharded.shape
+            num_rows = math.ceil(shape[0] / len(self._received))
+            start = end - each.bytes_per_rank()
+            parts = self._received[:, start : start + num_rows * math.prod(shape[1:]) * each.dtype.itemsize]
+            yield each.name, parts.view(each.dtype).reshape(-1, *shape[1:])[: shape[0]]

@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.engine import WeightSyncError
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
-from rollout.types import SharedWeights
+from rollout.sglang.expected import ExpectedDigests
+from rollout.sglang.fusing import FusionError
+from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
@@ -201,17 +204,28 @@ class PolicyWorker:
             micros = (micro.to(self._device) for micro in micro_batches)
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
-    def publish_weights(self, policy_version: int, receivers: tuple[Receiver, ...] = ()) -> SharedWeights | None:
+    def publish_weights(
+        self, policy_version: int, receivers: tuple[Receiver, ...] = (), layouts: tuple[WeightLayout, ...] = ()
+    ) -> SharedWeights | None:
         """Publish all weights as the engines hold them, in memory of this machine; rank 0 says where, others None.
 
-        `receivers` take them to other machines: rank 0 also says where they meet it for `send_weights`.
+        `receivers` take them to other machines: rank 0 also says where they meet it for `send_weights`. It digests the
+        weights for engines of these `layouts`.
         """
-        tensors = full_tensors(self._policy.model)  # sharded master weights, whatever ran before
+        # Sharded master weights, whatever ran before.
+        tensors = full_tensors(self._policy.model, self._publisher.input_dtypes)
         if self._setup.rank != 0:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
             return None
-        shared = self._publisher.publish(tensors, policy_version=policy_version)
+        try:
+            digests = {layout: ExpectedDigests(layout, sent=self._publisher.names) for layout in layouts}
+            shared = self._publisher.publish(
+                tensors, policy_version=policy_version, watchers=[each.add for each in digests.values()]
+            )
+        except FusionError as error:
+            raise WeightSyncError(f"policy version {policy_version}: {error}") from error
+        shared.engine_digests = {layout: each.result() for layout, each in digests.items()}
         if receivers != self._receivers:
             timeout_s = self._config.rollout.sync_timeout_s
             self._receivers, self._sender = receivers, None

@@ -1,0 +1,83 @@
+"""FSDP2 ranks in processes of their own that publish a model's weights, for the tests of gathering."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainer.policy.model
+from rollout.config import EngineConfig
+from rollout.types import PackedWeights
+from rollout.weights.quantization import weight_publisher
+from rollout.weights.shared_weights import copy_of
+from trainer.config.train import TrainConfig
+from trainer.policy.model import full_tensors, tensor_shapes
+from trainer.policy.worker import PolicySetup, PolicyWorker
+
+DEADLINE_S = 300.0
+
+
+def published_by_ranks(
+    config: TrainConfig, model_path: Path, engines: Mapping[str, EngineConfig], *, bucket_bytes: int
+) -> dict[str, tuple[PackedWeights, list[int]]]:
+    """Weights for each of `engines` from `config.policy.num_workers` ranks, and what rank 0 sent per collective."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    ranks = [
+        context.Process(target=_rank, args=(rank, config, model_path, engines, bucket_bytes, theirs))
+        for rank in range(config.policy.num_workers)
+    ]
+    for process in ranks:
+        process.start()
+    found = ours.recv() if ours.poll(DEADLINE_S) else {}
+    for process in ranks:
+        process.join(DEADLINE_S)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0] * len(ranks)
+    return found
+
+
+def _rank(
+    rank: int, config: TrainConfig, path: Path, engines: Mapping[str, EngineConfig], bucket_bytes: int, answers: Any
+) -> None:
+    trainer.policy.model.BUCKET_BYTES = bucket_bytes
+    worker = PolicyWorker(
+        PolicySetup(
+            config=config,
+            model_path=path,
+            log_dir=path,
+            rank=rank,
+            init_method=f"file://{path / 'meeting'}",
+            device="cpu",
+            num_threads=1,
+        )
+    )
+    worker.setup()
+    sent: list[int] = []
+    gather = dist.all_gather_into_tensor
+
+    def recorded(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+        sent.append(given.nbytes)
+        return gather(output, given, **options)
+
+    dist.all_gather_into_tensor = recorded
+    found = {}
+    for name, engine in engines.items():
+        worker._publisher = publisher = weight_publisher(tensor_shapes(worker._policy.model), engine)
+        sent.clear()
+        shared = worker.publish_weights(1)
+        if shared is None:
+            assert rank > 0
+            continue
+        found[name] = copy_of(shared), list(sent)
+        publisher.close()
+    # Without types every tensor comes as it lies.
+    assert all(tensor.dtype == torch.float32 for _, tensor in full_tensors(worker._policy.model))
+    if rank == 0:
+        answers.send(found)
+    dist.destroy_process_group()
