@@ -45,7 +45,8 @@ class EngineConfig(Checked):
     """Format to which the weights of all engines are quantised at every sync (none, fp8, int8, int4). Combine
     quantisation with correction=tis or correction=mis."""
     gpus_per_engine: float = ruled(0.0, at_least(0))
-    """Ray GPUs reserved per rollout worker; 0 on a CPU-only machine."""
+    """Ray GPUs reserved per rollout worker, in sum; 0 on a CPU-only machine. An engine that shares its GPUs with ranks
+    takes the same part of each: with rollout.engine_args.tp_size=4, 2 means half of each of 4 GPUs."""
     start_timeout_s: float = ruled(1200.0, above(0, "seconds"))
     """Deadline in seconds for an engine to become ready after its start. On a GPU the first start of SGLang compiles
     kernels for minutes."""
@@ -68,6 +69,16 @@ class EngineConfig(Checked):
     def max_running(self) -> int | None:
         """Largest number of sequences that an engine decodes together; None if the engine decides."""
         return None
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor-parallel ranks of an engine; on GPUs each has a GPU of its own."""
+        return 1
+
+    @property
+    def gpu_share(self) -> float:
+        """Part that an engine takes of each of its GPUs; 0 on a CPU."""
+        return self.gpus_per_engine / self.tp_size
 
     @property
     def takes_quantized(self) -> bool:
@@ -142,12 +153,17 @@ class SGLangConfig(EngineConfig):
     """Allow servers on other machines. Prompts, responses and keys then cross the network."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """SGLang server options in snake_case, passed through unchanged; add one with +rollout.engine_args.NAME=value.
-    tp_size is the number of GPUs of one engine (tensor parallelism)."""
+    tp_size is the number of GPUs of one engine (tensor parallelism), which are on one machine."""
 
     @property
     def max_running(self) -> int | None:
         limit = self.engine_args.get("max_running_requests")
         return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def tp_size(self) -> int:
+        size = self.engine_args.get("tp_size", 1)
+        return size if isinstance(size, int) and size > 0 else 1
 
     @property
     def takes_quantized(self) -> bool:
@@ -162,12 +178,9 @@ class SGLangConfig(EngineConfig):
         tp_size = self.engine_args.get("tp_size", 1)
         if not isinstance(tp_size, int) or tp_size < 1:
             yield Problem(key="engine_args.tp_size", rule="must be an integer >= 1", value=tp_size)
-        elif self.gpus_per_engine > 0 and tp_size != max(1.0, self.gpus_per_engine):
-            yield Problem(
-                key="engine_args.tp_size",
-                rule=f"must be rollout.gpus_per_engine ({self.gpus_per_engine:g}), or 1 for a part of a GPU",
-                value=tp_size,
-            )
+        elif self.gpus_per_engine > tp_size:
+            rule = f"must be rollout.gpus_per_engine ({self.gpus_per_engine:g}): an engine has one process per GPU"
+            yield Problem(key="engine_args.tp_size", rule=rule, value=tp_size)
         for key, value in self.engine_args.items():
             if key in OWNED_SGLANG_ARGS:
                 rule, remedy = "is set by Parity", "Remove it."

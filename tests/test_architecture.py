@@ -85,6 +85,7 @@ RAY_FILES = frozenset(
         "rollout/group/engine_group.py",
         "trainer/cluster/policy_group.py",
         "trainer/cluster/model_places.py",
+        "trainer/cluster/bundles.py",
         "trainer/cluster/placement.py",
     }
 )

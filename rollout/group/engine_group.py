@@ -75,7 +75,7 @@ class EngineGroup:
         self._spawn = spawn
         self._config = config
         self._shared_gpu = shared_gpu or SharedGpu()
-        self._members = [self._started(index, node) for index, node in enumerate(nodes)]
+        self._members = [self._fresh(index, node) for index, node in enumerate(nodes)]
         self._weights: Published | None = None
         self._next_ticket = 0
         self._backlog: dict[int, GenerateRequest] = {}
@@ -261,6 +261,9 @@ class EngineGroup:
     def wake(self) -> None:
         """Allocate memory for the weights, for `SharedGpu` only; `load_weights` allocates the KV caches."""
         self._all([member.worker.wake.remote() for member in self._serving()], phase="engine wake")
+        for member in self._members:
+            if member.health is Health.starting and member.pending_call is None:
+                self._start(member)
 
     def memory(self) -> dict[int, int]:
         """Index of each serving engine -> private bytes after the last sync, the server's processes included."""
@@ -285,13 +288,19 @@ class EngineGroup:
     def _serving(self) -> list[Member]:
         return [member for member in self._members if member.health is Health.serving]
 
-    def _started(self, index: int, node: str, lost: LostEngine | None = None) -> Member:
-        worker = self._spawn(index)
-        deadline = time.monotonic() + self._config.start_timeout_s + GRACE_S
-        if lost is not None:
-            deadline += RELEASE_TIMEOUT_S
-        call: ray.ObjectRef[Any] = worker.start.remote(lost)
-        return Member(index=index, node=node, worker=worker, pending_call=call, deadline=deadline)
+    def _fresh(self, index: int, node: str, lost: LostEngine | None = None) -> Member:
+        """A new engine, which starts at once, or with `wake` if the policy has the GPU that they share."""
+        member = Member(index=index, node=node, worker=self._spawn(index), replaces=lost)
+        if self._shared_gpu.admits(self):
+            self._start(member)
+        return member
+
+    def _start(self, member: Member) -> None:
+        member.deadline = time.monotonic() + self._config.start_timeout_s + GRACE_S
+        if member.replaces is not None:
+            member.deadline += RELEASE_TIMEOUT_S
+        call: ray.ObjectRef[Any] = member.worker.start.remote(member.replaces)
+        member.pending_call = call
 
     def _load_call(self, member: Member) -> ray.ObjectRef[Any]:
         if self._weights is None:
@@ -456,7 +465,7 @@ class EngineGroup:
         if member.restarts < self._config.max_restarts:
             self._num_restarts += 1
             lost = LostEngine(processes=member.processes, cache_tokens=member.cache_tokens)
-            fresh = self._started(member.index, member.node, lost)
+            fresh = self._fresh(member.index, member.node, lost)
             fresh.restarts, fresh.lost_by, fresh.layout = member.restarts + 1, cause, member.layout
             fresh.sampled_before_s = member.sampled_before_s + member.sampled_s
             self._members[member.index] = fresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,6 +14,7 @@ from ray.actor import ActorHandle
 
 from rollout.engine import WeightReport
 from rollout.group.actor_calls import copy_weights
+from rollout.group.worker import LostEngine
 from rollout.processes.process_marks import ProcessMark
 from rollout.types import Completion, GenerateRequest, SharedWeights, WeightLayout
 
@@ -21,7 +23,8 @@ class Health(Enum):
     """State of an engine in the group."""
 
     starting = "starting"
-    """The engine's process starts and loads the model; the engine holds no weights of the run."""
+    """The engine's process starts and loads the model, or waits to until the policy has left the GPU that they share;
+    the engine holds no weights of the run."""
     stale = "stale"
     """The engine loads the weights published last, and samples nothing before these weights are verified."""
     serving = "serving"
@@ -48,9 +51,11 @@ class Member:
     node: str
     """Ray node id of the worker."""
     worker: ActorHandle[Any]
-    pending_call: ray.ObjectRef[Any] | None
+    replaces: LostEngine | None = None
+    """The lost engine in whose place it is; None for the first."""
+    pending_call: ray.ObjectRef[Any] | None = None
     """Pending call: `start`, `load_weights` or `poll`, depending on `health`; None without a pending call."""
-    deadline: float
+    deadline: float = math.inf
     """time.monotonic() at which a missing answer to `pending_call` means that the engine is lost."""
     health: Health = Health.starting
     in_flight: dict[int, GenerateRequest] = field(default_factory=dict)

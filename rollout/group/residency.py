@@ -46,6 +46,10 @@ class SharedGpu:
         """True if the tenants take turns."""
         return self._enabled
 
+    def admits(self, tenant: GpuTenant) -> bool:
+        """True if `tenant` may take memory of the GPU now: it is awake, or the tenants do not take turns."""
+        return not self._enabled or self._awake is tenant
+
     @contextmanager
     def resident(self, tenant: GpuTenant) -> Iterator[None]:
         """Keep `tenant` awake, and the other asleep, for the block and until the block of the other begins.

@@ -43,6 +43,9 @@ class EngineSetup:
     log_dir: Path
     """Directory of the server's log file and of the file of stacks."""
     model_path: Path
+    gpus: tuple[str, ...] = ()
+    """GPUs of the engine, as CUDA names them on this machine; Ray shows the worker only the first of those that are
+    shared with ranks. Empty on a CPU."""
     sleeps: bool = False
     """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
     cache_tokens: int | None = None
@@ -90,6 +93,8 @@ class RolloutWorker:
     def __init__(self, setup: EngineSetup) -> None:
         forget_launcher()
         allow_open_files()
+        if setup.gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(setup.gpus)
         if setup.sleeps:
             forget_allocator()
         write_stack_when_asked(setup.log_dir / STACKS_FILE)

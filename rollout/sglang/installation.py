@@ -85,11 +85,13 @@ def server_environment(
         # Threads that spin while waiting take the cores from the trainer: on a busy machine decoding with two threads
         # was six times slower with spinning.
         environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
-        num_ranks = config.engine_args.get("tp_size", 1)
-        if num_ranks > 1:
+        if config.tp_size > 1:
             # SGLang wants a NUMA node or a list of cores for every rank; each rank gets all cores of this process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * num_ranks)
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join([cores] * config.tp_size)
+    if device == "cuda" and config.gpu_share < 1:
+        # The ranks need not hold the same on every GPU of the engine; SGLang takes what all of them have free.
+        environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
     if device == "cuda" and sleeps:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"  # else several GiB of graphs stay on the GPU
     if num_threads is not None:
@@ -104,7 +106,7 @@ def shared_gpu_args(config: SGLangConfig, *, sleeps: bool, cache_tokens: int | N
     is awake. One in the place of a lost server finds a rank that has grown since the first start: it may take what is
     free, up to the tokens that the first could hold.
     """
-    arguments: dict[str, Any] = {"mem_fraction_static": config.gpus_per_engine}
+    arguments: dict[str, Any] = {"mem_fraction_static": config.gpu_share}
     if sleeps:
         arguments = {
             "mem_fraction_static": SLEEPING_SHARE,
@@ -132,7 +134,7 @@ def server_args(
     On a part of a GPU the memory is limited, also that of a server in the place of one that could hold `cache_tokens`.
     `sleeps` selects an allocator that can release memory.
     """
-    shares_gpu = device == "cuda" and config.gpus_per_engine < 1
+    shares_gpu = device == "cuda" and config.gpu_share < 1
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",

@@ -15,7 +15,8 @@ import ray
 from policy_cases import make_config, save_policy
 
 from trainer.cluster import deadline
-from trainer.cluster.placement import Cluster, PlacementError, ray_session
+from trainer.cluster.bundles import PlacementError
+from trainer.cluster.placement import Cluster, ray_session
 from trainer.config.training import ClusterConfig
 
 

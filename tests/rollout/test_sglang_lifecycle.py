@@ -123,6 +123,13 @@ def test_every_rank_of_a_tensor_parallel_engine_takes_its_share_proves_it_and_en
         requests = make_requests(PROMPTS)
         assert largest_gap(requests, running.engine.generate(requests), new, temperature=1.0) < 1e-4
         running.version = 1
+        # Both ranks give their memory up and take it again, then the new weights.
+        running.engine.sleep()
+        with pytest.raises(EngineError, match="given up while the engine slept"):
+            running.engine.generate(requests)
+        running.engine.wake()
+        running.load(new)
+        assert largest_gap(requests, running.engine.generate(requests), new, temperature=1.0) < 1e-4
         # A byte in the second half of the columns belongs to rank 1 alone.
         name = "model.layers.0.mlp.down_proj.weight"
         changed = dict(named)[name].detach().clone()

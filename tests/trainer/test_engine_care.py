@@ -23,6 +23,7 @@ from rollout.engine import EngineError, WeightReport, WeightSyncError
 from rollout.group.actor_calls import WorkerError
 from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Health
+from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
 from rollout.weights.packing import TensorShape
@@ -313,3 +314,35 @@ def test_a_request_that_kills_every_engine_is_given_up_and_costs_no_other_reques
     # The third engine that was lost was one that had been started again: it is retired.
     assert (counts["rollout/engine_restarts"], counts["rollout/given_up"]) == (2.0, 2.0)
     assert mortal.generate(requests_of(4, tokens=20)) == expected[:4]
+
+
+def test_an_engine_lost_while_the_policy_has_the_gpu_starts_when_the_policy_has_left(
+    model_path: Path, published: Published, tmp_path: Path
+) -> None:
+    class Policy:
+        """The other user of the GPU; it leaves before any engine has begun to start."""
+
+        def sleep(self) -> None:
+            assert group._members[0].pending_call is None
+
+        def wake(self) -> None:
+            assert not shared_gpu.admits(group)
+
+    group, shared_gpu = build_group(RolloutWorker, model_path, tmp_path), SharedGpu()
+    try:
+        load(group, published.version(0))
+        group._shared_gpu = shared_gpu
+        shared_gpu.enable(awake=group)
+        with shared_gpu.resident(Policy()):
+            os.kill(pid_of(group, 0), signal.SIGKILL)
+            group.sampling_s()
+            fresh = group._members[0]
+            assert (fresh.restarts, fresh.health, fresh.pending_call) == (1, Health.starting, None)
+        with group.resident():
+            assert fresh.pending_call is not None
+            load(group, published.version(1))
+            group._wait_while(lambda member: member.health is not Health.serving)
+            assert held_versions(group) == [1, 1]
+            sample_a_little(group)
+    finally:
+        group.stop()

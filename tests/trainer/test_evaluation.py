@@ -22,7 +22,8 @@ from rollout.task_config import RewardConfig
 from rollout.torch.engine import TorchEngine
 from rollout.types import Prompt
 from trainer.cli.evaluate import render_results, run_eval
-from trainer.cluster.placement import engines_only, required_bundles
+from trainer.cluster.bundles import required_bundles
+from trainer.cluster.placement import engines_only
 from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.task import Task, data_notes

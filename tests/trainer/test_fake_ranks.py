@@ -49,7 +49,7 @@ RECIPES = [
             "vocab_size": 152064,
         },
         [],
-        id="32B on 32",
+        id="32B on 64",
         marks=pytest.mark.slow,
     ),
 ]

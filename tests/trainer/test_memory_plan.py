@@ -1,4 +1,4 @@
-"""The memory plan: sizes by hand, the verdict on a shared GPU, bundles of a rank and its engine, rules of the keys."""
+"""The memory plan: sizes by hand, the verdict on a shared GPU, rules of the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rollout.config import DType, SGLangConfig, TorchEngineConfig
 from rollout.sglang.installation import server_args, server_environment, shared_gpu_args
 from rollout.task_config import ArithmeticDataConfig
 from trainer.batch.packing import micro_batch
-from trainer.cluster.placement import bundle_numbers, required_bundles
 from trainer.config.rules import sharing_problems
 from trainer.config.train import TrainConfig
 from trainer.config.training import (
@@ -31,7 +30,7 @@ from trainer.config.training import (
 )
 from trainer.limits import machine
 from trainer.limits.estimate import activation_bytes, largest_micro_batch, model_shape, rank_memory
-from trainer.limits.machine import CPUS_PER_WORKER, usable_memory
+from trainer.limits.machine import usable_memory
 from trainer.limits.memory_plan import ENGINE_BYTES, PROCESS_BYTES, USABLE, may_take_turns, memory_plan
 from trainer.policy.dry_run import group_samples
 
@@ -80,19 +79,10 @@ def test_the_key_decides_where_it_is_set() -> None:
     assert memory_plan(apart, device_bytes=2**10).verdict == "nothing sleeps: no GPU is shared"
 
 
-def test_rank_and_engine_of_a_gpu_are_in_one_bundle() -> None:
-    config = shared()
-    assert bundle_numbers(config) == [0, 1, 0, 1]
-    assert required_bundles(config) == [{"CPU": 2 * CPUS_PER_WORKER, "GPU": pytest.approx(1.0)}] * 2
-    apart = replace(config, policy=PolicyConfig(gpus_per_worker=1.0), rollout=SGLangConfig(gpus_per_engine=1.0))
-    assert bundle_numbers(apart) == [0, 1, 2]
-    assert required_bundles(apart) == [{"CPU": CPUS_PER_WORKER, "GPU": 1.0}] * 3
-
-
 def test_rules_of_sharing() -> None:
     assert not list(sharing_problems(shared()))
     with pytest.raises(ConfigError, match=r"policy\.gpus_per_worker.*add up to 1"):
-        replace(shared(), rollout=SGLangConfig(gpus_per_engine=0.5))
+        replace(shared(), rollout=SGLangConfig(num_engines=2, gpus_per_engine=0.5))
     with pytest.raises(ConfigError, match=r"cluster\.residency.*no rank shares a GPU"):
         replace(shared(residency=Residency.always), policy=PolicyConfig(gpus_per_worker=1.0))
 
@@ -106,7 +96,7 @@ def test_a_part_of_a_gpu_is_for_a_rank_and_an_engine_that_share_one() -> None:
     for whole in (0, 1):
         [lone_engine] = refused(whole, 0.5)
         assert lone_engine.startswith(
-            f"rollout.gpus_per_engine must be a whole number with policy.gpus_per_worker={whole}"
+            f"rollout.gpus_per_engine must be 1, whole GPUs, with policy.gpus_per_worker={whole}"
         )
         assert "two engines could get the same GPU" in lone_engine and "Set rollout.gpus_per_engine=1," in lone_engine
         [lone_rank] = refused(0.5, whole)
@@ -115,6 +105,48 @@ def test_a_part_of_a_gpu_is_for_a_rank_and_an_engine_that_share_one() -> None:
         )
         assert "two ranks could get the same GPU" in lone_rank
     assert refused(0, 0) == refused(1, 1) == refused(0, 2) == refused(0.5, 0.5) == []
+
+
+def spanning(
+    *, ranks: int = 8, engines: int = 2, rank: float = 0.5, engine: float = 2.0, tp_size: int = 4
+) -> TrainConfig:
+    """Ranks and engines of several GPUs; no rule is checked."""
+    config = shared()
+    config.policy.num_workers, config.policy.gpus_per_worker = ranks, rank
+    config.rollout.num_engines, config.rollout.gpus_per_engine = engines, engine
+    assert isinstance(config.rollout, SGLangConfig)
+    config.rollout.engine_args = {"tp_size": tp_size}
+    return config
+
+
+def test_an_engine_on_several_gpus_shares_each_of_them_with_one_rank() -> None:
+    def refused(**numbers: float) -> list[str]:
+        config = spanning(**numbers)  # type: ignore[arg-type]
+        return [str(problem) for problem in [*sharing_problems(config), *config.rollout.conflicts()]]
+
+    assert refused() == refused(rank=0.6, engine=1.6) == refused(rank=1, engine=4, engines=3) == []
+    assert spanning().shares_gpus and not spanning(rank=1, engine=4).shares_gpus
+    [sum_of_parts] = refused(engine=1)
+    assert "policy.gpus_per_worker must add up to 1 with rollout.gpus_per_engine (1 / 4 GPUs)" in sum_of_parts
+    assert "Set rollout.gpus_per_engine=2." in sum_of_parts
+    [count] = refused(engines=1)
+    assert count.startswith("policy.num_workers must be the number of the engines' GPUs (1 x 4)")
+    assert "Set rollout.num_engines=2, or policy.num_workers=4." in count
+    [uneven] = refused(ranks=6)
+    assert "Set policy.num_workers=8." in uneven
+    [whole_ranks] = refused(rank=1)
+    assert whole_ranks.startswith("rollout.gpus_per_engine must be 4, whole GPUs, with policy.gpus_per_worker=1")
+    assert "or share with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=2." in whole_ranks
+    [whole_engines] = refused(engine=4)
+    assert whole_engines.startswith("policy.gpus_per_worker must be a whole number with rollout.gpus_per_engine=4")
+    [too_few] = refused(engine=5, rank=1)
+    assert too_few.startswith("engine_args.tp_size must be rollout.gpus_per_engine (5)")
+
+
+def test_the_plan_counts_the_part_of_one_gpu() -> None:
+    for rank, engine in ((0.5, 2.0), (0.6, 1.6)):
+        plan = memory_plan(spanning(rank=rank, engine=engine), device_bytes=2**40)
+        assert plan.engine_bytes == int((1 - rank) * 2**40) + ENGINE_BYTES
 
 
 def test_float32_on_a_gpu_keeps_keys_and_values_of_every_head() -> None:
@@ -200,11 +232,18 @@ def test_a_server_on_a_shared_gpu_is_started_to_give_memory_back(tmp_path: Path)
     assert shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), sleeps=False, cache_tokens=7) == again
     assert arguments(mem_fraction_static=0.7)["mem_fraction_static"] == 0.7
     assert arguments(part=1.0, sleeps=False) == {}
+    assert arguments(part=2.0, sleeps=False, tp_size=4) == {"mem_fraction_static": 0.5}
+    assert arguments(part=2.0, sleeps=True, tp_size=4) == alone
+    assert arguments(part=2.0, sleeps=False, tp_size=2) == {}
     assert arguments(device="cpu", part=0.0) == {"max_total_tokens": 65536}
     variable = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
     for device, sleeps in (("cuda", True), ("cuda", False), ("cpu", True)):
         environment = server_environment(SGLangConfig(), device=device, num_threads=None, sleeps=sleeps)
         assert (environment.get(variable) == "true") == (device == "cuda" and sleeps)
+    for part, value in ((1.0, "false"), (2.0, None)):
+        config = SGLangConfig(gpus_per_engine=part, engine_args={"tp_size": 2})
+        environment = server_environment(config, device="cuda", num_threads=None)
+        assert environment.get("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK") == value
 
 
 @pytest.mark.sglang
@@ -214,6 +253,19 @@ def test_sglang_knows_the_arguments_of_a_shared_gpu() -> None:
     for sleeps, tokens in ((True, None), (False, 7)):
         arguments = shared_gpu_args(SGLangConfig(gpus_per_engine=0.4), sleeps=sleeps, cache_tokens=tokens)
         assert arguments.keys() <= signature(ServerArgs).parameters.keys()
+
+
+def test_a_rank_that_sleeps_needs_memory_of_the_host() -> None:
+    def per_rank(residency: Residency, **policy: object) -> int:
+        plan = memory_plan(shared(residency=residency, **policy), device_bytes=2**40)
+        assert plan.ranks_host_bytes is not None
+        return plan.ranks_host_bytes // 2 - PROCESS_BYTES
+
+    n = model_shape(shared()).num_parameters // 2
+    assert per_rank(Residency.never) == 0
+    assert per_rank(Residency.always) == pytest.approx(12 * n, abs=20)  # weights and two moments
+    assert per_rank(Residency.always, offload=Offload.optimizer) == pytest.approx(12 * n, abs=20)
+    assert per_rank(Residency.always, offload=Offload.parameters) == pytest.approx(16 * n, abs=20)
 
 
 def test_a_torch_engine_needs_weights_and_cache() -> None:

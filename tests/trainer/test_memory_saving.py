@@ -169,6 +169,37 @@ def test_a_host_copy_keeps_views_and_refuses_to_take_twice() -> None:
     assert base[4] == -1.0 and copy.on_host(base) is base
 
 
+def test_a_host_copy_is_one_buffer_that_is_kept() -> None:
+    device, copy = torch.device("cpu"), HostCopy()
+    tensors = [torch.arange(3.0), torch.arange(5, dtype=torch.bfloat16), torch.arange(33.0).double()[7:]]
+    expected = [tensor.clone() for tensor in tensors]
+    places = set()
+    for _ in range(2):
+        copy.take(tensors, device=device)
+        views = [copy.on_host(tensor) for tensor in tensors]
+        assert held(tensors) == 0 and all(torch.equal(a, b) for a, b in zip(views, expected, strict=True))
+        assert len({view.untyped_storage().data_ptr() for view in views}) == 1
+        assert views[0].untyped_storage().nbytes() == 64 + 64 + 5 * 64  # 12, 10 and 264 bytes, each rounded up
+        places.add(views[0].data_ptr())
+        copy.give_back(device=device)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert len(places) == 1
+    copy.take(tensors[:1], device=device)
+    assert copy.on_host(tensors[0]).untyped_storage().nbytes() == 64
+    copy.give_back(device=device)
+
+
+def test_a_checkpoint_before_the_first_update_wakes_nobody(model_path: Path, tmp_path: Path) -> None:
+    with lone_worker(with_policy(model_path), model_path) as worker:
+        worker.sleep()
+        parameters = [parameter.to_local() for parameter in worker._policy._model.parameters()]
+        worker.wake = worker._policy.wake = lambda: pytest.fail("the GPU is the engine's")  # type: ignore[method-assign]
+        save(worker, tmp_path / "asleep")
+        assert held(parameters) == held(moments_of(worker)) == 0
+        states = worker._policy._optimizer.state.values()
+        assert states and all(worker._policy._readable(state["step"]) == 0 for state in states)
+
+
 @pytest.mark.parametrize("offload", list(Offload))
 def test_a_policy_that_slept_goes_on_with_the_same_bits(model_path: Path, tmp_path: Path, offload: Offload) -> None:
     config = with_policy(model_path, offload=offload)

@@ -39,7 +39,8 @@ from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster import placement
-from trainer.cluster.placement import Cluster, PlacementError, ray_session
+from trainer.cluster.bundles import PlacementError
+from trainer.cluster.placement import Cluster, ray_session
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig

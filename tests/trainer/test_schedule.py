@@ -85,7 +85,7 @@ def shared(config: TrainConfig, residency: Residency) -> TrainConfig:
     """One GPU for a rank and an engine."""
     return replace(
         config,
-        policy=replace(config.policy, gpus_per_worker=0.5),
+        policy=replace(config.policy, num_workers=1, gpus_per_worker=0.5),
         rollout=replace(config.rollout, gpus_per_engine=0.5),
         cluster=replace(config.cluster, residency=residency),
     )

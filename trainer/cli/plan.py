@@ -202,11 +202,14 @@ def _batch(config: TrainConfig) -> Iterator[str]:
 
 def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
     policy, rollout = config.policy, config.rollout
-    cpus = CPUS_PER_WORKER * (policy.num_workers + rollout.num_engines)
+    cpus = CPUS_PER_WORKER * (policy.num_workers + rollout.num_engines * rollout.tp_size)
     gpus = policy.num_workers * policy.gpus_per_worker + rollout.num_engines * rollout.gpus_per_engine
+    of_engine = f"{rollout.gpus_per_engine:g} GPU each"
+    if config.shares_gpus and rollout.tp_size > 1:
+        of_engine = f"{rollout.gpu_share:g} of each of {rollout.tp_size} GPU"
     yield (
         f"{counted(policy.num_workers, 'FSDP rank')} ({policy.gpus_per_worker:g} GPU each), "
-        f"{counted(rollout.num_engines, f'{rollout.kind} engine')} ({rollout.gpus_per_engine:g} GPU each)"
+        f"{counted(rollout.num_engines, f'{rollout.kind} engine')} ({of_engine})"
     )
     needs = f"needs {cpus:g} CPU and {gpus:g} GPU"
     if config.cluster.address is not None:

@@ -1,10 +1,12 @@
-"""Ray: start or join a cluster, reserve all resources at once, spawn the workers. Only this file knows placement."""
+"""Ray: start or join a cluster, reserve all resources at once, spawn the workers in their places.
+
+`trainer/cluster/bundles.py` knows who is where.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import secrets
 import socket
@@ -25,7 +27,7 @@ from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[att
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RpcError
 from ray.job_config import JobConfig
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.config import LOOPBACK, Quantization
@@ -34,6 +36,7 @@ from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.inherited import ALLOCATOR_VARIABLES
 from rollout.processes.scratch import Scratch
+from trainer.cluster.bundles import Place, PlacementError, bundle_places, required_bundles, worker_gpus, worker_places
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
 from trainer.cluster.model_places import model_places
 from trainer.cluster.policy_group import PolicyGroup
@@ -75,43 +78,16 @@ reuse the pages of earlier tensors instead of new pages from the kernel, and in 
 such pages. `rollout/processes/process_memory.py` gives free memory back."""
 
 
-class PlacementError(RuntimeError):
-    """The resources of the run cannot be had: says what is required and what is available."""
-
-
-def worker_gpus(config: TrainConfig) -> list[float]:
-    """GPUs of every worker: the FSDP ranks first, then the engines."""
-    ranks, engines = config.policy.num_workers, config.rollout.num_engines
-    return [config.policy.gpus_per_worker] * ranks + [config.rollout.gpus_per_engine] * engines
-
-
-def bundle_numbers(config: TrainConfig) -> list[int]:
-    """The bundle of every worker: one of its own, but rank i and engine i are in one where they share a GPU."""
-    ranks, engines = config.policy.num_workers, config.rollout.num_engines
-    first = 0 if config.shares_gpus else ranks
-    return [*range(ranks), *range(first, first + engines)]
-
-
-def required_bundles(config: TrainConfig) -> list[dict[str, float]]:
-    """Return the resources of the bundles that Ray has to reserve together; a bundle is on one machine."""
-    numbers = bundle_numbers(config)
-    bundles = [{"CPU": 0.0, "GPU": 0.0} for _ in range(max(numbers) + 1)]
-    for number, gpus in zip(numbers, worker_gpus(config), strict=True):
-        bundles[number]["CPU"] += CPUS_PER_WORKER
-        bundles[number]["GPU"] += gpus
-    return [{name: amount for name, amount in bundle.items() if amount > 0} for bundle in bundles]
-
-
 def engines_only(config: TrainConfig) -> TrainConfig:
     """The config of a cluster without ranks, for evaluation; what placement reads differs from `config`.
 
     And no engine is quantised: weights come to lie on a grid in a sync, and there is none. An engine that shares its
-    GPU with a rank has the GPU for itself: two halves of one GPU are not for two engines.
+    GPUs with ranks has them for itself: two halves of one GPU are not for two engines.
     """
     policy, rollout = copy.copy(config.policy), copy.copy(config.rollout)
     policy.num_workers, policy.gpus_per_worker = 0, 0.0
     rollout.quantization = Quantization.none
-    rollout.gpus_per_engine = float(math.ceil(rollout.gpus_per_engine))
+    rollout.gpus_per_engine = float(rollout.tp_size) if rollout.gpus_per_engine else 0.0
     alone = copy.copy(config)
     alone.policy, alone.rollout = policy, rollout
     return alone
@@ -270,6 +246,8 @@ class Cluster:
         self._ends = ExitStack()
         """Ends the parts of the run, last in, first out; each end is tried whatever happened to the others."""
         self._placement: PlacementGroup | None = None
+        self._places: list[Place] = []
+        """Place of every worker: the FSDP ranks first, then the engines."""
         self._policy: PolicyGroup | None = None
         self._engines: EngineGroup | None = None
         self._shared_gpu = SharedGpu()
@@ -280,6 +258,8 @@ class Cluster:
                 ends.enter_context(ray_session(self._config.cluster.address))
             self._placement = self._reserve()
             ends.callback(_give_back, self._placement)
+            found = bundle_places(self._placement, required_bundles(self._config))
+            self._places = worker_places(self._config, found)
             self._ends = ends.pop_all()
         return self
 
@@ -300,16 +280,16 @@ class Cluster:
         config = self._config.policy
         on_gpu = config.gpus_per_worker > 0
         init_method = self._rendezvous()
-        places = self._model_places(model_path)
-        critic_places = None if critic_path is None else self._model_places(critic_path)
+        models = self._model_places(model_path)
+        critics = None if critic_path is None else self._model_places(critic_path)
         nodes = self._nodes()
         threads = max(1, num_cores() // config.num_workers)
         workers: list[Any] = []
         for rank in range(config.num_workers):
             setup = PolicySetup(
                 config=self._config,
-                model_path=places[nodes[rank]],
-                critic_path=None if critic_places is None else critic_places[nodes[rank]],
+                model_path=models[nodes[rank]],
+                critic_path=None if critics is None else critics[nodes[rank]],
                 rank=rank,
                 init_method=init_method,
                 device="cuda" if on_gpu else "cpu",
@@ -343,8 +323,8 @@ class Cluster:
         takes_turns = self._policy_sleeps_first()
         config = self._config.rollout
         threads = engine_threads(self._config)
-        places = self._model_places(model_path)
-        nodes = self._nodes()[self._config.policy.num_workers :]
+        models = self._model_places(model_path)
+        places = self._places[self._config.policy.num_workers :]
 
         def spawn(index: int) -> ActorHandle[Any]:
             setup = EngineSetup(
@@ -354,7 +334,8 @@ class Cluster:
                 device="cuda" if config.gpus_per_engine > 0 else "cpu",
                 num_threads=threads,
                 log_dir=self._log_dir,
-                model_path=places[nodes[index]],
+                model_path=models[places[index].node],
+                gpus=places[index].gpus,
                 sleeps=takes_turns,
             )
             # The type stubs know neither the argument nor the threads of its verbs.
@@ -363,7 +344,9 @@ class Cluster:
             worker: ActorHandle[Any] = actor.options(**options).remote(setup)
             return worker
 
-        self._engines = EngineGroup(spawn, nodes=nodes, config=config, shared_gpu=self._shared_gpu)
+        self._engines = EngineGroup(
+            spawn, nodes=[place.node for place in places], config=config, shared_gpu=self._shared_gpu
+        )
         self._ends.callback(self._engines.stop)
         if takes_turns:
             self._shared_gpu.enable(awake=self._engines)
@@ -401,13 +384,11 @@ class Cluster:
         """Return the address at which other machines of the cluster reach the machine of rank 0."""
         if self._config.cluster.address is None:
             return LOOPBACK[0]
-        [address] = [node["NodeManagerAddress"] for node in ray_answer(ray.nodes) if node["NodeID"] == self._nodes()[0]]
-        return str(address)
+        return self._places[0].address
 
     def _nodes(self) -> list[str]:
         """Ray node id of every worker: the FSDP ranks first, then the engines."""
-        nodes = ray_answer(placement_group_table, self._placement)["bundles_to_node_id"]
-        return [nodes[bundle] for bundle in bundle_numbers(self._config)]
+        return [place.node for place in self._places]
 
     def _options(self, worker: int, threads: int) -> dict[str, object]:
         if self._placement is None:
@@ -431,7 +412,7 @@ class Cluster:
             "num_cpus": CPUS_PER_WORKER,
             "num_gpus": worker_gpus(self._config)[worker],
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._placement, placement_group_bundle_index=bundle_numbers(self._config)[worker]
+                placement_group=self._placement, placement_group_bundle_index=self._places[worker].bundle
             ),
             # Ray sets OMP_NUM_THREADS to the reserved CPUs, which would be 1 for a fraction of a core. Waiting
             # threads must soon sleep: a spinning one takes a core from the worker that has something to do.

@@ -84,9 +84,12 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
     receivers = engines.receivers(policy.node)
     with policy.resident():
         shared = policy.publish_weights(policy_version=policy_version, receivers=receivers, layouts=engines.layouts())
-    received = to_other_nodes(policy, engines, shared, receivers)
     gathered = time.perf_counter()
     with engines.resident():
+        # From host memory to host memory; an engine that is lost meanwhile is started anew, and must have its GPUs.
+        awake = time.perf_counter()
+        received = to_other_nodes(policy, engines, shared, receivers)
+        sent_s = time.perf_counter() - awake
         by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received))
     for index, report in by_engine.items():
         if report.policy_version != policy_version or report.num_tensors != len(shared.tensors):
@@ -104,7 +107,7 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         num_mapped=engines.num_by(Transport.mapped),
         num_broadcast=engines.num_by(Transport.broadcast),
         seconds=time.perf_counter() - started,
-        gather_s=gathered - started,
+        gather_s=gathered - started + sent_s,
         load_s=max(report.load_s for report in reports),
         verify_s=max(report.verify_s for report in reports),
         quantization=shared.quantization,

@@ -55,36 +55,46 @@ def evaluation_problems(config: TrainConfig) -> Iterator[Problem]:
 
 
 def sharing_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield broken rules about parts of a GPU: only a rank and an engine can share one."""
-    rank, engine = config.policy.gpus_per_worker, config.rollout.gpus_per_engine
-    remedy = "Set {}, or share with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5."
-    if 0 < engine < 1 and not config.shares_gpus:
+    """Yield broken rules about parts of a GPU: one rank and one engine share it, and the engine may span several."""
+    policy, rollout = config.policy, config.rollout
+    rank, engine, tp_size = policy.gpus_per_worker, rollout.gpus_per_engine, rollout.tp_size
+    sharing = f"share with policy.gpus_per_worker=0.5 rollout.gpus_per_engine={tp_size / 2:g}"
+    if 0 < rollout.gpu_share < 1 and not config.shares_gpus:
         yield config.broken(
             "rollout.gpus_per_engine",
-            f"must be a whole number with policy.gpus_per_worker={rank:g}: two engines could get the same GPU, and "
-            "each would take memory as if it were alone there",
-            remedy.format("rollout.gpus_per_engine=1"),
+            f"must be {tp_size}, whole GPUs, with policy.gpus_per_worker={rank:g}: two engines could get the same GPU, "
+            "and each would take memory as if it were alone there",
+            f"Set rollout.gpus_per_engine={tp_size}, or {sharing}.",
         )
     if 0 < rank < 1 and not config.shares_gpus:
         yield config.broken(
             "policy.gpus_per_worker",
             f"must be a whole number with rollout.gpus_per_engine={engine:g}: two ranks could get the same GPU, and "
             "NCCL connects no two ranks on one",
-            remedy.format("policy.gpus_per_worker=1"),
+            f"Set policy.gpus_per_worker=1, or {sharing}.",
         )
-    if config.shares_gpus and abs(rank + engine - 1) > 1e-6:
+    if config.shares_gpus and abs(rank + rollout.gpu_share - 1) > 1e-6:
+        each = "" if tp_size == 1 else f" / {tp_size} GPUs"
         yield config.broken(
             "policy.gpus_per_worker",
-            f"must add up to 1 with rollout.gpus_per_engine ({engine:g}): a rank shares its GPU with one engine, and "
-            "two ranks cannot share one",
-            f"Set policy.gpus_per_worker={1 - engine:g}.",
+            f"must add up to 1 with rollout.gpus_per_engine ({engine:g}{each}): a GPU has one rank and one engine",
+            f"Set rollout.gpus_per_engine={tp_size * (1 - rank):g}.",
+        )
+    if config.shares_gpus and policy.num_workers != rollout.num_engines * tp_size:
+        engines = policy.num_workers // tp_size
+        fewer = f"rollout.num_engines={engines}, or " if engines * tp_size == policy.num_workers else ""
+        yield config.broken(
+            "policy.num_workers",
+            f"must be the number of the engines' GPUs ({rollout.num_engines} x {tp_size}): a shared GPU has one rank "
+            "and one engine",
+            f"Set {fewer}policy.num_workers={rollout.num_engines * tp_size}.",
         )
     is_shared = config.shares_gpus or (rank == 0 and engine == 0)
     if config.cluster.residency is Residency.always and not is_shared:
         yield config.broken(
             "cluster.residency",
             "must be auto or never: no rank shares a GPU with an engine",
-            "GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine=0.5.",
+            f"GPUs are shared with policy.gpus_per_worker=0.5 rollout.gpus_per_engine={tp_size / 2:g}.",
         )
 
 

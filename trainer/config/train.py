@@ -167,8 +167,8 @@ class TrainConfig(Checked):
 
     @property
     def shares_gpus(self) -> bool:
-        """True if rank i and engine i share a GPU, because each reserves a fraction of a GPU."""
-        return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpus_per_engine < 1
+        """True if every GPU has one rank and a part of one engine, because each reserves a fraction of it."""
+        return 0 < self.policy.gpus_per_worker < 1 and 0 < self.rollout.gpu_share < 1
 
     @property
     def forwards_per_token(self) -> int:

@@ -94,6 +94,11 @@ class RankMemory:
                 return 0
 
     @property
+    def moved(self) -> int:
+        """Bytes that a rank moves from the training device to the host when it sleeps; gradients are dropped."""
+        return max(0, self.held - self.gradients)
+
+    @property
     def on_host(self) -> int:
         """Bytes on the host that belong to the training device."""
         match self.offload:

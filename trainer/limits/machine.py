@@ -12,8 +12,8 @@ import psutil
 from trainer.rundir.provenance import num_cores
 
 CPUS_PER_WORKER = 0.25
-"""Ray CPUs reserved for each rank and each engine: less than a core, because ranks and engines work in turns and share
-the cores, so that four engines and their ranks find a place on two cores."""
+"""Ray CPUs reserved for each FSDP rank and each tensor-parallel rank of an engine: less than a core, because ranks and
+engines work in turns and share the cores, so that four engines and their ranks find a place on two cores."""
 
 
 CGROUPS = Path("/sys/fs/cgroup")

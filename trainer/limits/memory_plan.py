@@ -59,12 +59,12 @@ class MemoryPlan:
 
     @property
     def engine_bytes(self) -> int | None:
-        """Bytes that one engine takes of its GPU while the rank is awake.
+        """Bytes that one engine takes of each of its GPUs while the ranks are awake.
 
         SGLang takes a part for weights and cache and adds the rest; of the torch engine it is the estimate.
         """
         if isinstance(self.config.rollout, SGLangConfig) and self.device_bytes is not None:
-            part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpus_per_engine)
+            part = self.config.rollout.engine_args.get("mem_fraction_static", self.config.rollout.gpu_share)
             return int(part * self.device_bytes) + ENGINE_BYTES
         return None if self.engine is None else self.engine.weights + self.engine.kv_cache
 
@@ -90,7 +90,8 @@ class MemoryPlan:
         if self.rank is None:
             return None
         policy = self.config.policy
-        of_rank = self.rank.on_host + (0 if policy.gpus_per_worker else self.rank.on_device)
+        asleep = self.rank.moved if self.takes_turns else 0
+        of_rank = self.rank.on_host + (asleep if policy.gpus_per_worker else self.rank.on_device)
         return policy.num_workers * (of_rank + PROCESS_BYTES)
 
     @property

@@ -1,18 +1,25 @@
 """Tensors -> their bytes on the host, and back, while every reference to the tensors stays valid.
 
 Used by `trainer/policy/trainable.py`. Only the storage behind a tensor is emptied and filled again: parameters,
-their views inside FSDP and the optimizer's states are the same objects before and after. On a GPU the copies go through
-pinned buffers, which are kept: to allocate one takes longer than to fill it. Not yet run on a GPU.
+their views inside FSDP and the optimizer's states are the same objects before and after. All bytes are in one buffer,
+which is kept, because to allocate it takes longer than to fill it, and which is pinned for a GPU. Torch's own pinned
+memory would be rounded up to a power of two. Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+ALIGNMENT = 64
+"""Bytes to which the start of each tensor in the buffer is aligned: a multiple of the size of every dtype."""
+ROOM_TIMEOUT_S = 30.0
+"""Seconds to wait for memory of a GPU that its other user is about to free."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -45,8 +52,11 @@ class HostCopy:
     """The bytes of some tensors on the host, while their own memory is given back."""
 
     def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
-        """Storage -> [bytes] uint8 on the host."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        """[bytes] uint8 on the host."""
+        self._is_pinned = False
+        self._offsets: dict[int, int] = {}
+        """Storage -> offset of its bytes in the buffer."""
         self._moved: dict[int, Tensor] = {}
         """Storage -> a view of it as bytes, which keeps it alive while it is empty."""
 
@@ -69,11 +79,13 @@ class HostCopy:
             if local.device.type == device.type and local.untyped_storage().nbytes():
                 # The whole storage as [bytes] uint8.
                 found[_key(local)] = local.new_empty(0, dtype=torch.uint8).set_(local.untyped_storage())
-        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in found}
+        self._offsets, num_bytes = {}, 0
         for key, source in found.items():
-            if key not in self._buffers or self._buffers[key].numel() != source.numel():
-                self._buffers[key] = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=source.is_cuda)
-            self._buffers[key].copy_(source, non_blocking=True)
+            self._offsets[key] = num_bytes
+            num_bytes += math.ceil(source.numel() / ALIGNMENT) * ALIGNMENT
+        self._hold(num_bytes, is_pinned=device.type == "cuda")
+        for key, source in found.items():
+            self._part(key, source).copy_(source, non_blocking=True)
         _wait(device)
         for source in found.values():
             source.untyped_storage().resize_(0)
@@ -82,9 +94,11 @@ class HostCopy:
     @torch.no_grad()
     def give_back(self, *, device: torch.device) -> None:
         """Fill the storages again; does nothing if nothing is on the host."""
+        if self._moved and device.type == "cuda":
+            _wait_for_room(self._buffer.numel(), device)
         for key, target in self._moved.items():
-            target.untyped_storage().resize_(self._buffers[key].numel())
-            target.copy_(self._buffers[key], non_blocking=True)
+            target.untyped_storage().resize_(target.numel())
+            target.copy_(self._part(key, target), non_blocking=True)
         _wait(device)
         self._moved = {}
 
@@ -93,14 +107,52 @@ class HostCopy:
         local = local_part(tensor)
         if _key(local) not in self._moved:
             return tensor
-        storage = self._buffers[_key(local)].untyped_storage()
-        copy = torch.empty(0, dtype=local.dtype).set_(storage, local.storage_offset(), local.size(), local.stride())
+        start = self._offsets[_key(local)] // local.itemsize + local.storage_offset()
+        storage = self._buffer.untyped_storage()
+        copy = torch.empty(0, dtype=local.dtype).set_(storage, start, local.size(), local.stride())
         return with_local_part(tensor, copy) if isinstance(tensor, DTensor) else copy
+
+    def _part(self, key: int, like: Tensor) -> Tensor:
+        """The bytes of a storage in the buffer, as many as in `like`."""
+        return self._buffer[self._offsets[key] : self._offsets[key] + like.numel()]
+
+    def _hold(self, num_bytes: int, *, is_pinned: bool) -> None:
+        """Make the buffer have `num_bytes` bytes; what is in it is lost if it has not."""
+        if self._buffer.numel() == num_bytes:
+            return
+        if self._is_pinned:
+            _checked("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr()))
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self._is_pinned = is_pinned and num_bytes > 0
+        if self._is_pinned:
+            address = self._buffer.data_ptr()
+            _checked("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
 def _key(tensor: Tensor) -> int:
     """The identity of the storage, which stays when its memory is given back."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _checked(call: str, status: object) -> None:
+    if code := int(status):  # type: ignore[call-overload]
+        raise RuntimeError(
+            f"{call} failed with CUDA status {code}: the host cannot pin the memory for what the GPU gives up. Free "
+            "memory of the host, raise its limit of locked memory (ulimit -l), or set cluster.residency=never"
+        )
+
+
+def _wait_for_room(num_bytes: int, device: torch.device) -> None:
+    """Until the GPU has `num_bytes` free bytes, or ROOM_TIMEOUT_S have passed, when torch's own error says more.
+
+    An engine on several GPUs answers when its first process has freed its memory; the others free theirs meanwhile.
+    """
+    deadline = time.monotonic() + ROOM_TIMEOUT_S
+    while time.monotonic() < deadline:
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if torch.cuda.mem_get_info(device)[0] + unused >= num_bytes:
+            return
+        time.sleep(0.02)
 
 
 def _wait(device: torch.device) -> None:

@@ -227,11 +227,6 @@ class Trainable(Generic[ModelT]):
 
     def state_dict(self) -> StateDict:
         """Weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not copied."""
-        if self._asleep and not self._optimizer.state:
-            # Before the first update torch makes the states with the weights at hand; they must be there.
-            self.wake()
-            get_state_dict(self._model, self._optimizer)
-            self.sleep()
         model, optimizer = get_state_dict(self._model, self._optimizer)
         model, optimizer = (tree_map_only(Tensor, self._readable, part) for part in (model, optimizer))
         scale = NO_SCALE.clone() if self._scale is None else self._scale.state()
@@ -261,6 +256,8 @@ class Trainable(Generic[ModelT]):
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+        if not self._optimizer.state:
+            self._make_states()
         if not self._optimizer_on_host.holds:
             self._move_optimizer_out()
         self._weights_on_host.take(self._model.parameters(), device=self._device)
@@ -274,6 +271,15 @@ class Trainable(Generic[ModelT]):
         if self._offload is Offload.none:
             self._optimizer_on_host.give_back(device=self._device)
         self._asleep = False
+
+    def _make_states(self) -> None:
+        """Make AdamW's states before the first update: a checkpoint needs them, and they are made with the weights.
+
+        A sleeping policy could not make them: its GPU is the engine's.
+        """
+        get_state_dict(self._model, self._optimizer)
+        for state in self._optimizer.state.values():
+            state["step"].zero_()  # torch has counted an update that changed nothing
 
     def _move_optimizer_out(self) -> None:
         states = [value for state in self._optimizer.state.values() for value in state.values()]

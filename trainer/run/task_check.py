@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -69,9 +68,11 @@ def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) ->
         return
     policy, rollout = config.policy, config.rollout
     ranks = policy.num_workers if trains else 0
-    of_engine = rollout.gpus_per_engine if trains else math.ceil(rollout.gpus_per_engine)  # alone on its GPU
+    of_engine = rollout.gpus_per_engine
+    if of_engine and not trains:
+        of_engine = rollout.tp_size  # alone on its GPUs
     gpus = ranks * policy.gpus_per_worker + rollout.num_engines * of_engine
-    cpus = CPUS_PER_WORKER * (ranks + rollout.num_engines)
+    cpus = CPUS_PER_WORKER * (ranks + rollout.num_engines * rollout.tp_size)
     elsewhere = "or name a Ray cluster with cluster.address."
     if gpus > machine.gpus and not any(Path(device).exists() for device in OTHER_GPUS):
         key = "rollout.gpus_per_engine" if rollout.gpus_per_engine else "policy.gpus_per_worker"
