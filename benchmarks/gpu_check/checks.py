@@ -12,7 +12,7 @@ from gpu_check.rows import Row
 
 SHOWN_ON_CPU = "0.5B, 8 ranks"
 """The part that a CPU runs, with a tiny model in place of the named one."""
-MEMORY_COSTS_S = {"0.5B, 8 ranks": 20.0, "1.5B, 1 rank": 25.0, "7B, 8 ranks": 90.0, "32B, 32 ranks": 260.0}
+MEMORY_COSTS_S = {"0.5B, 8 ranks": 20.0, "1.5B, 1 rank": 25.0, "7B, 8 ranks": 90.0, "32B, 64 ranks": 260.0}
 SPEED_COSTS_S = {"0.5B, 8 ranks": 30.0, "1.5B, 1 rank": 50.0, "7B, 8 ranks": 110.0}
 
 

@@ -35,12 +35,12 @@ RECIPES = {
         mini_batch_prompts=32,
         checkpoint_every=1,
     ),
-    "32B, 32 ranks": Setting(
+    "32B, 64 ranks": Setting(
         size=QWEN_32B,
         prompt_tokens=2048,
         response_tokens=20480,
         cap=22528,
-        num_workers=32,
+        num_workers=64,
         prompts_per_step=512,
         group_size=16,
         mini_batch_prompts=32,
@@ -48,8 +48,8 @@ RECIPES = {
     ),
     "1.5B, 1 rank": Setting(size=QWEN_15B, prompt_tokens=1024, response_tokens=1024, cap=8192, checkpoint_every=1),
 }
-"""Ranks on a GPU: the numbers of gsm8k_grpo_qwen2.5_0.5b (on 8 ranks), dapo_qwen2.5_7b and dapo_qwen2.5_32b (on 32
-ranks), and one rank that is not a fake."""
+"""Ranks on a GPU: the numbers of gsm8k_grpo_qwen2.5_0.5b (on 8 ranks), dapo_qwen2.5_7b and dapo_qwen2.5_32b, and one
+rank that is not a fake."""
 SMALL = Setting(
     size=TINY, prompt_tokens=16, response_tokens=48, cap=128, num_workers=4, prompts_per_step=8, group_size=2
 )

@@ -76,7 +76,7 @@ def test_a_sparse_model_of_32_billion_parameters_takes_no_disk(tmp_path: Path) -
     [
         ("0.5B, 8 ranks", "gsm8k_grpo_qwen2.5_0.5b", 1),
         ("7B, 8 ranks", "dapo_qwen2.5_7b", 8),
-        ("32B, 32 ranks", "dapo_qwen2.5_32b", 32),
+        ("32B, 64 ranks", "dapo_qwen2.5_32b", 64),
     ],
 )
 def test_fake_ranks_have_the_numbers_of_the_recipes(name: str, recipe: str, ranks: int) -> None:
