@@ -177,12 +177,12 @@ def test_the_best_checkpoint_of_a_run_that_kept_none_is_a_mistake_in_the_command
 
 
 def test_a_cluster_for_evaluation_has_engines_only() -> None:
-    words = ("policy.num_workers=4", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
+    words = ("policy.num_workers=2", "policy.gpus_per_worker=0.5", "rollout.gpus_per_engine=0.5", "rollout=torch")
     config = config_of(*words, "rollout.num_engines=2")
     alone = engines_only(config)
     # The other half of a GPU, which a rank has in training, is not for another engine.
     assert required_bundles(alone) == [{"CPU": CPUS_PER_WORKER, "GPU": 1.0}] * 2
-    assert (config.policy.num_workers, config.policy.gpus_per_worker) == (4, 0.5)
+    assert (config.policy.num_workers, config.policy.gpus_per_worker) == (2, 0.5)
     assert replace(alone.rollout, gpus_per_engine=0.5) == config.rollout
 
 
