@@ -175,7 +175,8 @@ def test_the_actors_of_a_machine_see_the_gpus_of_their_places(eight_machines: No
     class Engine(RolloutWorker):
         seen = Rank.seen
 
-    config = layout("64 GPUs hybrid, tp_size=4")
+    config, rank = layout("64 GPUs hybrid, tp_size=4"), ray.remote(Rank)
+    engine: Any = ray.remote(concurrency_groups={"requests": 1, "answers": 1})(Engine)  # type: ignore[call-overload]
     with Cluster(config, log_dir=tmp_path) as cluster:
         node = cluster._places[0].node
         actors: dict[int, Any] = {}
@@ -185,14 +186,13 @@ def test_the_actors_of_a_machine_see_the_gpus_of_their_places(eight_machines: No
             options: Any = cluster._options(worker, 1)
             index = worker - config.policy.num_workers
             if index < 0:
-                actors[worker] = ray.remote(Rank).options(**options).remote()
+                actors[worker] = rank.options(**options).remote()
                 continue
             setup = EngineSetup(
                 config=config.rollout, index=index, seed=0, device="cuda", num_threads=1, log_dir=tmp_path,
                 model_path=tmp_path, gpus=place.gpus, sleeps=True,
             )  # fmt: skip
-            groups: Any = ray.remote(concurrency_groups={"requests": 1, "answers": 1})  # type: ignore[call-overload]
-            actors[worker] = groups(Engine).options(**options).remote(setup)
+            actors[worker] = engine.options(**options).remote(setup)
         # All at once: ranks and engines hold their parts of the same GPUs.
         seen = dict(zip(actors, ray.get([actor.seen.remote() for actor in actors.values()], timeout=600), strict=True))
         assert seen == {worker: (node, ",".join(cluster._places[worker].gpus)) for worker in actors}
