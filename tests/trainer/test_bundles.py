@@ -180,6 +180,7 @@ def test_the_actors_of_a_machine_see_the_gpus_of_their_places(eight_machines: No
     with Cluster(config, log_dir=tmp_path) as cluster:
         node = cluster._places[0].node
         actors: dict[int, Any] = {}
+        seen: dict[int, tuple[str, str]] = {}
         for worker, place in enumerate(cluster._places):
             if place.node != node:
                 continue
@@ -187,14 +188,15 @@ def test_the_actors_of_a_machine_see_the_gpus_of_their_places(eight_machines: No
             index = worker - config.policy.num_workers
             if index < 0:
                 actors[worker] = rank.options(**options).remote()
-                continue
-            setup = EngineSetup(
-                config=config.rollout, index=index, seed=0, device="cuda", num_threads=1, log_dir=tmp_path,
-                model_path=tmp_path, gpus=place.gpus, sleeps=True,
-            )  # fmt: skip
-            actors[worker] = engine.options(**options).remote(setup)
-        # All at once: ranks and engines hold their parts of the same GPUs.
-        seen = dict(zip(actors, ray.get([actor.seen.remote() for actor in actors.values()], timeout=600), strict=True))
+            else:
+                setup = EngineSetup(
+                    config=config.rollout, index=index, seed=0, device="cuda", num_threads=1, log_dir=tmp_path,
+                    model_path=tmp_path, gpus=place.gpus, sleeps=True,
+                )  # fmt: skip
+                actors[worker] = engine.options(**options).remote(setup)
+            # They stay, so that ranks and engines hold their parts of the same GPUs. Ten processes that start at once
+            # can take a busy machine longer than Ray waits.
+            seen[worker] = ray.get(actors[worker].seen.remote(), timeout=300)
         assert seen == {worker: (node, ",".join(cluster._places[worker].gpus)) for worker in actors}
         assert sorted(len(gpus.split(",")) for _, gpus in seen.values()) == [1] * 8 + [4] * 2
         for actor in actors.values():
