@@ -140,7 +140,8 @@ def run_steps(
     with tracking as tracker, termination.named(), printed_log(run_dir / LOGS):
         termination.last_words = tracker.record_interrupted
         place = shlex.quote(str(run_dir))
-        termination.way_on = f"; parity resume {place} goes on from what is saved, parity report {place} draws it"
+        go_on = f"parity resume {place} goes on from what is saved, " if config.checkpoint.every else ""
+        termination.way_on = f"; {go_on}parity report {place} draws it"
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
         for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:
