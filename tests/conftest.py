@@ -16,6 +16,9 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Nothing is fetched from the hub: a missing file is an error at once, not after retries.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A waiting OpenMP thread sleeps at once (read when torch is loaded): two processes run the tests on two cores, and the
+# threads that one lets spin take the time of the other. Tests of the policy took four times as long.
+os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
 from leftovers import leftovers, observe_leftovers
 

@@ -140,7 +140,7 @@ def lone_worker(config: TrainConfig, model_path: Path, *, critic_path: Path | No
             rank=0,
             init_method=f"file://{model_path / secrets.token_hex(8)}",
             device="cpu",
-            num_threads=2,
+            num_threads=1,
             log_dir=model_path,
         )
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_process import HEAVY, parity
+from cli_process import HEAVY, REFUSED_S, parity
 
 from rollout.rewards.scorer import RewardError
 from trainer.cli.commands import run
@@ -95,7 +95,7 @@ def test_mistakes_are_reported_together_before_anything_heavy_is_loaded(tmp_path
     )
     assert outcome.code == 2
     assert outcome.loaded == ()
-    assert outcome.cpu_s < 3
+    assert outcome.cpu_s < REFUSED_S
     title, *lines = outcome.err.splitlines()
     assert title == "parity train arithmetic_grpo: 7 problems, nothing was started"
     assert [line.split()[1] for line in lines] == [

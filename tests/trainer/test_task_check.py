@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from cli_process import HEAVY, parity
+from cli_process import HEAVY, REFUSED_S, parity
 from data_cases import byte_tokenizer
 from policy_cases import save_policy
 from safetensors.torch import load_file, save_file
@@ -69,7 +69,7 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
     wrong = ("data.prompt_key=question", "model.path=nosuch/a/b", "rollout.gpus_per_engine=1")
     outcome = parity("train", "mine.yaml", *wrong, *more, cwd=own, watched=HEAVY, env={"CUDA_VISIBLE_DEVICES": ""})
     assert (outcome.code, outcome.loaded) == (2, ()), outcome.err
-    assert outcome.cpu_s < 3
+    assert outcome.cpu_s < REFUSED_S
     title, *problems = outcome.err.splitlines()
     assert title == "parity train mine.yaml: 3 problems, nothing was started"
     keys = ["rollout.gpus_per_engine", "model.path", "data.train_path"]
@@ -269,6 +269,6 @@ def test_a_model_on_the_hub_is_asked_for_once_and_briefly(own: Path) -> None:
     """Nobody listens at the address of the hub."""
     words = ["train", "mine.yaml", "model.path=some/model"]
     outcome = parity(*words, cwd=own, env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(own / "hf")})
-    assert outcome.code == 2 and outcome.cpu_s < 3
+    assert outcome.code == 2 and outcome.cpu_s < REFUSED_S
     [_, problem] = outcome.err.splitlines()
     assert "model.path must be a directory or a repository of the hub that can be read, got 'some/model'." in problem
