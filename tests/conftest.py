@@ -40,6 +40,15 @@ def one_thread_per_process() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def path_of_its_own() -> Iterator[None]:
+    """SGLang in a test's own process puts its torchvision on the path. A process that a later file spawns gets the path
+    of this one, and with that torchvision transformers cannot be imported."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def test_data_dir() -> Path:
     """Directory with the real data sets (gsm8k/, aime24/, ...); skips where PARITY_TEST_DATA is not set."""

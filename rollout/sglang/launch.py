@@ -1,8 +1,8 @@
 """Starts one SGLang server in this process: a JSON request on stdin -> `sglang.launch_server`'s own code.
 
 `rollout/sglang/server.py` runs this file as `python -m rollout.sglang.launch`. The server's arguments come through
-stdin because two of them are keys, which must not be readable in the process list. The processes that SGLang spawns
-import this file again before any other module, so code at its top runs in all of them.
+stdin because two of them are keys, which must not be readable in the process list. On a GPU SGLang spawns processes,
+which import this file again before any other module, so code at its top runs in all of them. On a CPU they are forks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import signal
 import sys
 from typing import Any
 
-from rollout.sglang.cpu.platform import PLATFORM_NAME
+from rollout.sglang.cpu.forking import fork_processes
+from rollout.sglang.cpu.platform import PLATFORM_NAME, activate
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
 
 if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
@@ -37,6 +38,8 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
+    if activate() is not None:
+        fork_processes()
     run_server(ServerArgs(**server_args))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,8 +89,6 @@ class Driver:
 @pytest.fixture
 def make_driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("SGLANG_PLATFORM", PLATFORM_NAME)
-    # A process that a later test spawns gets the path of this one, and must not find SGLang's torchvision there.
-    monkeypatch.setattr(sys, "path", [*sys.path])
     make_torchvision_importable()
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import RadixAttention

@@ -13,8 +13,8 @@ HEAVY = ("torch", "ray", "transformers", "sglang", "datasets", "wandb")
 """Packages whose import takes seconds."""
 
 REFUSED_S = 6.0
-"""Limit of `Outcome.cpu_s` for a command that is refused: twice the goal of 3 s, because the same work takes up to twice
-the processor time while other processes use the other core."""
+"""Limit of `Outcome.cpu_s` for a refused command: twice the goal of 3 s, because the same work takes up to twice the
+processor time while other processes use the other core."""
 
 PROBE = """
 import sys
