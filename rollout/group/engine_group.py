@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -206,10 +206,15 @@ class EngineGroup:
         """Number of serving engines that received their weights by `transport`."""
         return sum(member.transport is transport for member in self._serving())
 
-    def receivers(self, node: str) -> tuple[Receiver, ...]:
-        """One serving engine per Ray node other than `node`, whose worker can receive weights for its node."""
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ray node ids of the engines."""
+        return frozenset(member.node for member in self._members)
+
+    def receivers(self, nodes: Collection[str]) -> tuple[Receiver, ...]:
+        """One serving engine per Ray node not among `nodes`, whose worker can receive weights for its node."""
         first = {member.node: Receiver(member.index, member.restarts) for member in reversed(self._serving())}
-        return tuple(sorted(receiver for place, receiver in first.items() if place != node))
+        return tuple(sorted(receiver for node, receiver in first.items() if node not in nodes))
 
     def layouts(self) -> tuple[WeightLayout, ...]:
         """The different layouts in which engines hold the weights and digest them."""

@@ -36,7 +36,7 @@ class Transport(Enum):
     """Transport by which weights reach an engine."""
 
     mapped = "shared memory"
-    """The engine is on the machine of rank 0 and maps its shared memory."""
+    """A rank on the engine's machine published the weights in shared memory, which the engine maps."""
     broadcast = "broadcast"
     """One worker of the engine's machine received the weights for all engines of the machine."""
     copied = "Ray objects"
@@ -106,8 +106,10 @@ class Published:
 
     shared: SharedWeights
     node: str
-    """Ray node id of the machine whose memory holds the weights."""
-    received: Mapping[str, SharedWeights]
+    """Ray node id of rank 0, whose machine's memory holds the weights."""
+    by_ranks: Mapping[str, SharedWeights] = field(default_factory=dict)
+    """Ray node id -> weights that another rank of the policy wrote into the memory of its machine."""
+    received: Mapping[str, SharedWeights] = field(default_factory=dict)
     """Ray node id -> weights that a broadcast stored in the memory of that node."""
 
     @cached_property
@@ -119,6 +121,8 @@ class Published:
         """(transport, argument for the worker) for an engine: weights in the memory of its machine, or copies."""
         if member.node == self.node:
             return Transport.mapped, self.shared
+        if member.node in self.by_ranks:
+            return Transport.mapped, self.by_ranks[member.node]
         there = self.received.get(member.node)
         # The lost worker of this engine may be the receiver, and the received weights are lost with its memory.
         if there is None or member.health is not Health.serving:

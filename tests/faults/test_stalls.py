@@ -79,7 +79,7 @@ def test_a_loss_that_is_no_number_on_one_of_two_ranks_skips_the_step_on_both(
         return pack([samples], num_ranks=2, max_tokens=20, policy_version=0)
 
     def weights(version: int) -> torch.Tensor:
-        shared = policy.publish_weights(policy_version=version)
+        shared = policy.publish_weights(policy_version=version).shared
         return torch.cat([tensor.flatten().clone() for _, tensor in unpack(copy_of(shared))])
 
     before = weights(1)

@@ -74,7 +74,7 @@ def _rank(
     for name, engine in engines.items():
         worker._publisher = publisher = weight_publisher(tensor_shapes(worker._policy.model), engine)
         sent.clear()
-        shared = worker.publish_weights(1)
+        shared = worker.publish_weights(1, publishes=rank == 0)
         if shared is None:
             assert rank > 0
             continue

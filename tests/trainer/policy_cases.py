@@ -167,7 +167,7 @@ def full_gradient(model: nn.Module) -> torch.Tensor:
 
 def published(shared: SharedWeights, node: str) -> Published:
     """Weights for engines that are all on `node`."""
-    return Published(shared=shared, node=node, received={})
+    return Published(shared=shared, node=node)
 
 
 def held_versions(engines: EngineGroup) -> list[int]:

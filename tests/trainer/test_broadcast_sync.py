@@ -1,4 +1,4 @@
-"""Weights for engines on other machines: real ranks and engines, gloo between them, one machine taken for three."""
+"""Weights for engines on other machines: real ranks and engines, one machine taken for three."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout.types import SharedWeights
 from trainer.batch.packing import pack
 from trainer.cluster.model_places import ModelPlaceError, model_places
 from trainer.cluster.placement import Cluster, ray_session
-from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.policy_group import PolicyGroup, _same_weights
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
 
 pytestmark = pytest.mark.slow
@@ -43,9 +43,9 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGroup, EngineGroup]]:
-    """One rank and four engines on machines NODES; which versions the engines hold depends on the tests before."""
+    """Two ranks and four engines on machines NODES; which versions the engines hold depends on the tests before."""
     path = save_policy(tmp_path_factory.mktemp("model"))
-    config = make_config(path, num_workers=1)
+    config = make_config(path, num_workers=2)
     config.rollout = TorchEngineConfig(
         dtype=DType.float32,
         num_engines=4,
@@ -79,7 +79,7 @@ def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, Engine
     policy, engines = sides
     old = max(held_versions(engines))
     for version in (old + 1, old + 2):
-        policy.train(pack([make_samples()], num_ranks=1, max_tokens=100, policy_version=0), step=version)
+        policy.train(pack([make_samples()], num_ranks=2, max_tokens=100, policy_version=0), step=version)
         report = sync_weights(policy, engines, policy_version=version)
         assert "through shared memory (1) and broadcast (3) in" in str(report)
         assert held_versions(engines) == [version] * 4
@@ -87,8 +87,8 @@ def test_weights_are_broadcast_once_per_machine(sides: tuple[PolicyGroup, Engine
 
 def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
     policy, engines = sides
-    held, receivers = held_versions(engines), engines.receivers(policy.node)
-    shared = policy.publish_weights(policy_version=max(held) + 1, receivers=receivers)
+    held, receivers = held_versions(engines), engines.receivers(policy.nodes)
+    shared = policy.publish_weights(policy_version=max(held) + 1, receivers=receivers).shared
     received = to_other_nodes(policy, engines, shared, receivers)
     assert sorted(received) == ["b", "c"]
     there = received["c"]
@@ -98,6 +98,33 @@ def test_a_byte_that_changes_on_the_way_is_named(sides: tuple[PolicyGroup, Engin
     with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
         engines.load_weights(replace(published(shared, policy.node), received=received))
     assert held_versions(engines)[3] == held[3]
+
+
+def test_a_rank_publishes_for_the_engines_of_its_machine(
+    sides: tuple[PolicyGroup, EngineGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, engines = sides
+    monkeypatch.setattr(policy, "_nodes", [policy.node, "b"])
+    version = max(held_versions(engines)) + 1
+    report = sync_weights(policy, engines, policy_version=version)
+    assert "through shared memory (3) and broadcast (1) in" in str(report)
+    assert held_versions(engines) == [version] * 4
+    weights = policy.publish_weights(policy_version=version + 1, nodes=engines.nodes)
+    assert weights.by_ranks.keys() == {"b"} and weights.by_ranks["b"].address != weights.shared.address
+    flip_byte(weights.by_ranks["b"], weights.shared.tensors[3])
+    with pytest.raises(WeightSyncError, match=weights.shared.tensors[3].name.replace(".", r"\.")):
+        engines.load_weights(weights)
+    assert held_versions(engines)[::2] == [version] * 2  # those of "b"
+    # A rank without engines on its machine writes nothing.
+    assert not policy.publish_weights(policy_version=version + 2, nodes=["here", "c"]).by_ranks
+
+
+def test_ranks_that_gathered_different_bytes_are_named(sides: tuple[PolicyGroup, EngineGroup]) -> None:
+    policy, engines = sides
+    shared = policy.publish_weights(policy_version=max(held_versions(engines)) + 1).shared
+    tensors = [replace(spec, digest="0" * 16) if index == 2 else spec for index, spec in enumerate(shared.tensors)]
+    with pytest.raises(WeightSyncError, match=f"rank 1 has other bytes of {shared.tensors[2].name}"):
+        _same_weights(shared, replace(shared, tensors=tensors), 1)
 
 
 @pytest.mark.scenario(18)

@@ -61,7 +61,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(policy: PolicyGroup) -> torch.Tensor:
-    shared = policy.publish_weights(policy_version=1)
+    shared = policy.publish_weights(policy_version=1).shared
     return torch.cat([tensor.flatten().clone() for _, tensor in unpack(copy_of(shared))])
 
 
@@ -163,7 +163,7 @@ def listeners(processes: list[psutil.Process]) -> dict[str, list[str]]:
 
 def check_bits_of_the_files(policy: PolicyGroup, path: Path) -> None:
     """The weights that the ranks send are those of the files, bit by bit."""
-    shared = policy.publish_weights(policy_version=0)
+    shared = policy.publish_weights(policy_version=0).shared
     packed = copy_of(shared)
     sent = {spec.name: tensor.clone() for spec, tensor in unpack(packed)}
     stored = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
@@ -193,13 +193,13 @@ def test_engines_hold_the_policy_bitwise_a_flipped_byte_is_named_and_all_listen_
         assert (report.num_engines, report.num_mapped) == (2, 2)
         assert "to 2 engine(s) through shared memory (2) in" in str(report)
         assert held_versions(engines) == [1, 1]
-        shared = policy.publish_weights(policy_version=2)
+        shared = policy.publish_weights(policy_version=2).shared
         spec = shared.tensors[3]
         flip_byte(shared, spec)
         with pytest.raises(WeightSyncError, match=spec.name.replace(".", r"\.")):
             engines.load_weights(published(shared, policy.node))
         assert held_versions(engines) == [1, 1]
-        shared = policy.publish_weights(policy_version=3)
+        shared = policy.publish_weights(policy_version=3).shared
         shared.tensors[3].name = "missing_tensor"
         with pytest.raises(WeightSyncError, match=r"missing_tensor"):
             engines.load_weights(published(shared, policy.node))
@@ -233,7 +233,7 @@ def test_quantised_engines_hold_the_weights_of_their_grid_and_no_others(model_pa
         [logprobs] = policy.logprobs([micro])
         assert worst(micro, logprobs) > TOLERANCE
         # A digest of the plain weights, which the run starts with, is not accepted for the quantised ones.
-        shared = policy.publish_weights(policy_version=2)
+        shared = policy.publish_weights(policy_version=2).shared
         name = "model.layers.0.mlp.up_proj.weight"
         [spec] = [spec for spec in shared.tensors if spec.name == name]
         plain = tensor_digest(load_file(model_path / "model.safetensors")[name])
@@ -280,7 +280,7 @@ def test_engine_and_trainer_agree_and_the_check_sees_every_cause_of_disagreement
         # What SGLang must report is made by rank 0, for all engines at once.
         layouts = engines.layouts()
         assert len(layouts) == (engine.kind == "sglang")
-        shared = policy.publish_weights(policy_version=2, layouts=layouts)
+        shared = policy.publish_weights(policy_version=2, layouts=layouts).shared
         assert set(shared.engine_digests) == set(layouts)
         assert all(len(digests[0]) == len(layout.parameters) for layout, digests in shared.engine_digests.items())
 

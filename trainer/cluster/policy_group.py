@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from rollout.engine import BroadcastError
+from rollout.engine import BroadcastError, WeightSyncError
 from rollout.group.actor_calls import GRACE_S, LostWorkerError, WorkerError, WorkerProcess, gather, run_on
+from rollout.group.group_member import Published
 from rollout.group.residency import SharedGpu
 from rollout.processes.process_marks import kill_processes
 from rollout.types import SharedWeights, WeightLayout
@@ -55,7 +57,7 @@ class PolicyGroup:
         self._workers = list(workers)
         self._nodes = list(nodes)
         self.node = nodes[0]
-        """Ray node id of rank 0, from which the weights go out."""
+        """Ray node id of rank 0, which sends the weights to machines without a rank."""
         self._memory_note = memory_note
         self._names = [f"policy {rank}" for rank in range(len(self._workers))]
         self._start_timeout_s = start_timeout_s
@@ -74,6 +76,11 @@ class PolicyGroup:
         """Reason for which the watchdog has ended a rank; "" if it has ended none."""
         self._failed: tuple[Receiver, ...] = ()
         """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Ray node ids of the ranks."""
+        return frozenset(self._nodes)
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -119,17 +126,32 @@ class PolicyGroup:
         return of_rank, of_engine
 
     def publish_weights(
-        self, *, policy_version: int, receivers: tuple[Receiver, ...] = (), layouts: tuple[WeightLayout, ...] = ()
-    ) -> SharedWeights:
-        """Gather all weights into memory that engines on `node` can map; `receivers` take them to other nodes.
+        self,
+        *,
+        policy_version: int,
+        nodes: Collection[str] = (),
+        receivers: tuple[Receiver, ...] = (),
+        layouts: tuple[WeightLayout, ...] = (),
+    ) -> Published:
+        """Gather all weights into memory of rank 0's machine and of each of `nodes` that has a rank.
 
-        What engines of these `layouts` must report of the weights goes with them.
+        The gather gives every rank all weights, so the first rank of a machine publishes them there. `receivers` take
+        them to nodes without a rank. What engines of these `layouts` must report of the weights goes with them. Raises
+        WeightSyncError if another rank gathered other bytes than rank 0.
         """
         joining = () if receivers == self._failed else receivers
-        answers: list[SharedWeights] = self._all(
-            "publish_weights", policy_version, joining, layouts, phase="weight gather"
-        )
-        return answers[0]
+        first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
+        publishing = {0} | {rank for node, rank in first.items() if node in nodes}
+        refs = [
+            worker.publish_weights.remote(
+                policy_version, rank in publishing, () if rank else joining, () if rank else layouts
+            )
+            for rank, worker in enumerate(self._workers)
+        ]
+        answers: list[SharedWeights | None] = self._gather(refs, phase="weight gather")
+        shared, *others = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+        by_ranks = {self._nodes[rank]: _same_weights(shared[1], there, rank) for rank, there in others}
+        return Published(shared=shared[1], node=self.node, by_ranks=by_ranks)
 
     def send_weights(self) -> ray.ObjectRef[Any]:
         """Begin to broadcast what was published last; the receivers must be called too."""
@@ -219,3 +241,14 @@ class PolicyGroup:
             raise
         self.num_answers += 1
         return answers
+
+
+def _same_weights(shared: SharedWeights, there: SharedWeights, rank: int) -> SharedWeights:
+    """`shared` as `rank` has it in the memory of its machine; raises WeightSyncError if that are other bytes."""
+    for spec, other in zip(shared.tensors, there.tensors, strict=True):
+        if spec != other:
+            raise WeightSyncError(
+                f"phase weight gather: policy version {shared.policy_version}: rank {rank} has other bytes of "
+                f"{spec.name} than rank 0 after the gather"
+            )
+    return replace(shared, address=there.address)

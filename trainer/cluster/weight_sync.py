@@ -1,9 +1,10 @@
 """Policy -> engines: all weights after every step, verified. The receipt is printed and logged.
 
-Rank 0 casts the gathered weights into shared memory, with a digest per tensor; engines on its machine read them there,
-to other machines it broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that what
-it holds is bitwise what was published; what SGLang's own digests must be, rank 0 computes once for all engines. A wrong
-byte, name or version ends the run with the tensor's name.
+The ranks gather the weights, over NCCL where they have GPUs. On every machine that has ranks and engines the first rank
+writes them into shared memory, with a digest per tensor, and the engines of the machine read them there. To machines
+without a rank, rank 0 broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that
+what it holds is bitwise what rank 0 published; what SGLang's own digests must be, rank 0 computes once for all engines.
+A wrong byte, name or version ends the run with the tensor's name.
 
 A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
 later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
@@ -13,11 +14,11 @@ the receivers are others, and form their group with the next sync.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.engine import WeightSyncError
 from rollout.group.engine_group import EngineGroup
-from rollout.group.group_member import Published, Transport
+from rollout.group.group_member import Transport
 from rollout.types import QuantizationReport, SharedWeights
 from rollout.weights.weight_broadcast import Receiver
 from trainer.cluster.policy_group import PolicyGroup
@@ -33,7 +34,7 @@ class SyncReport:
     """Bytes of one copy of the weights."""
     num_engines: int
     num_mapped: int
-    """Engines on the machine of rank 0, which read the weights in its shared memory."""
+    """Engines on machines of ranks, which read the weights in shared memory."""
     num_broadcast: int
     """Engines on machines to which the weights were broadcast; what is left was sent copies."""
     seconds: float
@@ -81,16 +82,19 @@ class SyncReport:
 def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: int) -> SyncReport:
     """Give every engine the policy's weights and verify them; raises WeightSyncError with names and versions."""
     started = time.perf_counter()
-    receivers = engines.receivers(policy.node)
+    receivers = engines.receivers(policy.nodes)
     with policy.resident():
-        shared = policy.publish_weights(policy_version=policy_version, receivers=receivers, layouts=engines.layouts())
+        published = policy.publish_weights(
+            policy_version=policy_version, nodes=engines.nodes, receivers=receivers, layouts=engines.layouts()
+        )
+    shared = published.shared
     gathered = time.perf_counter()
     with engines.resident():
         # From host memory to host memory; an engine that is lost meanwhile is started anew, and must have its GPUs.
         awake = time.perf_counter()
         received = to_other_nodes(policy, engines, shared, receivers)
         sent_s = time.perf_counter() - awake
-        by_engine = engines.load_weights(Published(shared=shared, node=policy.node, received=received))
+        by_engine = engines.load_weights(replace(published, received=received))
     for index, report in by_engine.items():
         if report.policy_version != policy_version or report.num_tensors != len(shared.tensors):
             raise WeightSyncError(

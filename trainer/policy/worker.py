@@ -205,16 +205,21 @@ class PolicyWorker:
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
     def publish_weights(
-        self, policy_version: int, receivers: tuple[Receiver, ...] = (), layouts: tuple[WeightLayout, ...] = ()
+        self,
+        policy_version: int,
+        publishes: bool = True,
+        receivers: tuple[Receiver, ...] = (),
+        layouts: tuple[WeightLayout, ...] = (),
     ) -> SharedWeights | None:
-        """Publish all weights as the engines hold them, in memory of this machine; rank 0 says where, others None.
+        """Gather all weights; if this rank `publishes`, write them into memory of this machine as the engines hold them
+        -> where they are, None if it does not publish.
 
-        `receivers` take them to other machines: rank 0 also says where they meet it for `send_weights`. It digests the
-        weights for engines of these `layouts`.
+        `receivers` take them to machines without a rank: they meet this rank for `send_weights`. The weights are also
+        digested for engines of these `layouts`.
         """
         # Sharded master weights, whatever ran before.
         tensors = full_tensors(self._policy.model, self._publisher.input_dtypes)
-        if self._setup.rank != 0:
+        if not publishes:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
             return None
