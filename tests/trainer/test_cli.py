@@ -125,6 +125,14 @@ def test_a_mistyped_file_of_a_recipe_is_found_beside_it(
         assert f"must be an existing file, got '{Path(place) / given}'. {hint}" in capsys.readouterr().err
 
 
+def test_no_plan_is_made_of_words_that_were_not_understood(tmp_path: Path) -> None:
+    outcome = parity("train", "arithmetic_grpo", "rollout=torch", "--dry-run", "--use-tis", cwd=tmp_path)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.splitlines()[1:] == [
+        "  - flag is not known, got '--use-tis'. Here it is correction=tis. See parity train --help."
+    ]
+
+
 def test_an_unknown_recipe_and_flag_are_reported_together(tmp_path: Path) -> None:
     outcome = parity("train", "arith", "--config-dir", "nosuch", "--multi-run", cwd=tmp_path)
     assert outcome.code == 2

@@ -331,7 +331,7 @@ def _checked_train(
         notes: list[str] = []
         if not refused:
             refused, notes = load_tasks(resolution)
-        if not resolution.problems:
+        if not resolution.problems and not problems:  # a plan of words that were not understood would be another run's
             from trainer.cli.plan import render_plans
 
             to_stdout(render_plans(resolution, data=notes))
