@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from compose_cases import own_recipe
 from test_keys import every_key
 
 from algorithms.config import Problem
@@ -180,6 +181,27 @@ def test_a_misspelt_name_among_the_defaults_of_a_recipe_is_answered(entry: str, 
     assert problem.key == "recipe" and problem.remedy.startswith(remedy)
 
 
+@pytest.mark.parametrize(
+    ("line", "key", "remedy"),
+    [
+        ("optim.lr: 1.0e-3", "optim.lr", "A dot in a file makes no section. Write optim: {lr: 0.001}."),
+        ("loss.clip_ratio_c: 3", "loss.clip_ratio_c", "A dot in a file makes no section. Here it is loss.dual_clip."),
+        ("a.b: {c: 1}", "a.b.c", "A dot in a file makes no section."),
+        ("optim: {betas: {beta1: 0.8}}", "optim.betas.beta1", "Did you mean optim.beta2?"),
+    ],
+)
+def test_a_name_with_dots_is_found_where_it_stands(line: str, key: str, remedy: str, tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, f"defaults: [/arithmetic_grpo, override /rollout: torch, _self_]\n{line}\n")
+    [problem] = resolve(recipe, (), own_dir=None, multirun=False).problems
+    assert problem.key == f"{recipe}: {key}" and problem.remedy.startswith(remedy)
+
+
+def test_an_option_without_override_is_told_how_to_replace_another(tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, "defaults: [/arithmetic_grpo, /correction: mis, _self_]\n")
+    [problem] = resolve(recipe, (), own_dir=None, multirun=False).problems
+    assert problem.key == f"{recipe}: defaults" and problem.remedy == "Write - override /correction: mis."
+
+
 def test_every_answer_names_keys_that_exist() -> None:
     known = {*every_key(), *(f"{group}={option}" for group, options in GROUPS.items() for option in options)}
     sections = {key.partition(".")[0] for key in every_key()}
@@ -206,3 +228,10 @@ def test_a_recipe_with_the_ending_yml_is_told_its_right_name(tmp_path: Path) -> 
     problem = find_recipe(str(tmp_path / "base.yml"), own_dir=None)
     assert isinstance(problem, Problem)
     assert problem.remedy == f"Rename the file to {tmp_path / 'base.yaml'}."
+
+
+def test_a_file_in_this_directory_needs_its_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own_recipe(tmp_path, "defaults: [/arithmetic_grpo, _self_]\n")
+    found = find_recipe("mine", own_dir=None)
+    assert isinstance(found, Problem) and found.remedy.startswith("Write mine.yaml for the file in this directory. ")

@@ -87,6 +87,8 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
             close = nearest(given, found)
             alike = [close] if close else [name for name in found if given.lower() in name]
             hint = f"Did you mean {' or '.join(alike)}? " if alike else ""
+            if (file := Path(f"{given}{SUFFIX}")).is_file():
+                hint = f"Write {file} for the file in this directory. "
             return Problem(key="recipe", rule="is not known", value=given, remedy=hint + _names(own_dir))
         path = found[given]
     if path.stem == MAIN_CONFIG:

@@ -262,12 +262,15 @@ def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[
 
 def _sets(content: DictConfig, key: str, prefix: str) -> bool:
     """True if a file with this content, below `prefix`, sets `key`, which ends in a dot."""
-    node: object = OmegaConf.to_container(content) if key.startswith(prefix) else None
-    for name in key[len(prefix) : -1].split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return False
-        node = node[name]
-    return True
+    return key.startswith(prefix) and _holds(OmegaConf.to_container(content), key[len(prefix) : -1])
+
+
+def _holds(node: object, key: str) -> bool:
+    """True if the mapping `node` has `key`; a name in a file can hold dots, like the names before and after a dot."""
+    if not isinstance(node, Mapping):
+        return False
+    below = ((value, key[len(name) + 1 :]) for name, value in node.items() if key.startswith(f"{name}."))
+    return key in node or any(_holds(value, rest) for value, rest in below)
 
 
 def _directory(root: DictConfig, key: str) -> tuple[Path | None, bool]:
@@ -283,6 +286,11 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).splitlines()[0])
+    twice = re.search(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", " ".join(lines))
+    if twice is not None:
+        group, option = twice.groups()
+        rule, remedy = f"name two options of {group}", f"Write - override /{group}: {option}."
+        return Problem(key=f"{recipe}: defaults", rule=rule, value=f"{group}: {option}", remedy=remedy)
     # Hydra's search path does not help a user who named a recipe.
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))

@@ -65,7 +65,7 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
 
 def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:
     """The Problem of a key whose first part is not a section."""
-    hint = renamed_hint(list(path)) or did_you_mean(path, [], kinds)
+    hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, [], kinds)
     remedy = hint or f"Sections: {', '.join(field_names(TrainConfig))}."
     return Problem(key=".".join(path), rule="is not a key", value=value, remedy=remedy)
 
@@ -74,7 +74,7 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     """The Problem of a key whose part number `depth` is not a field of `holder`, the class of the earlier parts."""
     own = field_names(holder)
     section = ".".join(path[:depth])
-    hint = renamed_hint(list(path)) or did_you_mean(path, own, kinds)
+    hint = _nested(path, value, kinds) or renamed_hint(list(path)) or did_you_mean(path, own, kinds, depth)
     described, of = f"Its keys: {', '.join(own)}.", section
     if section in GROUPS:
         option = next(name for name, kind in GROUPS[section].items() if kind is holder)
@@ -85,11 +85,22 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     return Problem(key=".".join(path), rule=f"is not a key of {of}", value=value, remedy=f"{hint} {described}".strip())
 
 
-def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> str:
+def _nested(path: Sequence[str], value: object, kinds: Kinds) -> str:
+    """What a name with dots, which only a file can hold, should have been; empty if no name of `path` has one."""
+    if not any("." in name for name in path):
+        return ""
+    section, *inner = names = ".".join(path).split(".")
+    if section in kinds and len(inner) == 1 and inner[0] in field_names(kinds[section]):
+        return f"A dot in a file makes no section. Write {section}: {{{inner[0]}: {value}}}."
+    meant = renamed_hint(names) or did_you_mean(names, field_names(kinds.get(section, type(None))), kinds)
+    return f"A dot in a file makes no section. {meant}".strip()
+
+
+def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds, depth: int = 1) -> str:
     """A sentence with the key that was probably meant; empty if no key is similar.
 
     A key of the same name in another section comes first: `lr` and `batch.lr` both mean `optim.lr`. `siblings` are the
-    keys of the addressed config.
+    keys of the addressed config, which the first `depth` parts name.
     """
     section, name = path[0], path[-1]
     if section not in kinds and len(path) > 1 and (meant := nearest(section, kinds)) is not None:
@@ -102,7 +113,7 @@ def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds) -> 
     close = by_name.get(name)
     if close is None and section in kinds:
         beside = nearest(name, siblings)
-        close = ".".join([*path[:-1], beside]) if beside else _in_other_option(section, name)
+        close = ".".join([*path[:depth], beside]) if beside else _in_other_option(section, name)
     elif close is None:
         close = nearest(section, kinds)
     if close is None and (similar := nearest(name, by_name)) is not None:
