@@ -124,7 +124,7 @@ def evaluate(sampler: Sampler, prompts: Sequence[Prompt], scorer: Scorer, plan: 
         reasons = ", ".join(f"{name} {count}" for name, count in invalid.items())
         raise RuntimeError(
             f"evaluation at policy version {policy_version}: {invalid.total()} of {len(requests)} responses are "
-            f"invalid: {reasons}. Look at the engine's log."
+            f"invalid: {reasons}. The warnings above say why, or the engine's log."
         )
     scorer.score(groups)
     scorer.take_stats()  # what a step counts is its own

@@ -183,7 +183,8 @@ def _line_row(number: int, line: bytes) -> RawRow:
     except (ValueError, RecursionError) as error:
         return RawRow(number, text, f"is not JSON that can be read: {error}")
     if not isinstance(values, dict):
-        return RawRow(number, text, f"must be a JSON object, got {text['text']:.80}")
+        hint = ". A file that is one JSON array ends in .json" if isinstance(values, list) else ""
+        return RawRow(number, text, f"must be a JSON object, got {text['text']:.80}{hint}")
     return RawRow(number, values)
 
 
@@ -256,9 +257,12 @@ def _header(path: Path) -> list[str]:
     """Column names of a csv file."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return next(csv.reader(file), [])
+            names = next(csv.reader(file), [])
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} could not be read: {error}") from error
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path} has two columns of the name {', '.join(twice)}. Rename one.")
+    return names
 
 
 def _hub_rows(source: str, *, repo: str, name: str | None, split: str) -> Iterator[RawRow]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from algorithms.config.similar import similar
 from rollout.task_config import FileDataConfig
 
 JOIN = "+"
@@ -118,7 +119,7 @@ def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, colum
     if not candidates:
         known = "; ".join(f"{layout.prompt} and {layout.answer} ({layout.name})" for layout in LAYOUTS)
         raise ValueError(
-            f"{source}: no known layout has the columns {', '.join(columns)}. Known are {known}. "
+            f"{source}: no known layout has the columns {', '.join(columns)}.{_of_marks(columns)} Known are {known}. "
             "Name yours with data.prompt_key and data.answer_key."
         )
     first = candidates[0]
@@ -152,7 +153,12 @@ def _check_columns(name: str, *, key: str, columns: list[str], source: str) -> N
     parts = [name] if name in columns or key != "prompt_key" else name.split(JOIN)
     for part in parts:
         if _path(part, columns)[0] not in columns:
-            raise ValueError(
-                f"{source}: data.{key}={name} is not a column; columns are {', '.join(columns)}. "
-                f"data.{key}=null recognises common ones."
-            )
+            close = similar(part, columns)
+            hint = f" Did you mean {close}?" if close else _of_marks(columns)
+            raise ValueError(f"{source}: data.{key}={name} is not a column; columns are {', '.join(columns)}.{hint}")
+
+
+def _of_marks(columns: list[str]) -> str:
+    """A sentence about a file whose columns are separated by another mark than a comma; empty for other files."""
+    is_one = len(columns) == 1 and any(mark in columns[0] for mark in ";\t|")
+    return " The columns of a .csv file are separated by commas." if is_one else ""

@@ -160,8 +160,10 @@ def test_bad_values_name_what_is_wrong(tmp_path, tokenizer):
 @pytest.mark.scenario(29)
 def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
     config = file_config(tmp_path, ROWS)
-    with pytest.raises(ValueError, match=r"train\.jsonl: data\.answer_key=target is not a column; columns are"):
-        load_dataset(replace(config, answer_key="target"), tokenizer)
+    for key, hint in (("target", r"\n"), ("anwser", r" Did you mean answer\?")):
+        said = rf"train\.jsonl: data\.answer_key={key} is not a column; columns are question, answer\.{hint}"
+        with pytest.raises(ValueError, match=said):
+            load_dataset(replace(config, answer_key=key), tokenizer)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 2: is not JSON: "):
@@ -175,6 +177,22 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
         (tmp_path / name).write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=rf"{name} (has no rows|could not be read: .*no data)"):
             load_dataset(replace(config, train_path=str(tmp_path / name)), tokenizer)
+    for name, content, said in (
+        (
+            "twice.csv",
+            "question,answer,question\na,b,c\n",
+            "two columns of the name question. Rename one",
+        ),
+        (
+            "marks.csv",
+            "question;answer\na;b\n",
+            r"question;answer\. The columns of a \.csv file are",
+        ),
+    ):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        for given in (config, replace(config, prompt_key="question", answer_key="answer")):
+            with pytest.raises(ValueError, match=said):
+                load_dataset(replace(given, train_path=str(tmp_path / name)), tokenizer)
     (tmp_path / "rows.pkl").write_text("x", encoding="utf-8")
     with pytest.raises(ValueError, match=r"suffix must be one of \.jsonl, \.json, \.csv, \.parquet, got '\.pkl'"):
         load_dataset(replace(config, train_path=str(tmp_path / "rows.pkl")), tokenizer)

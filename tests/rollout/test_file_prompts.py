@@ -182,7 +182,8 @@ def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_pat
         load_dataset(config, tokenizer)
     found = [line.partition(f"{path}, ")[2] for line in str(caught.value).splitlines()[1:6]]
     assert [line.partition(":")[0] for line in found] == ["line 3", "line 4", "line 5", "line 6", "line 7"]
-    problems = ("is not JSON", "is not UTF-8", "must be a JSON object, got [1]", "61 prompt tokens", "answer must be")
+    array = "must be a JSON object, got [1]. A file that is one JSON array ends in .json"
+    problems = ("is not JSON", "is not UTF-8", array, "61 prompt tokens", "answer must be")
     for line, problem in zip(found, problems, strict=True):
         assert problem in line
     data = load_dataset(replace(config, on_bad_row=OnBadRow.skip), tokenizer)

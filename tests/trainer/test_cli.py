@@ -125,6 +125,17 @@ def test_a_mistyped_file_of_a_recipe_is_found_beside_it(
         assert f"must be an existing file, got '{Path(place) / given}'. {hint}" in capsys.readouterr().err
 
 
+def test_eval_names_its_own_flags_and_help(tmp_path: Path) -> None:
+    words = ("eval", "arithmetic_grpo", "checkpoint=none", "rollout=torch")
+    for flag, said in (
+        ("--dryrun", "flag is not known, got '--dryrun'. Keys have no dashes: dryrun=<value>. See parity eval --help."),
+        ("--bset", "flag is not known, got '--bset'. Did you mean --best? See parity eval --help."),
+        ("--dry-run", "parity eval takes --config-dir and --best only; show the config with parity train <recipe>"),
+    ):
+        outcome = parity(*words, flag, cwd=tmp_path)
+        assert outcome.code == 2 and said in outcome.err
+
+
 def test_no_plan_is_made_of_words_that_were_not_understood(tmp_path: Path) -> None:
     outcome = parity("train", "arithmetic_grpo", "rollout=torch", "--dry-run", "--use-tis", cwd=tmp_path)
     assert (outcome.code, outcome.out) == (2, "")

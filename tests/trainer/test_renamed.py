@@ -143,6 +143,8 @@ def test_no_suggestion_is_made_for_a_key_without_a_counterpart(word: str) -> Non
         ("off", ("auto", "online", "offline", "disabled"), "disabled"),
         ("none", ("bypass", "recompute", "tis"), "recompute"),
         ("tsi", ("mis", "tis"), None),
+        ("low_var_kl", ("k1", "k2", "k3", "unbiased"), "k3"),
+        ("seq-mean-token-sum-norm", ("token_mean", "fixed_length"), "fixed_length"),
         ("token_maen", ("token_mean", "token_sum"), "token_mean"),
     ],
 )
@@ -200,6 +202,24 @@ def test_an_option_without_override_is_told_how_to_replace_another(tmp_path: Pat
     recipe = own_recipe(tmp_path, "defaults: [/arithmetic_grpo, /correction: mis, _self_]\n")
     [problem] = resolve(recipe, (), own_dir=None, multirun=False).problems
     assert problem.key == f"{recipe}: defaults" and problem.remedy == "Write - override /correction: mis."
+
+
+@pytest.mark.parametrize("line", ["run: 20", "run: [1]", "optim: 3", "rollout: [1]"])
+def test_a_value_in_the_place_of_a_section_is_named_with_its_file(line: str, tmp_path: Path) -> None:
+    recipe = own_recipe(tmp_path, f"defaults: [/arithmetic_grpo, override /rollout: torch, _self_]\n{line}\n")
+    [problem] = resolve(recipe, (), own_dir=None, multirun=False).problems
+    assert problem.key == f"{recipe}: {line.partition(':')[0]}"
+    assert problem.rule == "must be a mapping of its keys to values" and problem.remedy.startswith("Its keys: ")
+
+
+def test_a_directory_in_the_place_of_a_model_is_answered_with_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    recipe = own_recipe(tmp_path, "defaults: [/arithmetic_grpo, override /rollout: torch, _self_]\n")
+    [problem] = resolve(recipe, ("model=tiny",), own_dir=None, multirun=False).problems
+    assert problem.remedy == "Write model=hf model.path=tiny for the model in that directory."
 
 
 def test_every_answer_names_keys_that_exist() -> None:

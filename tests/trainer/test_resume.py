@@ -21,8 +21,8 @@ from trainer.compose.compose import resolve
 from trainer.config.training import HFModelConfig, Resume
 from trainer.report.data import load_run
 from trainer.report.headline import changes
-from trainer.run.loop import prompt_stream, train
-from trainer.run.task import Task
+from trainer.run.loop import train
+from trainer.run.task import Task, prompt_stream
 from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
 from trainer.rundir.resume import (

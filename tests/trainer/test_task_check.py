@@ -15,9 +15,11 @@ import torch
 from cli_process import HEAVY, REFUSED_S, parity
 from data_cases import byte_tokenizer
 from policy_cases import save_policy
+from resume_cases import save
 from safetensors.torch import load_file, save_file
 
 from trainer.cli.commands import run
+from trainer.cli.job import load_tasks
 from trainer.compose.compose import resolve
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
@@ -144,6 +146,15 @@ def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: py
     assert differs == ["schedule", "engines", "tracking"]
 
 
+def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: Path) -> None:
+    words = (f"run.dir={tmp_path / 'run'}", "run.resume=auto")
+    resolution = resolve(own / "mine.yaml", words, own_dir=None, multirun=False)
+    assert load_tasks(resolution)[0] == []
+    save(config_of(own, *words), 2)  # of a stream over other prompts
+    [problem] = load_tasks(resolution)[0]
+    assert problem.startswith("data.train_path must give the prompts that the run had")
+
+
 def edit_config(directory: Path, **fields: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
@@ -164,6 +175,10 @@ def add_expert(directory: Path) -> None:
     [
         (cut_weights, r"safetensors files that can be read .*model.safetensors is damaged.*Copy or download"),
         (lambda path: edit_config(path, architectures=["BertModel"]), r"must be a causal language model.*'BertModel'"),
+        (
+            lambda path: edit_config(path, num_hidden_layers=7),
+            r"num_hidden_layers is 7, and the safetensors files hold another number of layers .*got [12]\. Save the",
+        ),
         (
             lambda path: edit_config(path, hidden_size=16),
             r"vocab_size and hidden_size make an embedding of \[300, 16\]",

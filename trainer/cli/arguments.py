@@ -38,8 +38,13 @@ class TrainArguments:
     """Flags for hydra.main, without --config-dir, which is already in the search path."""
 
 
-def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
-    """Sort the words, at least one of which is not a flag; every unusable flag becomes a Problem."""
+def parse_train(
+    words: Sequence[str], *, command: str = "parity train", flags: Sequence[str] = ()
+) -> tuple[TrainArguments, list[Problem]]:
+    """Sort the words, at least one of which is not a flag; every unusable flag becomes a Problem.
+
+    Another `command` than `parity train` names the `flags` that it can use.
+    """
     problems: list[Problem] = []
     parser = _parser()
     try:
@@ -52,7 +57,7 @@ def parse_train(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:
         # The words that belong to the flag are unknown, so overrides cannot be checked.
         problems.append(Problem(key="flags", rule=f"cannot be read ({error})", value=" ".join(words)))
         parsed, unknown = parser.parse_args([word for word in words if not word.startswith("-")][:1]), []
-    problems += [_unknown_flag(flag, parser) for flag in unknown]
+    problems += [_unknown_flag(flag, parser, command=command, flags=flags) for flag in unknown]
     own_dir = None if parsed.config_dir is None else Path(parsed.config_dir)
     if own_dir is not None and not own_dir.is_dir():
         problems.append(Problem(key="--config-dir", rule="must be an existing directory", value=str(own_dir)))
@@ -98,12 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown_flag(flag: str, parser: argparse.ArgumentParser) -> Problem:
-    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+def _unknown_flag(flag: str, parser: argparse.ArgumentParser, *, command: str, flags: Sequence[str]) -> Problem:
+    every = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    known = flags or every
     name = flag.partition("=")[0]
     close = nearest(name, known)
     hint = renamed_hint([name.lstrip("-")]) or (f"Did you mean {close}?" if close else "")
     if not hint:
         given = flag.lstrip("-") if "=" in flag else f"{name.lstrip('-')}=<value>"
         hint = f"Keys have no dashes: {given}."
-    return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint} See parity train --help.".strip())
+    return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint} See {command} --help.".strip())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rollout.collect.evaluate import EvalResult
 
 NAME = "parity eval"
+FLAGS = ("--config-dir", BEST_FLAG)
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -38,8 +39,8 @@ def run_eval(words: Sequence[str]) -> int:
     rest = [word for word in words if word != BEST_FLAG and not word.startswith(f"{KEY}=")]
     if not any(not word.startswith("-") for word in rest):
         return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
-    arguments, problems = parse_train(rest)
-    problems += flag_problems(arguments, command=NAME)
+    arguments, problems = parse_train(rest, command=NAME, flags=FLAGS)
+    problems += flag_problems(arguments, command=NAME, flags=FLAGS)
     source = _source(given, best=best, problems=problems)
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)
     if isinstance(recipe, Problem):
@@ -62,12 +63,12 @@ def run_eval(words: Sequence[str]) -> int:
     return _evaluate(run.config, source, checkpoint, resolution.run_dir(0))
 
 
-def flag_problems(arguments: TrainArguments, *, command: str) -> list[Problem]:
+def flag_problems(arguments: TrainArguments, *, command: str, flags: Sequence[str]) -> list[Problem]:
     """Problems of flags of `parity train` that another command, which reads one config, cannot use."""
     given = [*arguments.hydra_flags, *(["--dry-run"] if arguments.dry_run else [])]
     if not given:
         return []
-    remedy = f"{command} takes --config-dir only; show the config with parity train <recipe> --cfg job."
+    remedy = f"{command} takes {' and '.join(flags)} only; show the config with parity train <recipe> --cfg job."
     return [Problem(key="flags", rule=f"cannot be used with {command}", value=" ".join(given), remedy=remedy)]
 
 

@@ -20,6 +20,7 @@ from trainer.compose.outcome import DONE, FAILED, REFUSED, report
 from trainer.config.train import TrainConfig
 from trainer.run.task_check import is_on_disk, task_key
 from trainer.rundir.redact import redact_argv, redact_text
+from trainer.rundir.resume import saved_state
 from trainer.rundir.run_dir import StartError, how_to_go_on, make_private, newest_saved_step
 from trainer.rundir.termination import GO_ON, RunTerminated, termination_requests
 from trainer.rundir.text import printable, to_stderr, to_stdout_while_read
@@ -126,10 +127,12 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
     for config in {task_key(config): config for config in configs}.values():
         if is_on_disk(config):
             # Imported late, because this line imports transformers.
-            from trainer.run.task import load_task
+            from trainer.run.task import load_task, prompt_stream
 
             try:
-                notes += load_task(config, progress=lambda done, total, detail: None).dataset.notes
+                task = load_task(config, progress=lambda done, total, detail: None)
+                prompt_stream(config, task, saved_state(config))
+                notes += task.dataset.notes
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
     return list(found), notes

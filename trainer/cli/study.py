@@ -42,6 +42,7 @@ from trainer.study.study_dir import (
 
 NAME = "parity study"
 SECTION = "study"
+FLAGS = ("--config-dir", "--dry-run")
 RESUME_WORDS = ("resume=auto", "run.resume=auto")
 
 
@@ -51,8 +52,8 @@ def run_study(words: Sequence[str]) -> int:
     rest = [word for word in words if word not in own and word not in RESUME_WORDS]
     if not any(not word.startswith("-") for word in rest):
         return refuse(NAME, "recipe", "is missing", NOT_SET, f"{NAME} <recipe>; see {NAME} --help.")
-    arguments, problems = parse_train(rest)
-    problems += flag_problems(replace(arguments, dry_run=False), command=NAME)
+    arguments, problems = parse_train(rest, command=NAME, flags=FLAGS)
+    problems += flag_problems(replace(arguments, dry_run=False), command=NAME, flags=FLAGS)
     config, wrong = read_own_keys(StudyConfig, own, section=SECTION)
     problems += wrong
     recipe = find_recipe(arguments.recipe, own_dir=arguments.own_dir)

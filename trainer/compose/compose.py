@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
 from hydra import compose
 from hydra.core.config_loader import ConfigLoader
@@ -155,6 +156,9 @@ def _compose(
         found.append(_of_defaults(recipe, shown))
         return None, []
     found += _about_hydra(defaults, loader)
+    if flat := list(_not_sections(defaults, loader)):  # Hydra could not merge it with the section
+        found += flat
+        return None, list(defaults)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
     return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
@@ -196,11 +200,28 @@ def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> lis
     return found
 
 
+def _not_sections(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[Problem]:
+    """Yield the problems of files that give a single value, or a list, for a section."""
+    kinds = get_type_hints(TrainConfig)
+    for file, prefix, content in _files(defaults, loader):
+        given = OmegaConf.to_container(content)
+        for section, value in given.items() if isinstance(given, dict) and not prefix else ():
+            # `build_config` names the options of a group that is given as a single value.
+            wrong = isinstance(value, list) if section in GROUPS else not isinstance(value, dict)
+            if section in kinds and wrong:
+                keys = ", ".join(field_names(kinds[section]))
+                remedy = f"Its keys: {keys}." if keys else f"Choose with defaults: override /{section}: <option>."
+                rule = "must be a mapping of its keys to values"
+                yield Problem(key=f"{file}: {section}", rule=rule, value=value, remedy=remedy)
+
+
 def _misspelt(group: str, value: object, options: Sequence[str], where: str, found: list[Problem]) -> str:
     """Report an option that does not exist; return the override that replaces the choice."""
     known = CHOICES.get(f"{group}={value}".lower(), "")
     close = None if known else nearest(str(value), options)
     hint = known or (f"Did you mean {group}={close}?" if close else "")
+    if group == "model" and Path(str(value)).is_dir():
+        hint = f"Write model=hf model.path={value} for the model in that directory."
     rule = f"must be one of {', '.join(options)}"
     found.append(Problem(key=f"{where}{group}", rule=rule, value=value, remedy=hint))
     return f"{group}={close}" if close else f"~{group}"

@@ -31,7 +31,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that `word` probably means: the same but for upper case, a synonym, or similar; or None."""
     names = {name.lower(): name for name in known}
     lower = word.lower()
-    for meant in (lower, *SYNONYMS.get(lower, ())):
+    for meant in (lower, *SYNONYMS.get(lower.replace("-", "_"), ())):
         if meant in names:
             return names[meant]
     return similar(word, names.values())

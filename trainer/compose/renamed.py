@@ -187,6 +187,10 @@ SYNONYMS: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("none", "null", "off", "false", "no"), ("none", "disabled", "never", "recompute")),
     **dict.fromkeys(("on", "true", "yes"), ("mismatch", "always", "online")),
     "async": ("one_step_off",),
+    "low_var_kl": ("k3",),
+    "mse": ("k2",),
+    "kl": ("k1",),
+    "seq_mean_token_sum_norm": ("fixed_length",),
     "ppo": ("ppo_clip", "gae"),
     "hf": ("torch",),
 }

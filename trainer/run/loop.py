@@ -29,7 +29,6 @@ from rollout.data.dataset import PromptStream
 from rollout.episodes.sampler import episode_metrics, with_episodes
 from rollout.group.engine_group import EngineGroup
 from rollout.processes.stacks import STACKS_FILE
-from rollout.task_config import FileDataConfig
 from trainer.batch.packing import pack, split_mini_batches
 from trainer.batch.planner import SequenceCost
 from trainer.batch.train_batch import TrainBatch
@@ -50,7 +49,7 @@ from trainer.run.notices import Notices
 from trainer.run.probe import probe_logprobs
 from trainer.run.saving import Saver
 from trainer.run.step_timer import StepTimer
-from trainer.run.task import Task, data_notes, load_task
+from trainer.run.task import Task, data_notes, load_task, prompt_stream
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
@@ -171,19 +170,6 @@ def run_steps(
                     raise
                 run.saver.save_rest(run.policy)
                 raise termination.leave(RunTerminated(termination.request, step=termination.step)) from None
-
-
-def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> PromptStream:
-    """The training prompts, from where the run `resumed` had come to. Raises StartError for other data than it had."""
-    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
-    try:
-        if resumed is not None:
-            prompts.load_state_dict(resumed.stream)
-    except ValueError as error:
-        key = "data.train_path" if isinstance(config.data, FileDataConfig) else "data"
-        rule = f"must give the prompts that the run had ({error})"
-        raise StartError(config.broken(key, rule, "Or begin a new run in another run.dir.")) from error
-    return prompts
 
 
 def open_run(

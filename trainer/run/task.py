@@ -12,16 +12,18 @@ from transformers.utils import logging as transformers_logging
 
 from algorithms.config import Problem
 from rollout.data.data_files import DataError
-from rollout.data.dataset import Dataset, bad_rows_text, load_dataset, stop_token_ids
+from rollout.data.dataset import Dataset, PromptStream, bad_rows_text, load_dataset, stop_token_ids
 from rollout.data.hub import SNAPSHOT_FILES, limit_silence
 from rollout.data.tokenizer import load_tokenizer
 from rollout.rewards import Scorer
+from rollout.task_config import FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
 from trainer.run.task_check import context_problems, vocabulary_problems
 from trainer.rundir.cache import Progress
+from trainer.rundir.checkpoint import RunState
 from trainer.rundir.run_dir import StartError, write_whole
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -140,3 +142,16 @@ def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
         write_whole(path, bad_rows_text(dataset.skipped))
         notes.append(f"data: {len(dataset.skipped):,} bad rows are skipped; they are in {path}")
     return notes
+
+
+def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> PromptStream:
+    """The training prompts, from where the run `resumed` had come to. Raises StartError for other data than it had."""
+    prompts = PromptStream(task.dataset.train, seed=config.run.seed)
+    try:
+        if resumed is not None:
+            prompts.load_state_dict(resumed.stream)
+    except ValueError as error:
+        key = "data.train_path" if isinstance(config.data, FileDataConfig) else "data"
+        rule = f"must give the prompts that the run had ({error})"
+        raise StartError(config.broken(key, rule, "Or begin a new run in another run.dir.")) from error
+    return prompts

@@ -16,9 +16,11 @@ from trainer.rundir.checkpoint import (
     Checkpoint,
     CheckpointError,
     CompareFiles,
+    RunState,
     checkpoint_at,
     leave_to_ranks,
     newest_checkpoint,
+    newest_state,
     state_at,
 )
 from trainer.rundir.provenance import config_record, group_choices
@@ -63,6 +65,18 @@ def begins(config: TrainConfig) -> bool:
     return config.run.resume is not Resume.auto or not has_checkpoint(Path(config.run.dir))
 
 
+def saved_state(config: TrainConfig) -> RunState | None:
+    """What the checkpoint says from which the run would go on; None without one, or if it cannot be read."""
+    source = config.run.resume_from
+    try:
+        newest = newest_state(Path(config.run.dir)) if config.run.resume is Resume.auto else None
+        if newest is not None:
+            return newest[1]
+        return None if source is None else state_at(Path(source))
+    except (OSError, SealError):  # `source_problems` and `start_problems` report it
+        return None
+
+
 def source_problems(config: TrainConfig) -> Iterator[Problem]:
     """Yield the problems of going on from run.resume_from. Reads the state of the checkpoint, not the weights."""
     source = config.run.resume_from
@@ -71,8 +85,11 @@ def source_problems(config: TrainConfig) -> Iterator[Problem]:
     try:
         state = state_at(Path(source))
     except SealError as error:
-        rule = f"must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N> ({error})"
-        yield config.broken("run.resume_from", rule, "Name one of the checkpoints of the run, or leave it out.")
+        there = Path(source).is_dir()
+        rule = f"must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N>{f' ({error})' if there else ''}"
+        beside = ", ".join(sorted(path.name for path in Path(source).parent.glob("step_*")))
+        remedy = f"Checkpoints that are there: {beside}." if beside and not there else "Name a checkpoint of the run."
+        yield config.broken("run.resume_from", rule, f"{remedy} Or leave it out.")
         return
     if config.run.num_steps <= state.step:
         rule = f"must be > {state.step}, the steps that run.resume_from={source} has taken"
