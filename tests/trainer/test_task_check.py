@@ -155,6 +155,24 @@ def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: P
     assert problem.startswith("data.train_path must give the prompts that the run had")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "mixtral"}, "lack parameters of the model"),
+        ({"intermediate_size": 48}, "the model wants [48, "),
+        ({"layer_types": ["full_attention"] * 9}, "layer_types"),
+    ],
+)
+def test_files_that_are_not_those_of_the_config_are_refused_by_the_dry_run(
+    own: Path, tmp_path: Path, fields: dict[str, object], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(own / "tiny", tmp_path / "edited")
+    edit_config(tmp_path / "edited", **fields)
+    assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert "model.path must hold the weights of the model that its config.json describes" in problem and said in problem
+
+
 def edit_config(directory: Path, **fields: object) -> None:
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))

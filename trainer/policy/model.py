@@ -145,13 +145,7 @@ def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str
     another shape there, and OSError if the directory holds no safetensors weights.
     """
     files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
-    absent = [names[parameter][0] for parameter, name in stored.items() if not name]
-    if absent:
-        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
+    names, stored = _stored_names(model, files, path)
     unused = sorted(files.keys() - {name for aliases in names.values() for name in aliases})
     if unused:
         logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, listed(unused))
@@ -164,6 +158,36 @@ def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str
     buffers = dict(model.named_buffers())
     present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
     model.load_state_dict({**state, **present}, strict=True, assign=True)
+
+
+def _stored_names(
+    model: nn.Module, files: Mapping[str, Path], path: Path
+) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, str]]:
+    """(parameter -> its names in the model, more than one if it is tied; parameter -> its name in `files`).
+
+    Raises ValueError if `files`, those of the directory `path` by tensor, lack a parameter.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
+    absent = [names[parameter][0] for parameter, name in stored.items() if not name]
+    if absent:
+        raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
+    return names, stored
+
+
+def check_files(path: Path) -> None:
+    """Compare the files of a model with its config.json, by name and shape; reads their headers only.
+
+    Raises ValueError, as `load_rows` would on every rank, and what transformers raises of a config.json that is wrong.
+    """
+    model, files = empty_causal_lm(path), weight_files(path)
+    for parameter, name in _stored_names(model, files, path)[1].items():
+        with safe_open(files[name], framework="pt") as tensors:
+            shape = tensors.get_slice(name).get_shape()
+        if list(shape) != list(parameter.shape):
+            raise ValueError(f"{files[name]}: {name} has shape {shape}, the model wants {list(parameter.shape)}")
 
 
 def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:

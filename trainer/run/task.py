@@ -19,6 +19,7 @@ from rollout.rewards import Scorer
 from rollout.task_config import FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, SmolLM2ModelConfig
+from trainer.policy.model import check_files
 from trainer.run.base_model import build_base_model
 from trainer.run.smollm2 import build_smollm2
 from trainer.run.task_check import context_problems, vocabulary_problems
@@ -95,6 +96,16 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
         raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
 
 
+def _compare_files(model_path: Path) -> None:
+    """Raise StartError if the files of the model do not hold what its config.json describes."""
+    try:
+        check_files(model_path)
+    except Exception as error:  # transformers raises whatever its checks of a config.json raise
+        reason = " ".join(str(error).split())
+        rule = "must hold the weights of the model that its config.json describes"
+        raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
+
+
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
     """Resolve the model, tokenize the prompts and build the scorer.
 
@@ -114,6 +125,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must hold a tokenizer that can be read"
         raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
+    if trains and isinstance(config.model, HFModelConfig):
+        _compare_files(model_path)
     problems = [
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
         *vocabulary_problems(model_path, largest_token=dataset.largest_token),
