@@ -149,9 +149,9 @@ class PolicyGroup:
             for rank, worker in enumerate(self._workers)
         ]
         answers: list[SharedWeights | None] = self._gather(refs, phase="weight gather")
-        shared, *others = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
-        by_ranks = {self._nodes[rank]: _same_weights(shared[1], there, rank) for rank, there in others}
-        return Published(shared=shared[1], node=self.node, by_ranks=by_ranks)
+        (_, shared), *others = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+        by_ranks = {self._nodes[rank]: _same_weights(shared, there, rank) for rank, there in others}
+        return Published(shared=shared, node=self.node, by_ranks=by_ranks)
 
     def send_weights(self) -> ray.ObjectRef[Any]:
         """Begin to broadcast what was published last; the receivers must be called too."""

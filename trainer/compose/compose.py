@@ -155,8 +155,9 @@ def _compose(
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
         return None, []
-    found += _about_hydra(defaults, loader)
-    if flat := list(_not_sections(defaults, loader)):  # Hydra could not merge it with the section
+    files = list(_files(defaults, loader))
+    found += _about_hydra(defaults, files)
+    if flat := list(_not_sections(files)):  # Hydra could not merge it with the section
         found += flat
         return None, list(defaults)
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
@@ -177,18 +178,19 @@ def hydra_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
     with hydra_session(recipe, own_dir) as loader:
         try:
             overrides = [override.input_line or "" for override in parse(words, loader=loader, multirun=True)[0]]
-            return _about_hydra(loader.compute_defaults_list(recipe.stem, overrides, RunMode.RUN).defaults, loader)
+            defaults = loader.compute_defaults_list(recipe.stem, overrides, RunMode.RUN).defaults
+            return _about_hydra(defaults, list(_files(defaults, loader)))
         except (HydraException, OmegaConfBaseException, OSError, ValueError, YAMLError):
             return []
 
 
-def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> list[Problem]:
-    """Problems of files that set, or choose, a part of Hydra's own section, wherever they put it.
+def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[tuple[str, str, DictConfig]]) -> list[Problem]:
+    """Problems of `files`, as of `_files`, that set, or choose, a part of Hydra's own section, wherever they put it.
 
     That section can name any class or function for Hydra to call: callbacks, launchers, sweepers, log handlers.
     """
     rule, found = "has no effect: Parity starts the runs itself", []
-    for file, prefix, content in _files(defaults, loader):
+    for file, prefix, content in files:
         given = content.get(HYDRA_KEY) if not prefix else content if f"{prefix}.".startswith(f"{HYDRA_KEY}.") else None
         if given is not None and Path(file) != config_dir() / f"{MAIN_CONFIG}.yaml":
             shown = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
@@ -200,10 +202,10 @@ def _about_hydra(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> lis
     return found
 
 
-def _not_sections(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[Problem]:
-    """Yield the problems of files that give a single value, or a list, for a section."""
+def _not_sections(files: Sequence[tuple[str, str, DictConfig]]) -> Iterator[Problem]:
+    """Yield the problems of `files`, as of `_files`, that give a single value, or a list, for a section."""
     kinds = get_type_hints(TrainConfig)
-    for file, prefix, content in _files(defaults, loader):
+    for file, prefix, content in files:
         given = OmegaConf.to_container(content)
         for section, value in given.items() if isinstance(given, dict) and not prefix else ():
             # `build_config` names the options of a group that is given as a single value.
@@ -290,7 +292,7 @@ def _holds(node: object, key: str) -> bool:
     """True if the mapping `node` has `key`; a name in a file can hold dots, like the names before and after a dot."""
     if not isinstance(node, Mapping):
         return False
-    below = ((value, key[len(name) + 1 :]) for name, value in node.items() if key.startswith(f"{name}."))
+    below = ((value, key.removeprefix(f"{name}.")) for name, value in node.items() if key.startswith(f"{name}."))
     return key in node or any(_holds(value, rest) for value, rest in below)
 
 

@@ -132,9 +132,8 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
     is_tied = bool(text.get("tie_word_embeddings", False)) or HEAD_NAME not in sizes
     layers: dict[int, int] = {}
     for name, size in sizes.items():
-        match = LAYER_NAME.search(f".{name}")
-        if match is not None:
-            layer = int(match.group(1) or match.group(2))
+        layer = layer_of(name)
+        if layer is not None:
             layers[layer] = layers.get(layer, 0) + size
     return ModelShape(
         num_parameters=sum(size for name, size in sizes.items() if not (is_tied and name == HEAD_NAME)),
@@ -147,6 +146,12 @@ def _shape(text: Mapping[str, Any], directory: Path) -> ModelShape:
         is_tied=is_tied,
         is_dense=not any(EXPERT_NAME in name for name in sizes),
     )
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the decoder layer to which the tensor belongs; None outside of the layers."""
+    match = LAYER_NAME.search(f".{name}")
+    return None if match is None else int(match.group(1) or match.group(2))
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:

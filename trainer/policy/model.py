@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
+from trainer.limits.model_shape import tensor_shapes as stored_shapes
 from trainer.policy.attention import PACKED_ATTENTION
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
@@ -161,11 +162,11 @@ def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str
 
 
 def _stored_names(
-    model: nn.Module, files: Mapping[str, Path], path: Path
+    model: nn.Module, files: Collection[str], path: Path
 ) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, str]]:
     """(parameter -> its names in the model, more than one if it is tied; parameter -> its name in `files`).
 
-    Raises ValueError if `files`, those of the directory `path` by tensor, lack a parameter.
+    Raises ValueError if a parameter is not among the tensors of the `files` in the directory `path`.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -182,12 +183,10 @@ def check_files(path: Path) -> None:
 
     Raises ValueError, as `load_rows` would on every rank, and what transformers raises of a config.json that is wrong.
     """
-    model, files = empty_causal_lm(path), weight_files(path)
-    for parameter, name in _stored_names(model, files, path)[1].items():
-        with safe_open(files[name], framework="pt") as tensors:
-            shape = tensors.get_slice(name).get_shape()
-        if list(shape) != list(parameter.shape):
-            raise ValueError(f"{files[name]}: {name} has shape {shape}, the model wants {list(parameter.shape)}")
+    shapes = stored_shapes(path)
+    for parameter, name in _stored_names(empty_causal_lm(path), shapes, path)[1].items():
+        if shapes[name] != parameter.shape:
+            raise ValueError(f"{path}: {name} has shape {list(shapes[name])}, the model wants {list(parameter.shape)}")
 
 
 def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
-from trainer.limits.model_shape import EXPERT_NAME, LAYER_NAME, tensor_shapes
+from trainer.limits.model_shape import EXPERT_NAME, layer_of, tensor_shapes
 
 HUB_TIMEOUT_S = 3.0
 """Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
@@ -104,8 +104,8 @@ def _unsupported(key: str, directory: Path) -> Problem | None:
             "must be a dense model: mixtures of experts are not supported", model.get("model_type"), "Use a dense one."
         )
     text = model.get("text_config", model)
-    layers = {int(index) for name in shapes for index in (LAYER_NAME.findall(name) or [("-1", "")])[0] if index}
-    expected, in_files = text.get("num_hidden_layers", text.get("n_layer")), max(layers, default=-1) + 1
+    expected = text.get("num_hidden_layers", text.get("n_layer"))
+    in_files = 1 + max((layer for name in shapes if (layer := layer_of(name)) is not None), default=-1)
     if in_files and isinstance(expected, int) and in_files != expected:
         return problem(
             "must hold the weights that its config.json describes: num_hidden_layers is "
