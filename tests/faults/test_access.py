@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster as Machines
 
 from trainer.cluster.placement import TOKEN_VARIABLE, ray_session
 from trainer.report.frame import write_page
@@ -71,6 +73,25 @@ def test_ray_of_a_run_lets_nobody_in_and_leaves_nothing(monkeypatch: pytest.Monk
             )
             assert stranger.returncode == 1 and "InvalidAuthToken" in stranger.stderr
         assert [path.name for path in Path(parent).iterdir()] == ["home"]
+
+
+@pytest.mark.slow
+def test_a_process_whose_own_ray_ended_joins_a_cluster_without_a_token() -> None:
+    """Ray's part in this process must not ask the nodes of the second cluster for the token of the first."""
+
+    class Seat:
+        def taken(self) -> bool:
+            return True
+
+    with ray_session(None):
+        pass
+    machines = Machines(initialize_head=True, head_node_args={"include_dashboard": False, "num_cpus": 1})
+    try:
+        with ray_session(machines.address):
+            seat: Any = ray.remote(Seat).options(num_cpus=1).remote()  # type: ignore[attr-defined]
+            assert ray.get(seat.taken.remote(), timeout=120)
+    finally:
+        machines.shutdown()
 
 
 LATE = """

@@ -23,7 +23,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # compiled
+from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RpcError
 from ray.job_config import JobConfig
@@ -138,6 +138,7 @@ def ray_session(address: str | None) -> Iterator[None]:
             ray_constants.ENABLE_RAY_CLUSTER = False
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             scratch = Scratch(RAY_PREFIX, parent=_ray_parent())
+            ends.callback(_forget_token)
             ends.callback(scratch.remove)
             ends.callback(end_ray)
             # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
@@ -215,6 +216,16 @@ def _token_of_its_own() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _forget_token() -> None:
+    """Take back what this process holds of a token that its environment no longer has.
+
+    Ray keeps the token and the mode beyond the end of a cluster: this process would refuse every call from the nodes of
+    the next cluster that it joins, and Ray would take its actors for no longer wanted.
+    """
+    Config.initialize("")  # reads the mode from the environment again
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _sessions_of_their_own() -> AbstractContextManager[None]:
