@@ -64,6 +64,7 @@ class Setting:
     mini_batch_prompts: int | None = None
     checkpoint_every: int = 0
     """policy.activation_checkpoint_every."""
+    torch_compile: bool = False
     offload: Offload = Offload.none
     dtype: DType = DType.bfloat16
 
@@ -92,6 +93,7 @@ def run_config(setting: Setting, host: Host) -> TrainConfig:
             gpus_per_worker=gpus,
             dtype=setting.dtype,
             activation_checkpoint_every=setting.checkpoint_every,
+            torch_compile=setting.torch_compile,
             offload=setting.offload,
         ),
     )

@@ -26,37 +26,46 @@ LONGEST = 8192
 
 
 def speed(host: Host, name: str) -> Iterator[Row]:
-    """Steps of the rank `name` of `memory.RECIPES`: with and without activation checkpointing, two sizes of chunk."""
+    """Steps of the rank `name` of `memory.RECIPES`: with and without activation checkpointing, two sizes of chunk, and
+    with compiled layers; what fills a step."""
     base = replace(RECIPES[name], prompt_tokens=1024, response_tokens=1024, cap=LONGEST) if host.is_cuda else SMALL
     check = f"5 {name if host.is_cuda else 'tiny, 4 ranks'}"
     found = measure(host.device.type, num_threads=host.threads)
+    flops = found.flops(DType.bfloat16)
+    chunks = host.pick((512, 4096), (64,))
     for every in (0, 1):
-        for chunk in host.pick((512, 4096), (64,)):
-            setting = replace(base, checkpoint_every=every)
-            try:
-                yield _step(check, host, setting, chunk, found.flops(DType.bfloat16))
-            except torch.OutOfMemoryError as error:
-                what = f"step, activation_checkpoint_every={every}, head in chunks of {chunk}"
-                yield not_run(check, what, reason=f"out of memory: {error}"[:200])
+        for chunk in chunks:
+            yield _step(check, host, replace(base, checkpoint_every=every), chunk, flops)
     yield from _inside(check, host, base)
+    for every in (0, 1):  # last, for a compiler can fail in ways of its own
+        yield _step(check, host, replace(base, checkpoint_every=every, torch_compile=True), chunks[-1], flops)
 
 
 def _step(check: str, host: Host, setting: Setting, chunk: int, flops_per_s: float) -> Row:
     """Median seconds of a step of two micro-batches; FLOPs as `trainer/limits/floors.py` counts them."""
+    what = f"step, activation_checkpoint_every={setting.checkpoint_every}, head in chunks of {chunk}"
+    if setting.torch_compile:
+        what += ", torch_compile"
+        if not host.is_cuda:
+            return not_run(check, what, reason=NEEDS_CUDA)
     config = run_config(setting, host)
     groups = largest_micro_batch(config)
     mini, samples = training_data(config, groups, vocab=setting.size.vocab, num_micro_batches=2)
-    with (lone_rank if setting.num_workers == 1 else fake_rank)(config, host) as worker:
-        worker._policy.model.chunk_tokens = chunk
-        seconds = host.seconds(lambda: worker.train([mini], samples, 1), repeats=3)
+    try:
+        with (lone_rank if setting.num_workers == 1 else fake_rank)(config, host) as worker:
+            worker._policy.model.chunk_tokens = chunk
+            _, first = host.once(lambda: worker.train([mini], samples, 1))
+            seconds = host.seconds(lambda: worker.train([mini], samples, 1), repeats=3)
+    except torch.OutOfMemoryError as error:
+        return not_run(check, what, reason=f"out of memory: {error}"[:200])
     flops = 2 * config.forwards_per_token * sequence_flops(model_shape(config), groups)
     tokens = 2 * sum(group.num_tokens for group in groups)
     utilisation = flops / seconds / flops_per_s
     return noted(
         check,
-        f"step, activation_checkpoint_every={setting.checkpoint_every}, head in chunks of {chunk}",
+        what,
         expected="estimates: 7B 33-48 %, 1.5B 25-40 %, 0.5B 15-20 % of the ceiling" if host.is_cuda else "",
-        measured=f"{tokens / seconds:,.0f} tokens/s, {utilisation:.1%} of the ceiling",
+        measured=f"{tokens / seconds:,.0f} tokens/s, {utilisation:.1%} of the ceiling, first step {first:.1f} s",
         reason="" if setting.num_workers == 1 else "compute of one rank; communication takes no time here",
     )
 

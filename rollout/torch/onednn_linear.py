@@ -35,6 +35,8 @@ def prefers_onednn() -> bool:
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Like torch.nn.functional.linear: states [.., I], weight [O, I], bias [O] -> [.., O]; differentiable once."""
+    if torch.compiler.is_compiling():  # torch.compile chooses the library itself
+        return functional.linear(states, weight, bias)
     # MKL is faster for a single row.
     is_fast = states.dtype == weight.dtype == torch.float32 and states.numel() > states.shape[-1]
     if states.device.type != "cpu" or not is_fast or not prefers_onednn():

@@ -94,6 +94,7 @@ _NAMES: Final[dict[str, str]] = {
     "policy.num_workers, the ranks, and policy.gpus_per_worker": "verl n_gpus_per_node",
     "policy.offload=optimizer": "verl optimizer_offload",
     "policy.offload=parameters": "verl param_offload",
+    "policy.torch_compile": "verl use_torch_compile; TRL torch_compile",
     "reference.coef": "verl kl_loss_coef kl_ctrl kl_coef; TRL beta",
     "reference.estimator": "verl kl_loss_type kl_penalty",
     "reference.placement=reward": "verl use_kl_in_reward",

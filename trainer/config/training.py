@@ -227,6 +227,9 @@ class PolicyConfig(Checked):
     activation_checkpoint_every: int = ruled(0, at_least(0), remedy="0: none, 1: every layer, k: every k-th layer.")
     """Distance in layers between checkpointed decoder layers, which keep only their input and are recomputed in the
     backward; 1: all layers, 0: none."""
+    torch_compile: bool = False
+    """Compile the decoder layers of policy and critic with torch.compile, attention excepted. For GPUs; not yet run on
+    one."""
     offload: Offload = Offload.none
     """State kept on the host to save device memory: none, optimizer or parameters. Offload is slower and gives the same
     results."""

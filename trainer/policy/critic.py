@@ -31,7 +31,7 @@ from trainer.batch.train_batch import MicroBatch, RankMiniBatch, pass_order, pre
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.policy.forward import states_before
-from trainer.policy.model import checkpoint_activations, empty_causal_lm, load_rows, shard
+from trainer.policy.model import checkpoint_activations, compile_layers, empty_causal_lm, load_rows, shard
 from trainer.policy.trainable import Trainable
 
 
@@ -72,6 +72,8 @@ def load_value_model(path: Path, mesh: DeviceMesh, config: TrainConfig, device: 
     model.output.to(place)
     model.eval()  # no dropout, as in the policy
     checkpoint_activations(model.decoder, every=policy.activation_checkpoint_every)
+    if policy.torch_compile:
+        compile_layers(model.decoder)
     shard(model, model.decoder, mesh, policy.dtype, on_host=on_host, exact=[model.output])
     load_rows(model.decoder, path, device=place, prefix=f"{causal_lm.base_model_prefix}.")
     return model

@@ -207,7 +207,10 @@ def _differentiate_block(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] += left [V, C] @ right [C, H], the sum of the product in the dtype of `total` where torch can."""
+    """total [V, H] += left [V, C] @ right [C, H], the sum of the product in the dtype of `total` where torch can.
+
+    The way for 16-bit types on a GPU is not yet run on a GPU.
+    """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:  # cuBLAS adds 16-bit products up in float32; otherwise every chunk would be rounded once

@@ -28,14 +28,14 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.limits.model_shape import tensor_shapes as stored_shapes
-from trainer.policy.attention import PACKED_ATTENTION
+from trainer.policy.attention import PACKED_ATTENTION, packed_attention
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.rundir.sealed import inside
@@ -110,6 +110,17 @@ def checkpoint_activations(decoder: nn.Module, *, every: int) -> None:
     if every:
         for layer in decoder_layers(decoder)[::every]:
             checkpoint(layer, preserve_rng_state=False)  # nothing in eval mode draws random numbers
+
+
+def compile_layers(decoder: nn.Module) -> None:
+    """Compile the forward of every decoder layer with torch.compile, in place; names of parameters stay.
+
+    Hooks of FSDP and of `checkpoint_activations` stay outside. One graph serves all layers and lengths: sizes are
+    symbols in it. Packed attention stays outside too: its calls depend on the lengths of the sequences.
+    """
+    AttentionInterface.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+    for layer in decoder_layers(decoder):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def shard(

@@ -36,7 +36,15 @@ from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
-from trainer.policy.model import checkpoint_activations, empty_causal_lm, full_tensors, load_rows, shard, tensor_shapes
+from trainer.policy.model import (
+    checkpoint_activations,
+    compile_layers,
+    empty_causal_lm,
+    full_tensors,
+    load_rows,
+    shard,
+    tensor_shapes,
+)
 from trainer.policy.network import use_interface_towards
 from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
@@ -173,6 +181,8 @@ class PolicyWorker:
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
+        if policy.torch_compile:
+            compile_layers(causal_lm.get_decoder())
         on_host = policy.offload is Offload.parameters
         shard(model, causal_lm.get_decoder(), mesh, policy.dtype, on_host=on_host)
         load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
