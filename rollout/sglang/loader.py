@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rollout.sglang.fusing import COLUMN_SPLIT
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
 from rollout.weights.packing import DTYPES
@@ -38,7 +39,10 @@ def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
     region.expect(request["policy_version"])
     if request["quantized"]:
         open_layers(model)
-    model.load_weights(_views(torch.from_numpy(region.data), request["tensors"]))
+    # A rank of a tensor parallel engine takes some columns of a matrix. From the host, torch would gather them in
+    # pageable memory first, so the whole matrix goes to the GPU. Not yet run on a GPU.
+    columns_on = torch.device("cuda") if uses_cuda() else None
+    model.load_weights(_views(torch.from_numpy(region.data), request["tensors"], columns_on=columns_on))
 
 
 @functools.lru_cache(maxsize=2)
@@ -47,9 +51,13 @@ def _mapped(address: RegionAddress, *, registered: bool) -> MappedRegion:
     return MappedRegion(address, registered=registered)
 
 
-def _views(flat: torch.Tensor, tensors: list[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _views(
+    flat: torch.Tensor, tensors: list[dict[str, Any]], *, columns_on: torch.device | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the bytes `flat`: a view, or a copy on `columns_on` where ranks take columns."""
     for spec in tensors:
         dtype = DTYPES[spec["dtype"]]
         num_bytes = math.prod(spec["shape"]) * dtype.itemsize
-        raw = flat[spec["offset"] : spec["offset"] + num_bytes]
-        yield spec["name"], raw.view(dtype).view(spec["shape"])
+        raw = flat[spec["offset"] : spec["offset"] + num_bytes].view(dtype).view(spec["shape"])
+        is_split = any(part in COLUMN_SPLIT for part in spec["name"].split("."))
+        yield spec["name"], raw.to(columns_on) if columns_on and is_split else raw

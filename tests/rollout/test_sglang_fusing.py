@@ -17,6 +17,7 @@ from rollout.config import Quantization
 from rollout.engine import WeightSyncError
 from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.fusing import FusionError, Share, plan_fusion, tile_digest
+from rollout.sglang.loader import _views
 from rollout.types import WeightLayout
 from rollout.weights.packing import dtype_name
 
@@ -331,3 +332,16 @@ def test_ranks_divide_columns_and_the_padded_vocabulary() -> None:
     second = Share(rank=1, size=2).of("lm_head.weight", tensor)
     assert torch.equal(second[:3], tensor[64:]) and not second[3:].any() and len(second) == 64
     assert [len(Share(rank=rank, size=3).of("model.embed_tokens.weight", tensor)) for rank in range(3)] == [64] * 3
+
+
+def test_matrices_whose_columns_ranks_take_go_to_the_gpu_whole() -> None:
+    """With device meta in place of a GPU: what is moved has no memory there, what is not moved is a view."""
+    flat = torch.arange(2 * 8, dtype=torch.uint8)
+    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight")
+    tensors = [
+        {"name": name, "dtype": "float32", "shape": [1, 2], "offset": 8 * number} for number, name in enumerate(names)
+    ]
+    for device, kind in ((torch.device("meta"), "meta"), (None, "cpu")):
+        (_, rows), (_, columns) = _views(flat, tensors, columns_on=device)
+        assert rows.data_ptr() == flat.data_ptr()
+        assert columns.device.type == kind and columns.shape == (1, 2)
