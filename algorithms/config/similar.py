@@ -13,5 +13,14 @@ def similar(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` that is the same as `word` but for upper case, or else the most similar one; or None."""
     names = {name.lower(): name for name in known}
     lower = word.lower()
-    meant = lower if lower in names else next(iter(difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)), None)
-    return None if meant is None else names[meant]
+    if lower in names:
+        return names[lower]
+    # Two letters that changed places weigh too much in a short word.
+    swapped = [name for name in names if sorted(name) == sorted(lower) and _places(name, lower) == 2]
+    meant = swapped if len(swapped) == 1 else difflib.get_close_matches(lower, names, n=1, cutoff=SIMILAR)
+    return names[meant[0]] if meant else None
+
+
+def _places(first: str, second: str) -> int:
+    """Places at which two words of one length differ."""
+    return sum(a != b for a, b in zip(first, second, strict=True))

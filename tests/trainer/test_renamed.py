@@ -142,7 +142,7 @@ def test_no_suggestion_is_made_for_a_key_without_a_counterpart(word: str) -> Non
         ("off", ("none", "mismatch"), "none"),
         ("off", ("auto", "online", "offline", "disabled"), "disabled"),
         ("none", ("bypass", "recompute", "tis"), "recompute"),
-        ("tsi", ("mis", "tis"), None),
+        ("tsi", ("mis", "tis"), "tis"),
         ("low_var_kl", ("k1", "k2", "k3", "unbiased"), "k3"),
         ("seq-mean-token-sum-norm", ("token_mean", "fixed_length"), "fixed_length"),
         ("token_maen", ("token_mean", "token_sum"), "token_mean"),

@@ -75,7 +75,7 @@ _NAMES: Final[dict[str, str]] = {
     "loss.aggregation": "verl loss_agg_mode",
     "loss.clip_high": "verl clip_ratio_high; slime eps_clip_high; TRL epsilon_high",
     "loss.clip_low": "verl clip_ratio_low; others eps_clip_low",
-    "loss.clip_low and loss.clip_high": "verl clip_ratio; slime eps_clip; TRL epsilon",
+    "loss.clip_low and loss.clip_high": "verl clip_ratio cliprange; slime eps_clip; TRL epsilon; others clip_range",
     "loss.dual_clip": "verl clip_ratio_c; slime eps_clip_c; TRL delta",
     "loss.entropy_coef": "verl entropy_coeff",
     "model.path": "TRL model_name_or_path",
