@@ -56,8 +56,9 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
         ("defaults: [/train, /nosuch, _self_]\n", "Could not load 'nosuch'"),
         ("defaults: [/nosuch, _self_]\n", "nosuch.yaml is looked for in "),
         (START + "loss: {clip_high: 0.3}\nloss: {clip_low: 0.3}\n", "found duplicate key loss"),
-        ("defaults: [/train, override /nosuch: tis, _self_]\n", "nosuch"),
-        ("- 1\n", "mine"),
+        ("defaults: [/train, override /nosuch: tis, _self_]\n", "What defaults can choose: model, data, rollout, "),
+        ("defaults: [/mine, _self_]\n", "defaults lead back to the recipe itself. Start from /train"),
+        ("- 1\n", "must be a mapping of keys to values, got [1]. Its first key is defaults"),
     ],
 )
 def test_a_recipe_file_that_cannot_be_used(tmp_path: Path, text: str, expected: str) -> None:

@@ -130,7 +130,11 @@ def _compose(
     is reported and replaced with the nearest option, so that the keys below it can be checked.
     """
     document = load_yaml(recipe.read_text(encoding="utf-8"))  # Hydra would write out every alias
-    shown = document.get("defaults") if isinstance(document, dict) else None
+    if not isinstance(document, dict | None):
+        rule, remedy = "must be a mapping of keys to values", "Its first key is defaults: what the recipe starts from."
+        found.append(Problem(key=str(recipe), rule=rule, value=document, remedy=remedy))
+        return None, []
+    shown = document.get("defaults") if document else None
     if isinstance(shown, list) and "_self_" not in shown:  # Hydra would warn, and put it at the end
         found.append(_of_defaults(recipe, shown))
         return None, []
@@ -306,6 +310,9 @@ def _directory(root: DictConfig, key: str) -> tuple[Path | None, bool]:
 
 def _not_composed(error: Exception, recipe: Path) -> Problem:
     """Describe an error of Hydra, OmegaConf, YAML or the file system in one sentence about the recipe."""
+    if isinstance(error, RecursionError):
+        rule, remedy = "lead back to the recipe itself", f"Start from /{MAIN_CONFIG} or from another recipe."
+        return Problem(key=f"{recipe}: defaults", rule=rule, value=NOT_SET, remedy=remedy)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).splitlines()[0])
@@ -320,7 +327,11 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     words = re.findall(r"Could not (?:load|override) '([^']+)'", shown)
     meant = [close for word in words if (close := _near(word))]
     remedy = f"Did you mean {meant[0]}?" if meant else ""
-    if not meant and "Could not load" in shown:
+    if not meant and "Could not override" in shown:
+        remedy = (
+            f"What defaults can choose: {', '.join(GROUPS)}. Other sections have keys, which follow below defaults."
+        )
+    elif not meant and "Could not load" in shown:
         remedy = (
             f"{words[0]}.yaml is looked for in {recipe.parent}, among the recipes of Parity (parity recipes), and in "
             "the directory that --config-dir names."
