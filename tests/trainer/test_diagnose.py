@@ -58,6 +58,7 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
         (START + "loss: {clip_high: 0.3}\nloss: {clip_low: 0.3}\n", "found duplicate key loss"),
         ("defaults: [/train, override /nosuch: tis, _self_]\n", "What defaults can choose: model, data, rollout, "),
         ("defaults: [/mine, _self_]\n", "defaults lead back to the recipe itself. Start from /train"),
+        ("defaults: [/mien, _self_]\n", "Did you mean mine?"),
         ("- 1\n", "must be a mapping of keys to values, got [1]. Its first key is defaults"),
     ],
 )

@@ -14,6 +14,8 @@ from algorithms.config import (
     BaselineScope,
     BypassConfig,
     Estimator,
+    KLEstimator,
+    KLPlacement,
     MISConfig,
     RecomputeConfig,
     ReferenceKLConfig,
@@ -257,6 +259,14 @@ def test_placement_is_compared_with_the_machine() -> None:
     assert "IT DOES NOT FIT" in plan(config, machine=few_gpus)
     elsewhere = replace(config, cluster=ClusterConfig(address="10.0.0.1:6379"))
     assert "of the Ray cluster at 10.0.0.1:6379, which is not asked now" in plan(elsewhere)
+
+
+def test_keys_of_a_kl_that_is_off_are_remarked_on() -> None:
+    config = arithmetic_config()
+    in_reward = ReferenceKLConfig(estimator=KLEstimator.k1, placement=KLPlacement.reward)
+    off, on = (replace(config, reference=replace(in_reward, coef=coef)) for coef in (0.0, 1e-3))
+    said = "without effect: reference.estimator=k1 and reference.placement=reward, because reference.coef=0"
+    assert said in plan(off) and "without effect" not in plan(on) and "without effect" not in plan(config)
 
 
 def test_evaluation_and_files() -> None:

@@ -139,6 +139,8 @@ def test_a_wrong_value_of_an_axis_is_named_under_the_key_of_the_study(capsys: py
     first, second = error.splitlines()[1:]
     assert first.startswith("  - study.modes must be one of ") and first.endswith(", got 'tiss'. Did you mean tis?")
     assert second == "  - study.seeds must lie in [0, 2**31), got -1."
+    both = refused(capsys, "arithmetic_grpo", *WORDS, "study.precisions=[int9]", "study.modes=[tis,msi]")
+    assert "2 problems" in both and ", got 'int9'" in both and both.endswith(", got 'msi'. Did you mean mis?\n")
     error = refused(capsys, "arithmetic_grpo", *WORDS, "study.precisions=[int8]", "study.modes=[zzzz]")
     assert "1 problem" in error and "  - study.modes must be one of " in error
 

@@ -146,6 +146,13 @@ def test_the_plan_names_schedule_quantisation_and_trackers(own: Path, capsys: py
     assert differs == ["schedule", "engines", "tracking"]
 
 
+def test_a_step_of_more_prompts_than_there_are_is_remarked_on(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, is_said in ((30, False), (31, True)):
+        assert run(["train", "mine.yaml", f"batch.prompts_per_step={number}", "--dry-run"]) == 0
+        said = f"batch.prompts_per_step={number} takes prompts twice in a step: there are 30"
+        assert (said in capsys.readouterr().out) == is_said
+
+
 def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: Path) -> None:
     words = (f"run.dir={tmp_path / 'run'}", "run.resume=auto")
     resolution = resolve(own / "mine.yaml", words, own_dir=None, multirun=False)

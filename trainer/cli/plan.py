@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from algorithms.config.combine import combination_notes
 from algorithms.objective import objective, reference_term
 from rollout.config import Quantization
 from trainer.cli.job import resume_command
@@ -59,7 +58,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     for line in _batch(config):
         yield "batch", line
     yield "objective", objective(config.correction, config.loss) + reference_term(config.reference)
-    for note in combination_notes(config.correction, config.loss):
+    for note in config.notes():
         yield "note", note
     if config.has_critic:
         yield "critic", _critic(config)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from algorithms.objective import objective, reference_term
-from trainer.cli.arguments import parse_train
+from trainer.cli.arguments import TrainArguments, parse_train
 from trainer.cli.evaluate import flag_problems
 from trainer.cli.plan import render_plan
 from trainer.cli.tables import labelled, rows_text
@@ -26,7 +26,7 @@ from trainer.rundir.redact import redact_argv
 from trainer.rundir.run_dir import RunDirectoryError, lock_directory, logged_step, release_directory, unusable_problem
 from trainer.rundir.termination import GO_ON, RunTerminated
 from trainer.rundir.text import counted, duration, to_stderr, to_stdout
-from trainer.study.config import StudyConfig, precision_words
+from trainer.study.config import PRECISIONS, StudyConfig, precision_words
 from trainer.study.grid import Study, compose_study, recipe_problems
 from trainer.study.ranking import MODE_COLUMN, TITLES, rank, study_notes, table_rows
 from trainer.study.run import parallel_problems, run_cells
@@ -42,6 +42,7 @@ from trainer.study.study_dir import (
 
 NAME = "parity study"
 SECTION = "study"
+MODES = f"{SECTION}.modes"
 FLAGS = ("--config-dir", "--dry-run")
 RESUME_WORDS = ("resume=auto", "run.resume=auto")
 
@@ -60,7 +61,7 @@ def run_study(words: Sequence[str]) -> int:
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
     if wrong:
-        problems += recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
+        problems += _problems_besides(wrong, own, recipe, arguments)
         return report(problems, command=f"{NAME} {arguments.recipe}")
     study, of_runs = compose_study(recipe, arguments.overrides, config, own_dir=arguments.own_dir)
     study_dir = _directory(config, recipe_name(recipe), resumes=any(word in RESUME_WORDS for word in words))
@@ -85,6 +86,19 @@ def run_study(words: Sequence[str]) -> int:
         return ended.exit_code
     finally:
         release_directory(lock, study_dir)
+
+
+def _problems_besides(
+    wrong: Sequence[Problem], own: Sequence[str], recipe: Path, arguments: TrainArguments
+) -> list[Problem]:
+    """The problems of the recipe, its overrides and the study's modes, beside those of the study's own keys."""
+    named = {problem.key for problem in wrong}
+    modes, _ = read_own_keys(StudyConfig, [word for word in own if word.startswith(MODES)], section=SECTION)
+    if MODES in named or modes == StudyConfig():
+        return recipe_problems(recipe, arguments.overrides, own_dir=arguments.own_dir)
+    # One precision and one seed: a mode is wrong with any of them.
+    one = replace(modes, precisions=[PRECISIONS[0]], seeds=modes.seeds[:1])
+    return compose_study(recipe, arguments.overrides, one, own_dir=arguments.own_dir)[1]
 
 
 def _directory(config: StudyConfig, recipe_name: str, *, resumes: bool) -> Path:

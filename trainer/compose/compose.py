@@ -325,7 +325,7 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))
     words = re.findall(r"Could not (?:load|override) '([^']+)'", shown)
-    meant = [close for word in words if (close := _near(word))]
+    meant = [close for word in words if (close := _near(word, recipe.parent))]
     remedy = f"Did you mean {meant[0]}?" if meant else ""
     if not meant and "Could not override" in shown:
         remedy = (
@@ -339,12 +339,13 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe), remedy=remedy)
 
 
-def _near(word: str) -> str | None:
-    """What an entry of a recipe's defaults probably means: a recipe, a group, or an option of a group."""
+def _near(word: str, beside: Path) -> str | None:
+    """What an entry of a recipe's defaults probably means: a recipe, here or in the directory `beside`, a group, or an
+    option of a group."""
     group, _, option = word.rpartition("/")
     if group:
         return nearest(option, [*GROUPS.get(group, {}), *PRESETS.get(group, {})])
-    return nearest(option, [*GROUPS, *recipe_files(recipe_dir())])
+    return nearest(option, [*GROUPS, *recipe_files(beside), *recipe_files(recipe_dir())])
 
 
 def _together(runs: Sequence[ComposedRun]) -> list[Problem]:

@@ -25,7 +25,7 @@ from algorithms.config import (
     TISConfig,
 )
 from algorithms.config import PRESETS as CORRECTION_PRESETS
-from algorithms.config.combine import combination_problems, resolved_loss
+from algorithms.config.combine import combination_notes, combination_problems, resolved_loss
 from algorithms.config.correction import CORRECTIONS
 from algorithms.config.loss import LOSSES
 from rollout.config import (
@@ -124,6 +124,11 @@ class TrainConfig(Checked):
             temperature=self.sampling.temperature if temperature is None else temperature,
             max_new_tokens=self.sampling.max_new_tokens if tokens is None else tokens,
         )
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for every setting that is allowed and probably not intended."""
+        yield from combination_notes(self.correction, self.loss)
+        yield from self.reference.notes()
 
     @property
     def needs_prepass(self) -> bool:

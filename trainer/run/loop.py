@@ -143,6 +143,8 @@ def run_steps(
         termination.way_on = f"; {go_on}parity report {place} draws it"
         for line in data_notes(task.dataset, run_dir):
             tracker.console.line(line)
+        for note in config.notes():
+            tracker.console.line(f"note: {note}")
         for line in memory_plan(config, device_bytes=gpu_bytes()).verdicts:
             tracker.console.line(f"memory: {line}")
         tracker.console.phase("starting Ray, the policy and the rollout engines")

@@ -127,6 +127,9 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
     if trains and isinstance(config.model, HFModelConfig):
         _compare_files(model_path)
+    if trains and config.batch.prompts_per_step > len(dataset.train):
+        step, there = config.batch.prompts_per_step, len(dataset.train)
+        dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")
     problems = [
         *context_problems(config, model_path, longest_prompt=dataset.longest_prompt),
         *vocabulary_problems(model_path, largest_token=dataset.largest_token),
