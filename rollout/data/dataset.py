@@ -90,7 +90,7 @@ def _file_dataset(config: FileDataConfig, tokenizer: PreTrainedTokenizerBase, ev
         sources = _sources(config, eval_sets)
         found = _read(sources, config, lambda source: file_prompts(source, config, tokenizer, template))
     if empty := [
-        _unusable(key, sources[key], "\n".join(["No row is left.", *report.lines(config)]))
+        _unusable(key, sources[key], "\n".join(["No row is left.", *report.lines(config), *map(str, report.bad[:1])]))
         for key, (prompts, report) in found.items()
         if not prompts
     ]:

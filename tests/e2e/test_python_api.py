@@ -162,12 +162,11 @@ def test_a_refused_run_raises_every_problem_and_starts_nothing(tmp_path: Path, m
 
 def test_a_run_that_fails_raises_what_the_command_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cache").write_text("not a directory")
-    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
-    run = trainer.train("arithmetic_grpo", {**QUICK, "run.dir": str(tmp_path / "run")})
+    nowhere = {"cluster.address": "127.0.0.1:1"}
+    run = trainer.train("arithmetic_grpo", {**QUICK, **nowhere, "run.dir": str(tmp_path / "run")})
     with pytest.raises(trainer.RunError) as failed:
         list(run)
-    assert str(failed.value).startswith("parity train failed: ") and "cache" in str(failed.value)
+    assert str(failed.value).startswith("parity train failed: ") and "cluster.address" in str(failed.value)
     assert f"The full traceback is in {run.dir}/error.log." in str(failed.value)
     assert run.status is RunStatus.failed and run.metrics() == [] and run.checkpoints == {}
     assert "failed" in repr(run)

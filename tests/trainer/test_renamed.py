@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from compose_cases import own_recipe
+from compose_cases import messages, own_recipe
 from test_keys import every_key
 
 from algorithms.config import Problem
@@ -65,6 +65,12 @@ VERL_WORDS = {
     "trainer.total_epochs": "run.num_steps",
 }
 TRL_WORDS = {
+    "cliprange": "loss.clip_low and loss.clip_high",
+    "num_ppo_epochs": "batch.passes",
+    "total_episodes": "run.num_steps",
+    "vf_coef": "critic.lr",
+    "peft_config": "LoRA",
+    "sync_ref_model": "the policy at the start",
     "model_name_or_path": "model.path",
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
@@ -248,6 +254,17 @@ def test_a_recipe_with_the_ending_yml_is_told_its_right_name(tmp_path: Path) -> 
     problem = find_recipe(str(tmp_path / "base.yml"), own_dir=None)
     assert isinstance(problem, Problem)
     assert problem.remedy == f"Rename the file to {tmp_path / 'base.yaml'}."
+
+
+def test_the_directory_of_a_run_is_no_recipe_but_holds_one(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    problem = find_recipe(str(tmp_path), own_dir=None)
+    assert isinstance(problem, Problem) and f"parity resume {tmp_path} goes on with it" in problem.remedy
+
+
+def test_a_name_in_the_addressed_section_comes_before_the_same_name_in_another() -> None:
+    [said] = messages("critic.optim.lr=1")
+    assert "Did you mean critic.lr?" in said
 
 
 def test_a_file_in_this_directory_needs_its_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,7 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
         "arithmetic_grpo",
         *WORDS,
         "study.mode=[tis]",
+        "seeds=[0]",
         "study.precisions=[int3]",
         "study.seeds=[1,1]",
         "study.parallel=0",
@@ -123,6 +124,7 @@ def test_keys_of_the_study_are_checked_with_the_overrides(capsys: pytest.Capture
     )
     for said in (
         "study.mode is not a key of study, got ['tis']. Did you mean study.modes?",
+        "seeds is a key of the study, got '[0]'. Write study.seeds=[0]",
         "optim.lr must be a number",
     ):
         assert said in error, said

@@ -168,6 +168,7 @@ def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: P
         ({"model_type": "mixtral"}, "lack parameters of the model"),
         ({"intermediate_size": 48}, "the model wants [48, "),
         ({"layer_types": ["full_attention"] * 9}, "layer_types"),
+        ({"model_type": "nosuch", "auto_map": {}}, "code that comes with a model is never run."),
     ],
 )
 def test_files_that_are_not_those_of_the_config_are_refused_by_the_dry_run(
@@ -178,6 +179,45 @@ def test_files_that_are_not_those_of_the_config_are_refused_by_the_dry_run(
     assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
     problem = capsys.readouterr().err.splitlines()[-1]
     assert "model.path must hold the weights of the model that its config.json describes" in problem and said in problem
+
+
+def test_files_to_evaluate_are_compared_before_an_engine_is_started(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(own / "tiny", tmp_path / "edited")
+    edit_config(tmp_path / "edited", intermediate_size=48)
+    assert run(["eval", "mine.yaml", f"checkpoint={tmp_path / 'edited'}", f"run.dir={tmp_path / 'eval'}"]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert "checkpoint must hold the weights of the model that its config.json describes" in problem
+
+
+def test_a_config_that_is_no_json_is_named_with_its_place(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(own / "tiny", tmp_path / "edited")
+    (tmp_path / "edited" / "config.json").write_text('{"model_type": "qwen2",}')
+    assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
+    assert "whose config.json can be read (Expecting property name" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_no_json_is_named_with_its_file(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(own / "tiny", tmp_path / "edited")
+    (tmp_path / "edited" / "tokenizer.json").write_text("{")
+    assert run(["train", "mine.yaml", f"model.path={tmp_path / 'edited'}", "--dry-run"]) == 2
+    assert "must hold a tokenizer that can be read, got " in (said := capsys.readouterr().err)
+    assert "tokenizer.json: Expecting property name" in said
+
+
+def test_a_cache_for_a_model_that_is_to_be_made_must_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cache").write_text("not a directory")
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    assert run(["train", "arithmetic_grpo", "rollout=torch", "--dry-run"]) == 2
+    assert "$PARITY_CACHE must be a directory that can be written to" in capsys.readouterr().err
 
 
 def edit_config(directory: Path, **fields: object) -> None:

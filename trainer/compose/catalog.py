@@ -75,6 +75,8 @@ def find_recipe(given: str, *, own_dir: Path | None) -> Path | Problem:
         path = Path(given)
         if path.suffix != SUFFIX:
             remedy = f"Rename the file to {path.with_suffix(SUFFIX)}." if path.is_file() else ""
+            if (path / CONFIG_FILE).is_file():
+                remedy = f"It is a run: parity resume {given} goes on with it, {path / CONFIG_FILE} is its recipe."
             rule = f"must be the name of a recipe or end in {SUFFIX}"
             return Problem(key="recipe", rule=rule, value=given, remedy=remedy)
         if not path.is_file():

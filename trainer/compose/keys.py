@@ -99,8 +99,9 @@ def _nested(path: Sequence[str], value: object, kinds: Kinds) -> str:
 def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds, depth: int = 1) -> str:
     """A sentence with the key that was probably meant; empty if no key is similar.
 
-    A key of the same name in another section comes first: `lr` and `batch.lr` both mean `optim.lr`. `siblings` are the
-    keys of the addressed config, which the first `depth` parts name.
+    A key of the same name comes first, in the addressed config and then in another section: `critic.optim.lr` means
+    `critic.lr`, `lr` and `batch.lr` mean `optim.lr`. `siblings` are the keys of the addressed config, which the first
+    `depth` parts name.
     """
     section, name = path[0], path[-1]
     if section not in kinds and len(path) > 1 and (meant := nearest(section, kinds)) is not None:
@@ -110,7 +111,7 @@ def did_you_mean(path: Sequence[str], siblings: Sequence[str], kinds: Kinds, dep
     for holder in sorted(kinds, key=lambda holder: holder == "critic"):
         for key in field_names(kinds[holder]):
             by_name.setdefault(key, f"{holder}.{key}")
-    close = by_name.get(name)
+    close = ".".join([*path[:depth], name]) if name in siblings else by_name.get(name)
     if close is None and section in kinds:
         beside = nearest(name, siblings)
         close = ".".join([*path[:depth], beside]) if beside else _in_other_option(section, name)

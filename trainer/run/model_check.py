@@ -63,13 +63,22 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
         missing.append("tokenizer.json")
     if not missing and "model_type" in described(directory):
         return None
+    lacks = f"with {', '.join(missing)}" if missing else _wrong_description(directory)
     return Problem(
         key=key,
-        rule="must be the directory of a Hugging Face model"
-        + (f", with {', '.join(missing)}" if missing else ", whose config.json names its model_type"),
+        rule=f"must be the directory of a Hugging Face model, {lacks}",
         value=str(directory),
         remedy=f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR.",
     )
+
+
+def _wrong_description(directory: Path) -> str:
+    """What config.json, which names no model_type, should be."""
+    try:
+        json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"whose config.json can be read ({error})"
+    return "whose config.json names its model_type"
 
 
 def described(directory: Path) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,14 +97,26 @@ def _directory(key: str, path: str, revision: str | None) -> Path:
         raise StartError(Problem(key=key, rule=rule, value=path, remedy=remedy)) from error
 
 
-def _compare_files(model_path: Path) -> None:
-    """Raise StartError if the files of the model do not hold what its config.json describes."""
+def _compare_files(key: str, model_path: Path) -> None:
+    """Raise StartError, naming `key`, if the files of the model do not hold what its config.json describes."""
     try:
         check_files(model_path)
     except Exception as error:  # transformers raises whatever its checks of a config.json raise
         reason = " ".join(str(error).split())
+        if "does not recognize this architecture" in reason:  # its advice is to install another transformers
+            reason = "transformers has no model of its model_type, and code that comes with a model is never run."
         rule = "must hold the weights of the model that its config.json describes"
-        raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
+        raise StartError(Problem(key=key, rule=rule, value=str(model_path), remedy=reason)) from error
+
+
+def _broken_json(directory: Path) -> str:
+    """The name and error of a file of a tokenizer that is no JSON; empty if there is none."""
+    for path in sorted(directory.glob("*token*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            return f"{path.name}: {error}"
+    return ""
 
 
 def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | None = None) -> Task:
@@ -122,11 +135,11 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     except DataError as error:
         raise StartError(*error.problems) from error
     except Exception as error:  # transformers raises whatever its readers of files raise
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = _broken_json(model_path) or f"{type(error).__name__}: {error}".splitlines()[0]
         rule = "must hold a tokenizer that can be read"
         raise StartError(Problem(key="model.path", rule=rule, value=str(model_path), remedy=reason)) from error
-    if trains and isinstance(config.model, HFModelConfig):
-        _compare_files(model_path)
+    if not trains or isinstance(config.model, HFModelConfig):
+        _compare_files("model.path" if trains else "checkpoint", model_path)
     if trains and config.batch.prompts_per_step > len(dataset.train):
         step, there = config.batch.prompts_per_step, len(dataset.train)
         dataset.notes.append(f"batch.prompts_per_step={step} takes prompts twice in a step: there are {there}")

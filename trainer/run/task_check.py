@@ -24,6 +24,8 @@ from trainer.config.training import HFModelConfig
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.run.model_check import described, find_model
+from trainer.rundir.cache import default_cache_dir
+from trainer.rundir.run_dir import unusable_problem
 from trainer.rundir.text import size
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,12 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
             yield found
         elif found is not None:
             yield from _context_problems(config, found)
+        return
+    cache = default_cache_dir()
+    # One that cannot be written to may hold the model already.
+    unusable = unusable_problem("$PARITY_CACHE", cache)
+    if unusable is not None and not any(cache.glob(f"{config.model.kind}-*")):
+        yield unusable
 
 
 def _model_problems(config: TrainConfig) -> Iterator[Problem]:

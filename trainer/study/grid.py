@@ -15,6 +15,7 @@ from pathlib import Path
 from algorithms.config import Problem
 from rollout.config import Quantization
 from trainer.compose.compose import resolve
+from trainer.compose.keys import field_names
 from trainer.compose.overrides import parse
 from trainer.compose.session import hydra_session
 from trainer.config.train import TrainConfig
@@ -108,6 +109,8 @@ def _word_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
             key, _, value = word.lstrip("+~").partition("=")
             if key in _OWNED:
                 rule, remedy = "is set by the study", _OWNED[key]
+            elif key in field_names(StudyConfig):
+                rule, remedy = "is a key of the study", f"Write study.{key}={value}"
             elif key.startswith(("hydra.", "hydra/")):
                 rule, remedy = "has no effect in a study", "Remove it."
             elif any(override.is_sweep_override() for override in parse([word], loader=loader, multirun=True)[0]):
