@@ -79,6 +79,21 @@ def updates_of(worker: PolicyWorker) -> list[Tensor]:
     return updates
 
 
+def test_a_prompt_that_comes_twice_in_a_step_has_numbers_for_each_sample(model_path: Path) -> None:
+    """With equal prompt_id and sample_index: the second group has other rewards and other log-probs."""
+    first = near_samples()
+    second = [replace(sample, reward=-(sample.reward or 0.0)) for sample in first]
+    for sample in second:
+        sample.rollout_logprobs = sample.rollout_logprobs * 1.1
+    config = config_of(model_path, TISConfig(), passes=1, mini_batches=1)
+    with lone_worker(config, model_path) as worker:
+        report = train(worker, config, [*first, *second])
+    numbers = list(range(2 * len(first)))
+    assert sorted(report.sample_k3) == sorted(report.sample_advantages) == numbers
+    assert [report.sample_advantages[n] for n in numbers] == pytest.approx([s.reward for s in (*first, *second)])
+    assert all(report.sample_k3[n] != report.sample_k3[n + len(first)] for n in numbers[: len(first)])
+
+
 # ---------------------------------------------------------------- the loop by hand
 
 

@@ -33,9 +33,12 @@ class Words:
         return f"<{token_ids[0]}>"
 
 
-def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> list[tuple[MicroBatch, Tokens]]:
-    """`samples` in one micro-batch, with log pi_old that is off by `deltas` at (sample, token)."""
-    micro = micro_batch(samples, None, policy_version=None)
+def scored(
+    samples: list[Sample], deltas: dict[tuple[int, int], float], *, first: int = 0
+) -> list[tuple[MicroBatch, Tokens]]:
+    """`samples` in one micro-batch, with log pi_old that is off by `deltas` at (sample, token); the number of the first
+    of them in the step is `first`."""
+    micro = micro_batch(samples, range(first, first + len(samples)), policy_version=None)
     old = micro.rollout_logprobs.clone()
     for (number, token), delta in deltas.items():
         old[int(micro.cu_seqlens[number]) + token] += delta
@@ -45,41 +48,44 @@ def scored(samples: list[Sample], deltas: dict[tuple[int, int], float]) -> list[
 def test_deltas_are_those_of_the_sample_and_its_sampled_tokens() -> None:
     samples = [make_sample(1, 0), make_sample(2, 0, tool=1)]
     tokens = scored(samples, {(0, 3): 0.25, (1, 4): -0.125})
-    found = worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=2)
-    assert found[1, 0].deltas == pytest.approx([0.0, 0.25, 0.0])
-    assert (found[1, 0].first, found[1, 0].token_ids) == (2, [102, 103, 104])
-    assert found[2, 0].deltas == [0.0, 0.0, -0.125, None] and found[2, 0].rollout_logprobs[3] is None
-    assert list(worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=1)) == [(1, 0)], "the worst one"
-    assert worst_and_others(tokens, {(1, 0): 1e-3, (2, 0): 1e-6}, count=0) == {}
+    found = worst_and_others(tokens, {0: 1e-3, 1: 1e-6}, count=2)
+    assert found[0].deltas == pytest.approx([0.0, 0.25, 0.0])
+    assert (found[0].first, found[0].token_ids) == (2, [102, 103, 104])
+    assert found[1].deltas == [0.0, 0.0, -0.125, None] and found[1].rollout_logprobs[3] is None
+    assert list(worst_and_others(tokens, {0: 1e-3, 1: 1e-6}, count=1)) == [0], "the worst one"
+    assert worst_and_others(tokens, {0: 1e-3, 1: 1e-6}, count=0) == {}
 
 
 def test_a_long_response_is_kept_around_its_worst_token() -> None:
     size = 4 * MAX_TOKENS
     tokens = scored([make_sample(1, 0, num_response=size)], {(0, 700): -2.0, (0, 10): 0.5})
-    found = worst_and_others(tokens, {(1, 0): 1.0}, count=1)[1, 0]
+    found = worst_and_others(tokens, {0: 1.0}, count=1)[0]
     assert len(found.deltas) == MAX_TOKENS and found.deltas[700 - found.first] == -2.0
     at_the_end = scored([make_sample(1, 0, num_response=size)], {(0, size + 1): -2.0})
-    found = worst_and_others(at_the_end, {(1, 0): 1.0}, count=1)[1, 0]
+    found = worst_and_others(at_the_end, {0: 1.0}, count=1)[0]
     assert (len(found.deltas), found.deltas[-1]) == (MAX_TOKENS, -2.0)
 
 
 def test_what_cannot_be_scored_is_none() -> None:
     tokens = scored([make_sample(1, 0)], {(0, 2): math.nan})
-    assert worst_and_others(tokens, {(1, 0): 0.0}, count=1)[1, 0].deltas == [None, 0.0, 0.0]
+    assert worst_and_others(tokens, {0: 0.0}, count=1)[0].deltas == [None, 0.0, 0.0]
 
 
 def test_half_are_the_worst_and_ranks_agree_on_them() -> None:
-    k3 = {(prompt, 0): prompt * 1e-6 for prompt in range(20)} | {(99, 0): math.nan}
+    k3 = {number: number * 1e-6 for number in range(20)} | {20: math.nan}
     chosen = choose(k3, count=5)
-    assert chosen[:3] == [(19, 0), (18, 0), (17, 0)] and len(set(chosen)) == 5
+    assert chosen[:3] == [19, 18, 17] and len(set(chosen)) == 5
     assert chosen == choose(dict(reversed(k3.items())), count=5), "the same in every repetition"
-    samples = {key: make_sample(*key) for key in k3}
     ranks = [
-        worst_and_others(scored([samples[key] for key in half], {}), {key: k3[key] for key in half}, count=4)
-        for half in (list(k3)[:10], list(k3)[10:])
+        worst_and_others(
+            scored([make_sample(number, 0) for number in half], {}, first=half[0]),
+            {number: k3[number] for number in half},
+            count=4,
+        )
+        for half in (range(10), range(10, 21))
     ]
     merged = merge_ranks(ranks, k3)
-    assert len(merged) == 4 and list(merged)[:2] == [(19, 0), (18, 0)]
+    assert len(merged) == 4 and list(merged)[:2] == [19, 18]
 
 
 def test_rows_with_tokens_are_among_those_that_are_written() -> None:
@@ -88,15 +94,12 @@ def test_rows_with_tokens_are_among_those_that_are_written() -> None:
         SampleGroup(prompt=Prompt(prompt_id=p, token_ids=[1], text="", answer=""), samples=samples[3 * p : 3 * p + 3])
         for p in range(4)
     ]
-    k3 = {(sample.prompt_id, sample.sample_index): 1e-6 * number for number, sample in enumerate(samples)}
-    deltas = worst_and_others(scored(samples, {(0, 3): 0.123456789}), k3 | {(0, 0): 1.0, (1, 2): 0.5}, count=2)
+    k3 = {number: 1e-6 * number for number in range(len(samples))}
+    deltas = worst_and_others(scored(samples, {(0, 3): 0.123456789}), k3 | {0: 1.0, 5: 0.5}, count=2)
     log = TokenLog(deltas=deltas, tokenizer=Words())  # type: ignore[arg-type]
     rows = select_rows(sample_rows(groups, k3=k3, tokens=log), 4)
     with_tokens = {(row.prompt_id, row.sample_index): row.tokens for row in rows if row.tokens is not None}
-    assert set(with_tokens) == set(deltas), "none is lost to the choice of rows"
+    assert set(with_tokens) == {(0, 0), (1, 2)}, "none is lost to the choice of rows"
     kept = with_tokens[0, 0]
     assert kept is not None and (kept.first, kept.num_tokens, kept.texts) == (0, 3, ["<2>", "<3>", "<4>"])
     assert kept.deltas == [0.0, 0.1235, 0.0]
-    # The prompt came back in the same step: what came back belongs to another sample.
-    samples[0].token_ids[3] = 7
-    assert log.of(samples[0]) is None

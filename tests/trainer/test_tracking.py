@@ -232,9 +232,12 @@ def test_sample_rows_and_selection() -> None:
         finish_reason=FinishReason.length, text="no", reward=0.0, correct=False,
     )  # fmt: skip
     group = SampleGroup(prompt=Prompt(prompt_id=4, token_ids=[1], text="1+1=", answer="2"), samples=[sample])
-    (made,) = sample_rows([group], advantages={(4, 1): -1.0}, k3={(4, 1): 2e-6})
+    (made,) = sample_rows([group], advantages={0: -1.0}, k3={0: 2e-6})
     assert made.advantage == -1.0
     assert (made.rollout_logprob_mean, made.num_response_tokens, made.k3, made.answer) == (-0.75, 2, 2e-6, "2")
+    twice = sample_rows([group, group], advantages={0: -1.0, 1: 1.0}, k3={0: 2e-6, 1: 4e-6})
+    assert [(r.advantage, r.k3) for r in twice] == [(-1.0, 2e-6), (1.0, 4e-6)], "a prompt that comes twice in a step"
+    assert [r.k3 for r in select_rows(twice, 2)] == [4e-6, 2e-6], "no row is lost"
     assert sample_rows([group])[0].k3 is None and sample_rows([group])[0].advantage is None
 
     without = [row(prompt, index) for prompt in (1, 2, 3) for index in (0, 1)]

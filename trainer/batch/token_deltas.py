@@ -20,8 +20,8 @@ from trainer.batch.train_batch import MicroBatch
 MAX_TOKENS: Final = 256
 """Maximum of tokens of one sample: the tokens around its largest |Delta|."""
 
-SampleKey = tuple[int, int]
-"""(prompt_id, sample_index) of a sample."""
+SampleNumber = int
+"""Position of a sample in its step. A prompt may come twice in a step, so that its samples have equal indices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +39,22 @@ class TokenDeltas:
 
 
 def worst_and_others(
-    scored: Iterable[tuple[MicroBatch, Tokens]], sample_k3: Mapping[SampleKey, float], *, count: int
-) -> dict[SampleKey, TokenDeltas]:
+    scored: Iterable[tuple[MicroBatch, Tokens]], sample_k3: Mapping[SampleNumber, float], *, count: int
+) -> dict[SampleNumber, TokenDeltas]:
     """The tokens of at most `count` of the `scored` samples, picked by `choose`; reads the device.
 
     The trainer_logprobs of the Tokens are log pi_old.
     """
     wanted = set(choose(sample_k3, count=count))
     return {
-        key: _tokens_of(micro, tokens, number)
+        number: _tokens_of(micro, tokens, place)
         for micro, tokens in scored
-        for number, key in enumerate(micro.sample_keys)
-        if key in wanted
+        for place, number in enumerate(micro.numbers())
+        if number in wanted
     }
 
 
-def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKey]:
+def choose(sample_k3: Mapping[SampleNumber, float], *, count: int) -> list[SampleNumber]:
     """Keys of `count` samples: half, rounded up, by the largest K3, the rest by a hash, equal in every repetition."""
     ordered = sorted(sample_k3, key=lambda key: sample_k3[key] if math.isfinite(sample_k3[key]) else -1.0, reverse=True)
     num_worst = count - count // 2
@@ -63,8 +63,8 @@ def choose(sample_k3: Mapping[SampleKey, float], *, count: int) -> list[SampleKe
 
 
 def merge_ranks(
-    by_rank: Iterable[Mapping[SampleKey, TokenDeltas]], sample_k3: Mapping[SampleKey, float]
-) -> dict[SampleKey, TokenDeltas]:
+    by_rank: Iterable[Mapping[SampleNumber, TokenDeltas]], sample_k3: Mapping[SampleNumber, float]
+) -> dict[SampleNumber, TokenDeltas]:
     """As many samples as the largest rank has, chosen from the samples of all ranks; worst first."""
     ranks = list(by_rank)
     found = {key: tokens for rank in ranks for key, tokens in rank.items()}

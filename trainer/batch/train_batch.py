@@ -91,6 +91,10 @@ class MicroBatch:
     returns: Tensor | None = None
     """[T] float32, targets of the values, in units of reward, set by the critic."""
 
+    def numbers(self) -> list[int]:
+        """[N] `sample_numbers` as ints, empty where the micro-batch holds no sample; reads the device."""
+        return self.sample_numbers.tolist()[: len(self.sample_keys)]
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as arrays, which Ray passes on without a copy; torch would write each tensor to a file first."""
         values = [getattr(self, each.name) for each in fields(self)]

@@ -38,7 +38,7 @@ from algorithms.masked import segment_sum
 from algorithms.reference import reference_kl_loss
 from rollout.processes.process_memory import FreedMemory, private_bytes
 from rollout.weights.packing import DTYPES
-from trainer.batch.token_deltas import SampleKey
+from trainer.batch.token_deltas import SampleNumber
 from trainer.batch.train_batch import (
     HeldScores,
     MicroBatch,
@@ -377,13 +377,7 @@ def step_factor(config: TrainConfig, counts: Tensor, mini: RankMiniBatch) -> Ste
     )
 
 
-def _by_sample(minis: Sequence[RankMiniBatch], advantages: Tensor) -> dict[SampleKey, float]:
+def _by_sample(minis: Sequence[RankMiniBatch], advantages: Tensor) -> dict[SampleNumber, float]:
     """The advantages [S] of the samples in `minis`, those of this rank; reads the device."""
     values = advantages.tolist()
-    return {
-        key: values[number]
-        for mini in minis
-        for micro in mini.micro_batches
-        # An empty micro-batch has no key, and one masked token with the number 0.
-        for key, number in zip(micro.sample_keys, micro.sample_numbers.tolist(), strict=False)
-    }
+    return {number: values[number] for mini in minis for micro in mini.micro_batches for number in micro.numbers()}

@@ -24,7 +24,7 @@ from algorithms.mismatch import MismatchStats, StepContext, mismatch_stats
 from algorithms.reference import ReferenceKLStats, reference_kl_stats
 from algorithms.stats import mean_or_none, merged
 from algorithms.tokens import Tokens
-from trainer.batch.token_deltas import SampleKey, TokenDeltas, worst_and_others
+from trainer.batch.token_deltas import SampleNumber, TokenDeltas, worst_and_others
 from trainer.batch.train_batch import HeldScores, MicroBatch, StepSamples, TokenScores
 
 
@@ -53,8 +53,8 @@ class StepStats:
         self._grad_norms: list[float] = []
         self.overflow_steps = 0
         """Optimizer steps whose gradient left the range of float16; their norm says nothing and is left out."""
-        self.bad_samples: list[SampleKey] = []
-        """Samples of this rank in micro-batches whose loss is not finite."""
+        self.bad_samples: list[tuple[int, int]] = []
+        """(prompt_id, sample_index) of samples of this rank in micro-batches whose loss is not finite."""
         self._mismatch: list[MismatchStats] = []
         self._histograms: list[MismatchHistograms] = []
         self._reference: list[ReferenceKLStats] = []
@@ -104,16 +104,16 @@ class StepStats:
                 )
             )
 
-    def sample_k3(self) -> dict[SampleKey, float]:
+    def sample_k3(self) -> dict[SampleNumber, float]:
         """K3 of every sample of this rank, its mean over the response; reads the device."""
-        # An empty micro-batch has no key, and one masked token with a mean.
+        # An empty micro-batch has no number, and one masked token with a mean.
         return {
-            key: mean
+            number: mean
             for micro, tokens in self._scored
-            for key, mean in zip(micro.sample_keys, tokens.mean(k3(tokens.delta)).tolist(), strict=False)
+            for number, mean in zip(micro.numbers(), tokens.mean(k3(tokens.delta)).tolist(), strict=False)
         }
 
-    def token_deltas(self, sample_k3: dict[SampleKey, float], *, count: int) -> dict[SampleKey, TokenDeltas]:
+    def token_deltas(self, sample_k3: dict[SampleNumber, float], *, count: int) -> dict[SampleNumber, TokenDeltas]:
         """The tokens of at most `count` samples of this rank, the worst and some others; reads the device."""
         return worst_and_others(self._scored, sample_k3, count=count)
 

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from algorithms.histograms import HistogramArrays
-from trainer.batch.token_deltas import SampleKey, TokenDeltas, merge_ranks
+from trainer.batch.token_deltas import SampleNumber, TokenDeltas, merge_ranks
 from trainer.policy.recorder import DumpReport
 
 
@@ -18,16 +18,16 @@ class RankReport:
     """Global, the same on every rank; only perf/* are the rank's own."""
     num_optimizer_steps: int
     """Optimizer steps taken in all passes; those without a usable token or gradient are not counted."""
-    sample_k3: dict[SampleKey, float]
-    """K3 by (prompt_id, sample_index), mean over the response, of the samples that this rank scored."""
+    sample_k3: dict[SampleNumber, float]
+    """K3, mean over the response, of the samples that this rank scored."""
     histograms: HistogramArrays
     """The mismatch by probability and position of the token; global."""
-    sample_advantages: dict[SampleKey, float] = field(default_factory=dict)
+    sample_advantages: dict[SampleNumber, float] = field(default_factory=dict)
     """The advantage of the same samples; empty where advantages differ from token to token (gae)."""
-    token_deltas: dict[SampleKey, TokenDeltas] = field(default_factory=dict)
+    token_deltas: dict[SampleNumber, TokenDeltas] = field(default_factory=dict)
     """Delta of each token of a few of these samples, the worst and some others."""
-    bad_samples: list[SampleKey] = field(default_factory=list)
-    """Samples of this rank in micro-batches whose loss was not finite."""
+    bad_samples: list[tuple[int, int]] = field(default_factory=list)
+    """(prompt_id, sample_index) of samples of this rank in micro-batches whose loss was not finite."""
     private_bytes: int = 0
     """Host memory of the rank after the step that no other process shares."""
     dump: DumpReport | None = None
@@ -60,22 +60,22 @@ class TrainReport:
         return self.ranks[0].histograms
 
     @property
-    def sample_k3(self) -> dict[SampleKey, float]:
+    def sample_k3(self) -> dict[SampleNumber, float]:
         """K3 of every sample of the step."""
         return {key: value for rank in self.ranks for key, value in rank.sample_k3.items()}
 
     @property
-    def sample_advantages(self) -> dict[SampleKey, float]:
+    def sample_advantages(self) -> dict[SampleNumber, float]:
         """Advantage of every sample of the step; empty where advantages differ from token to token (gae)."""
         return {key: value for rank in self.ranks for key, value in rank.sample_advantages.items()}
 
     @property
-    def token_deltas(self) -> dict[SampleKey, TokenDeltas]:
+    def token_deltas(self) -> dict[SampleNumber, TokenDeltas]:
         """Delta of each token of a few samples of the step, worst first."""
         return merge_ranks((rank.token_deltas for rank in self.ranks), self.sample_k3)
 
     @property
-    def bad_samples(self) -> list[SampleKey]:
+    def bad_samples(self) -> list[tuple[int, int]]:
         """(prompt_id, sample_index) of all samples in micro-batches whose loss was not finite."""
         return [key for rank in self.ranks for key in rank.bad_samples]
 

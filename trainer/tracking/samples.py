@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from rollout.types import FinishReason, Sample, SampleGroup
-from trainer.batch.token_deltas import SampleKey, TokenDeltas
+from trainer.batch.token_deltas import SampleNumber, TokenDeltas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,18 +35,14 @@ class SampleTokens:
 class TokenLog:
     """The token deltas of a step, and the tokenizer that makes them readable."""
 
-    deltas: Mapping[SampleKey, TokenDeltas]
+    deltas: Mapping[SampleNumber, TokenDeltas]
     tokenizer: PreTrainedTokenizerBase
 
-    def of(self, sample: Sample) -> SampleTokens | None:
-        """Return the tokens that are kept of `sample`; None where the tokens of `sample` did not come back."""
-        key = (sample.prompt_id, sample.sample_index)
-        if key not in self.deltas:
+    def of(self, number: SampleNumber, sample: Sample) -> SampleTokens | None:
+        """Return the tokens that are kept of sample `number` of the step; None where they did not come back."""
+        if number not in self.deltas:
             return None
-        scored = self.deltas[key]
-        end = scored.first + len(scored.token_ids)
-        if sample.token_ids[scored.first : end].tolist() != scored.token_ids:
-            return None  # the prompt came back in this step, when an epoch ended: these are tokens of the other one
+        scored = self.deltas[number]
         prompt_size = sample.num_prompt_tokens
         texts = {token: str(self.tokenizer.decode([token])) for token in set(scored.token_ids)}
         return SampleTokens(
@@ -85,45 +81,41 @@ class SampleRow:
 def sample_rows(
     groups: Sequence[SampleGroup],
     *,
-    advantages: Mapping[tuple[int, int], float] | None = None,
-    k3: Mapping[tuple[int, int], float] | None = None,
+    advantages: Mapping[SampleNumber, float] | None = None,
+    k3: Mapping[SampleNumber, float] | None = None,
     tokens: TokenLog | None = None,
 ) -> list[SampleRow]:
-    """The samples of a step as rows; `advantages` and `k3` are by (prompt_id, sample_index)."""
-    rows = []
-    for group in groups:
-        for sample in group.samples:
-            place = (sample.prompt_id, sample.sample_index)
-            rows.append(
-                SampleRow(
-                    prompt_id=sample.prompt_id,
-                    sample_index=sample.sample_index,
-                    prompt=group.prompt.text,
-                    response=sample.text,
-                    answer=group.prompt.answer,
-                    reward=sample.reward,
-                    correct=sample.correct,
-                    advantage=None if advantages is None else advantages.get(place),
-                    num_response_tokens=sample.num_response_tokens,
-                    finish_reason=sample.finish_reason,
-                    policy_version=sample.policy_version,
-                    rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
-                    k3=None if k3 is None else k3.get(place),
-                    tokens=None if tokens is None else tokens.of(sample),
-                )
-            )
-    return rows
+    """The samples of a step as rows, in the order in which the step packed them."""
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    return [
+        SampleRow(
+            prompt_id=sample.prompt_id,
+            sample_index=sample.sample_index,
+            prompt=prompt.text,
+            response=sample.text,
+            answer=prompt.answer,
+            reward=sample.reward,
+            correct=sample.correct,
+            advantage=None if advantages is None else advantages.get(number),
+            num_response_tokens=sample.num_response_tokens,
+            finish_reason=sample.finish_reason,
+            policy_version=sample.policy_version,
+            rollout_logprob_mean=float(sample.rollout_logprobs[sample.response_mask].mean()),
+            k3=None if k3 is None else k3.get(number),
+            tokens=None if tokens is None else tokens.of(number, sample),
+        )
+        for number, (prompt, sample) in enumerate(samples)
+    ]
 
 
 def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
     """At most `count` rows: the worst by K3 fill half of the places, then come those with tokens, and the rest go round
     over the prompts."""
-    by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
+    by_k3 = sorted((place for place, row in enumerate(rows) if row.k3 is not None), key=lambda i: -(rows[i].k3 or 0.0))
     worst = by_k3[: count // 2]
-    of_worst = {(row.prompt_id, row.sample_index) for row in worst}
-    others = [row for row in rows if (row.prompt_id, row.sample_index) not in of_worst]
+    others = [row for place, row in enumerate(rows) if place not in set(worst)]
     ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
-    return worst + ordered[: count - len(worst)]
+    return [rows[place] for place in worst] + ordered[: count - len(worst)]
 
 
 def _short(value: float | None) -> float | None:
