@@ -77,6 +77,8 @@ REFUSALS = {
             "policy=3",
             "policy must be a mapping of its keys to values, got 3. Its keys: policy.num_workers, policy.dtype",
         ),
+        ("advantage=rloo", "got 'rloo'. Did you mean advantage.estimator=rloo? Its keys: "),
+        ("episode=calculator", "got 'calculator'. Did you mean episode.function=calculator? Its keys: "),
         ("optim.lr=nan", "optim.lr must be a finite number, got nan. The default is 1e-06."),
         ("optim.weight_decay=???", "optim.weight_decay is not set. The default is 0.01."),
         ("optim.beta2=${no.key}", "optim.beta2 cannot be resolved (Interpolation key 'no.key' not found), got '${no.k"),
@@ -104,7 +106,7 @@ REFUSALS = {
             """reward.function cannot be read (reward.function=it's), got "reward.function=it's". A text with an """
             'apostrophe stands in double quotes: "reward.function=\\"it\'s\\"".',
         ),
-        ("loss.clip_low", "loss.clip_low is not an override, got 'loss.clip_low'. Write key=value."),
+        ("loss.clip_low", "loss.clip_low is not an override, got 'loss.clip_low'. Write key=value, in quotes where "),
         ("a=b=c", "a cannot be read (mismatched input '=' expecting <EOF>), got 'a=b=c'. Quote a value that holds"),
         ("optim.lr=1e-3,1e-4", "optim.lr must be one value, got '1e-3,1e-4'. Add -m for one run per value"),
         ("run.recipe=x", "run.recipe is set by the command line, got 'x'. Remove it."),

@@ -220,7 +220,7 @@ def _placement(config: TrainConfig, machine: Machine) -> Iterator[str]:
 
 
 def _evaluation(config: TrainConfig) -> str:
-    every = f", every {config.eval.every} steps" if config.eval.every else ""
+    every = f", every {counted(config.eval.every, 'step')}" if config.eval.every else ""
     samples = f"{config.eval.samples} times sampled" if config.eval.samples > 1 else "sampled"
     sets = f"; also on {', '.join(config.eval.sets)}" if config.eval.sets else ""
     return (

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from algorithms.config import Checked, Problem
 from algorithms.config.rules import default_text
@@ -57,10 +57,19 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
     close = nearest(str(value), names)
     remedy = f"Did you mean {key}={close}?" if close else default_text(default)
     if isinstance(hint, type) and issubclass(hint, Checked):
-        remedy = f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
+        meant = _key_for(value, hint) if isinstance(value, str) else None
+        remedy = f"Did you mean {key}.{meant}={value}? " if meant else ""
+        remedy += f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
     elif get_origin(hint) is list and isinstance(value, str | int | float) and "[" not in str(value):
         remedy = f"Write {key}=[{value}]."
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
+
+
+def _key_for(value: str, section: type) -> str | None:
+    """The key of a section that a value was probably given for: one with this option, or else its function."""
+    kinds = get_type_hints(section)
+    having = [n for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Enum) and value in k.__members__]
+    return next(iter([*having, *(["function"] if "function" in kinds else [])]), None)
 
 
 def unknown_section(path: Sequence[str], value: object, kinds: Kinds) -> Problem:

@@ -142,7 +142,12 @@ def _refused(word: str, error: HydraException) -> Problem:
     """The Problem of a word that Hydra cannot parse."""
     key, is_set, value = word.partition("=")
     if not is_set:
-        return Problem(key=word, rule="is not an override", value=word, remedy="Write key=value.")
+        return Problem(
+            key=word,
+            rule="is not an override",
+            value=word,
+            remedy='Write key=value, in quotes where the value has spaces: "key=two words".',
+        )
     # Hydra writes the reason between the word itself and a link.
     reason = next(line for line in str(error).splitlines() if not line.startswith(("Error parsing", "See ")))
     reason = reason.removeprefix("LexerNoViableAltException: ")
