@@ -462,7 +462,7 @@ def test_two_sglang_engines_and_ranks_train_until_a_killed_server_ends_the_run_a
     assert servers
     message = str(caught.value)
     assert "engine 0" in message or "engine 1" in message
-    assert "generate" in message or "weight sync" in message
+    assert any(phase in message for phase in ("generate", "weight sync", "load_weights")), "where the kill found it"
     assert "last log lines" in message or "log" in message
     rows = metrics_of(run_dir)
     assert len(rows) >= 2  # nothing that was measured is lost
