@@ -112,7 +112,7 @@ def _memory_problems(config: TrainConfig, machine: Machine, *, uses_gpus: bool) 
 
 
 def policy_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield the problems of the directory, or name on the hub, of the policy."""
+    """Yield the problems of the directory, or name on the hub, of the policy, or of the cache that it is made in."""
     if isinstance(config.model, HFModelConfig):
         found = find_model("model.path", config.model.path, config.model.revision)
         if isinstance(found, Problem):
@@ -121,9 +121,8 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
             yield from _context_problems(config, found)
         return
     cache = default_cache_dir()
-    # One that cannot be written to may hold the model already.
-    unusable = unusable_problem("$PARITY_CACHE", cache)
-    if unusable is not None and not any(cache.glob(f"{config.model.kind}-*")):
+    # A cache that cannot be written to may hold the model already.
+    if not any(cache.glob(f"{config.model.kind}-*")) and (unusable := unusable_problem("$PARITY_CACHE", cache)):
         yield unusable
 
 

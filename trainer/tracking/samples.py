@@ -111,11 +111,12 @@ def sample_rows(
 def select_rows(rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
     """At most `count` rows: the worst by K3 fill half of the places, then come those with tokens, and the rest go round
     over the prompts."""
-    by_k3 = sorted((place for place, row in enumerate(rows) if row.k3 is not None), key=lambda i: -(rows[i].k3 or 0.0))
+    by_k3 = sorted((row for row in rows if row.k3 is not None), key=lambda row: -(row.k3 or 0.0))
     worst = by_k3[: count // 2]
-    others = [row for place, row in enumerate(rows) if place not in set(worst)]
+    taken = {id(row) for row in worst}  # two rows of a step may be equal
+    others = [row for row in rows if id(row) not in taken]
     ordered = sorted(others, key=lambda row: (row.tokens is None, row.sample_index))
-    return [rows[place] for place in worst] + ordered[: count - len(worst)]
+    return worst + ordered[: count - len(worst)]
 
 
 def _short(value: float | None) -> float | None:
