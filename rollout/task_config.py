@@ -98,6 +98,8 @@ def source_problem(key: str, path: str) -> Problem | None:
         return None
     rule, remedy = "must be an existing file, or repo[:config]@split", similar_file(path, READERS)
     remedy = remedy or f"There is no such file in {Path(path).absolute().parent}."
+    if not Path(path).exists() and HUB_SOURCE.fullmatch(on_hub := f"{path}@train") and not Path(path).suffix:
+        remedy += f" On the hub it is {on_hub}."
     if Path(path).is_dir():
         remedy = f"It is a directory: name a file in it, or {path}@train for the rows of a data set in the hub's form."
     return Problem(key=key, rule=rule, value=path, remedy=remedy)

@@ -154,7 +154,7 @@ def _read(
         keys = [key for key, named in sources.items() if named == source]
         try:
             result = read(source)
-            reason = _bad_rows(result[1].bad) if config.on_bad_row is OnBadRow.fail else ""
+            reason = _bad_rows(result[1].bad, good=len(result[0])) if config.on_bad_row is OnBadRow.fail else ""
         except ValueError as error:
             reason = str(error)
         if reason:
@@ -170,8 +170,8 @@ def _unusable(key: str, source: str, reason: str) -> Problem:
     return Problem(key=key, rule="must have rows that can be used", value=source, remedy=reason)
 
 
-def _bad_rows(bad: Sequence[BadRow]) -> str:
-    """A line for each of the bad rows of a source, and the way out; "" without such rows."""
+def _bad_rows(bad: Sequence[BadRow], *, good: int) -> str:
+    """A line for each bad row of a source with `good` others, and the way out; "" without bad rows."""
     if not bad:
         return ""
     too_long = [row for row in bad if row.prompt_tokens is not None]
@@ -179,7 +179,7 @@ def _bad_rows(bad: Sequence[BadRow]) -> str:
     listed = [row for row in bad if row.prompt_tokens is None or row in first_long][:LISTED_ROWS]
     shown = [str(row) for row in listed]
     more = [f"and {len(bad) - len(listed)} more"] if len(bad) > len(listed) else []
-    way_out = "Mend them, or leave them out with data.on_bad_row=skip."
+    way_out = "Mend them, or leave them out with data.on_bad_row=skip." if good else "No row is good: mend them."
     if too_long:
         longest = max(row.prompt_tokens or 0 for row in too_long)
         counted = "1 prompt is" if len(too_long) == 1 else f"{len(too_long)} prompts are"

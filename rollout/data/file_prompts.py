@@ -64,11 +64,11 @@ class SourceReport:
             shown = ", ".join(map(str, self.contradictions[:LISTED_NUMBERS]))
             more = ", ..." if len(self.contradictions) > LISTED_NUMBERS else ""
             lines.append(
-                f"{self.source}: {len(self.contradictions):,} rows with contradicting answers dropped "
+                f"{self.source}: rows with contradicting answers, which are left out: {len(self.contradictions):,} "
                 f"({row_unit(self.source)} {shown}{more})"
             )
         if self.bad:
-            lines.append(f"{self.source}: {len(self.bad):,} bad rows")
+            lines.append(f"{self.source}: bad rows: {len(self.bad):,}")
         if self.has_messages and config.instruction:
             lines.append(f"{self.source}: chat messages are used as they are, without data.instruction")
         return lines

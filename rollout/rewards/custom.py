@@ -117,7 +117,7 @@ class CustomReward:
         except Exception as error:
             return [raised(error)] * len(items)
         if len(results) != len(items):
-            return [{"error": f"{len(results)} results for {len(items)} responses"}] * len(items)
+            return [{"error": f"{len(items)} responses need as many results, got {len(results)}"}] * len(items)
         return [reply_of(result) for result in results]
 
 

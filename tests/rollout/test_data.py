@@ -125,6 +125,7 @@ def test_at_most_twenty_bad_rows_are_listed(tmp_path, tokenizer):
     lines = str(caught.value).splitlines()
     assert len(lines) == 23
     assert lines[-2] == "and 13 more"
+    assert lines[-1] == "No row is good: mend them."
 
 
 def test_prompts_that_are_too_long_take_three_lines_and_name_the_length_that_takes_them(tmp_path, tokenizer):

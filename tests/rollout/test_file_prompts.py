@@ -160,7 +160,7 @@ def test_held_out_sets_lose_duplicates_too(tmp_path, tokenizer):
     config = replace(CONFIG, train_path=path, eval_path=path)
     data = load_dataset(config, tokenizer)
     assert [prompt.prompt_id for prompt in data.train] == [prompt.prompt_id for prompt in data.heldout] == [0, 4]
-    assert f"{path}: 2 rows with contradicting answers dropped (line 2, 4)" in data.notes
+    assert f"{path}: rows with contradicting answers, which are left out: 2 (line 2, 4)" in data.notes
     assert data.notes[-1] == f"{path}: 2 of its prompts are training prompts too"
 
 
@@ -193,7 +193,7 @@ def test_bad_lines_of_jsonl_are_reported_together_and_skipped_on_request(tmp_pat
     assert written[0]["values"] == {"text": '{"question": "b",'}
     assert written[4] == {"source": str(path), "line": 7, "problem": "answer must be text or a finite number, got {}",
                           "values": {"question": "e", "answer": {}}}  # fmt: skip
-    assert f"{path}: 5 bad rows" in data.notes
+    assert f"{path}: bad rows: 5" in data.notes
 
 
 @pytest.mark.scenario(29)
@@ -243,7 +243,7 @@ def test_answers_that_differ_at_any_digit_contradict_each_other(tmp_path, tokeni
     path = write_rows(tmp_path / "rows.jsonl", rows)
     data = load_dataset(replace(CONFIG, train_path=path, eval_path=path), tokenizer)
     assert [prompt.text for prompt in data.train] == ["same"]
-    assert f"{path}: 4 rows with contradicting answers dropped (line 1, 2, 3, 4)" in data.notes
+    assert f"{path}: rows with contradicting answers, which are left out: 4 (line 1, 2, 3, 4)" in data.notes
 
 
 @pytest.mark.scenario(29)

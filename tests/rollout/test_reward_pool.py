@@ -229,7 +229,7 @@ def test_async_calls_overlap(pool_of):
 def test_a_function_for_many_that_forgets_one_fails_for_all(pool_of):
     found = outcomes(pool_of("def reward(responses): return [1.0]"), ["a", "b", "c"])
     assert {each.failure for each in found} <= {Failure.error, None}
-    assert any("1 results for" in each.message for each in found)
+    assert any("need as many results, got 1" in each.message for each in found)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,9 @@ def test_a_function_is_tried_with_the_answer_of_a_prompt(tmp_path, body, reason)
 def test_a_function_of_many_responses_is_tried_with_more_than_one(tmp_path):
     (tmp_path / "own.py").write_text("def reward(responses, answers): return [1.0]\n")
     prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={})
-    assert "1 results for 2 responses" in try_reward(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
+    assert "2 responses need as many results, got 1" in try_reward(
+        RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt
+    )
 
 
 def test_scorer_refuses_what_it_cannot_do():

@@ -190,7 +190,7 @@ def test_skipped_rows_are_written_and_counted(tmp_path: Path) -> None:
     rows = [BadRow(source="a.jsonl", number=3, problem="is not JSON", values={"text": "\u00fc{"})]
     notes = data_notes(Dataset(train=[], heldout=[], notes=["a.jsonl: 1 bad rows"], skipped=rows), tmp_path)
     path = tmp_path / "bad_rows.jsonl"
-    assert notes == ["data: a.jsonl: 1 bad rows", f"data: 1 bad rows are skipped; they are in {path}"]
+    assert notes == ["data: a.jsonl: 1 bad rows", f"data: 1 bad row skipped, written to {path}"]
     written = {"source": "a.jsonl", "line": 3, "problem": "is not JSON", "values": {"text": "\u00fc{"}}
     assert json.loads(path.read_text(encoding="utf-8")) == written
     assert data_notes(Dataset(train=[], heldout=[]), tmp_path / "none") == []

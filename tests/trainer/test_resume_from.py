@@ -67,8 +67,9 @@ def test_what_cannot_be_gone_on_from_is_named_with_its_key(tmp_path: Path) -> No
     )
     assert "run.seed must be 0, as in " in problems(resume_from=str(source), seed=7)
     rule = "run.resume_from must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N>"
-    assert rule in problems(resume_from=str(tmp_path / "run"))
+    for_run = problems(resume_from=str(tmp_path / "run"))
+    assert rule in for_run and f"Checkpoints in {source.parent}: {source.name}." in for_run
     gone = problems(resume_from=str(source.parent / "step_000002"))
-    assert f"Checkpoints that are there: {source.name}. Or leave it out." in gone and "manifest" not in gone
+    assert f"Checkpoints in {source.parent}: {source.name}. Or leave it out." in gone and "manifest" not in gone
     (source / "state.json").write_text("{}")
     assert "has 2 bytes" in problems(resume_from=str(source))

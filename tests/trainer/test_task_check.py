@@ -92,6 +92,8 @@ def test_mistakes_cost_no_import_of_torch_and_leave_nothing(own: Path, more: tup
         ("reward.function=own.py:rewrd", "own.py has no function 'rewrd'; it has of_verl, raises, reward"),
         ("data.train_path=word_problems:hard@train", "is unknown: use word_problems:LEVEL@SPLIT"),
         ("data.answer_key=b", "data.answer_key=b is not a column; columns are q, a."),
+        ("data.train_path=openai/gsm8k", "On the hub it is openai/gsm8k@train."),
+        ("run.resume_from=nosuch", "run.resume_from must be the directory of a checkpoint"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem_for_the_run_too(
@@ -151,6 +153,12 @@ def test_a_step_of_more_prompts_than_there_are_is_remarked_on(own: Path, capsys:
         assert run(["train", "mine.yaml", f"batch.prompts_per_step={number}", "--dry-run"]) == 0
         said = f"batch.prompts_per_step={number} takes prompts twice in a step: there are 30"
         assert (said in capsys.readouterr().out) == is_said
+
+
+def test_a_dry_run_names_the_data_of_the_hub_that_it_does_not_read(own: Path) -> None:
+    words = ("data.train_path=openai/gsm8k@train",)
+    problems, notes = load_tasks(resolve(own / "mine.yaml", words, own_dir=None, multirun=False))
+    assert (problems, notes) == ([], ["openai/gsm8k@train is on the hub: not read now"])
 
 
 def test_a_dry_run_refuses_other_prompts_than_the_run_had(own: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rollout.data.data_files import is_local
+from rollout.task_config import FileDataConfig
 from trainer.cli.report import COMPARISON
 from trainer.cli.sweep import COMMAND, Ended, begun_directories, compare
 from trainer.compose.compose import Resolution
@@ -135,6 +137,9 @@ def load_tasks(resolution: Resolution) -> tuple[list[str], list[str]]:
                 notes += task.dataset.notes
             except StartError as error:
                 found |= dict.fromkeys(redact_text(str(problem)) for problem in error.problems)
+        elif isinstance(config.data, FileDataConfig):
+            sources = (config.data.train_path, config.data.eval_path, *config.eval.sets.values())
+            notes += [f"{source} is on the hub: not read now" for source in sources if not is_local(source)]
     return list(found), notes
 
 

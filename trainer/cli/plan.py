@@ -21,7 +21,7 @@ from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.limits.model_shape import UnknownShapeError
-from trainer.rundir.resume import begins
+from trainer.rundir.resume import begins, saved_state
 from trainer.rundir.run_dir import how_to_go_on, needs_no_step, newest_saved_step, steps_taken
 from trainer.rundir.text import counted, size
 from trainer.tracking.wandb_run import default_name, wandb_run
@@ -52,7 +52,7 @@ def _facts(config: TrainConfig, machine: Machine, output_dir: Path) -> Iterator[
     yield "recipe", f"{config.run.recipe}, seed {config.run.seed}"
     if config.run.resume is not Resume.never:
         yield "resume", _resume(config, output_dir)
-    if config.run.resume_from is not None and begins(config):
+    if config.run.resume_from is not None and begins(config) and saved_state(config) is not None:
         yield "begins", f"after the last step of {config.run.resume_from}, with its weights and optimizer"
     yield "model", _model(config)
     for line in _batch(config):

@@ -27,6 +27,7 @@ from trainer.run.task_check import context_problems, vocabulary_problems
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
 from trainer.rundir.run_dir import StartError, write_whole
+from trainer.rundir.text import counted
 
 BAD_ROWS_FILE = "bad_rows.jsonl"
 
@@ -169,7 +170,7 @@ def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
     if dataset.skipped:
         path = run_dir / BAD_ROWS_FILE
         write_whole(path, bad_rows_text(dataset.skipped))
-        notes.append(f"data: {len(dataset.skipped):,} bad rows are skipped; they are in {path}")
+        notes.append(f"data: {counted(len(dataset.skipped), 'bad row')} skipped, written to {path}")
     return notes
 
 

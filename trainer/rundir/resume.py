@@ -87,8 +87,9 @@ def source_problems(config: TrainConfig) -> Iterator[Problem]:
     except SealError as error:
         there = Path(source).is_dir()
         rule = f"must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N>{f' ({error})' if there else ''}"
-        beside = ", ".join(sorted(path.name for path in Path(source).parent.glob("step_*")))
-        remedy = f"Checkpoints that are there: {beside}." if beside and not there else "Name a checkpoint of the run."
+        of_run = Path(source) / "checkpoints" if there else Path(source).parent
+        beside = ", ".join(sorted(path.name for path in of_run.glob("step_*")))
+        remedy = f"Checkpoints in {of_run}: {beside}." if beside else "Name a checkpoint of the run."
         yield config.broken("run.resume_from", rule, f"{remedy} Or leave it out.")
         return
     if config.run.num_steps <= state.step:
