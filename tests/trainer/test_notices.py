@@ -21,6 +21,7 @@ PARTIAL: dict[str, float | None] = {
     "reward/generated_accuracy": 0.0,
     "rollout/zero_variance_frac": 0.25,
     "optim/grad_norm": 0.1,
+    "mismatch/kept_frac": 1.0,
 }
 FLAT = PARTIAL | {"reward/max": 0.0, "rollout/zero_variance_frac": 1.0}
 
@@ -56,3 +57,9 @@ def test_without_a_group_as_baseline_the_gradient_decides(grad_norm: float | Non
     assert [text.startswith("the gradient was 0 in the last 3 steps") for _, _, text in found] == [True] * (
         grad_norm == 0
     )
+
+
+def test_a_correction_that_rejects_every_token_is_named() -> None:
+    rejected = PARTIAL | {"optim/grad_norm": 0.0, "mismatch/kept_frac": 0.0}
+    [(_, severity, text)] = told(replace(GRPO, reward=RewardConfig(function="partial.py:reward")), [rejected] * 3)[1:]
+    assert severity is Severity.warn and "the correction rejects every token" in text

@@ -17,6 +17,11 @@ _OTHER_GROUPS = (
     "apart."
 )
 
+_OTHER_BOUNDS = (
+    "Loosen correction.low, correction.high or correction.reject; mismatch/rs/... in metrics.jsonl tell what rejected how "
+    "much."
+)
+
 
 class Notices:
     """Reads the metrics of every step; says each thing at most once."""
@@ -43,7 +48,9 @@ class Notices:
             self._warns = False
             last = f"in the last {IDLE_STEPS} steps"
             text = f"the gradient was 0 {last}: the policy does not change (rewards of this step: {rewards})."
-            if no_spread:
+            if row["mismatch/kept_frac"] == 0:
+                text = f"the gradient was 0 {last}: the correction rejects every token. {_OTHER_BOUNDS}"
+            elif no_spread:
                 text = f"the rewards taught nothing {last}: in each group all are equal. {_OTHER_GROUPS}"
             found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
         return found
