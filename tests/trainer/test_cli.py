@@ -402,3 +402,17 @@ def test_a_warning_without_a_console_does_not_move_the_terminal(tmp_path: Path) 
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     first = outcome.stderr.splitlines()[0]
     assert "step_000001 cannot be used" in first and "]0;owned" in first and "\x1b" not in first
+
+
+def test_a_file_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def denied(words: list[str]) -> int:
+        raise PermissionError(13, "Permission denied", "/theirs/metrics.jsonl")
+
+    monkeypatch.setattr("trainer.cli.report.run_report", denied)
+    assert run(["report", "/theirs"]) == 2
+    assert "must be open to this user, got '/theirs/metrics.jsonl'" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_of_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "run", "model", "--bset"]) == 2
+    assert "flag is not known, got '--bset'. parity export takes --best only." in capsys.readouterr().err

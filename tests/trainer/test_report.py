@@ -455,3 +455,8 @@ def test_the_command_writes_where_it_says(
     assert "3 problems, nothing was started" in refused
     assert "must be the directory of a run" in refused and "Runs in it: other." in refused
     assert "--colour" in refused and "must lie in an existing directory" in refused
+    assert parity(["report", str(run_dir), "-o", "one.html"]) == 0, "an older page is replaced"
+    kept = (other / "metrics.jsonl").read_bytes()
+    assert parity(["report", str(run_dir), "-o", str(other / "metrics.jsonl")]) == 2
+    assert "--out must be a new file or an older page" in capsys.readouterr().err
+    assert (other / "metrics.jsonl").read_bytes() == kept

@@ -150,6 +150,11 @@ def run(words: Sequence[str]) -> int:
     except BrokenPipeError:
         to_nowhere(sys.stdout)
         return DONE
+    except PermissionError as error:
+        command = f"parity {words[0]}"
+        return refuse(
+            command, "file", "must be open to this user", str(error.filename), "Run as its owner, or copy it."
+        )
 
 
 def _dispatch(words: list[str]) -> int:
@@ -222,6 +227,8 @@ def _export(words: list[str]) -> int:
     command = "parity export"
     best = BEST_FLAG in words
     words = [word for word in words if word != BEST_FLAG]
+    if unknown := [word for word in words if word.startswith("-")]:
+        return refuse(command, "flag", "is not known", " ".join(unknown), f"{command} takes {BEST_FLAG} only.")
     if len(words) != 2:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
     given, directory = (Path(word) for word in words)

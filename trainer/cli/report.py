@@ -13,6 +13,7 @@ from trainer.rundir.text import to_stderr, to_stdout
 
 COMMAND = "parity report"
 METRICS = "metrics.jsonl"
+PAGE_BEGINS = b"<!doctype html>"
 COMPARISON = "comparison.html"
 """Default file in the current directory for the page of several runs; the page of one run is its own report.html."""
 
@@ -62,6 +63,9 @@ def _out_problems(out: Path) -> list[Problem]:
         return [Problem(key="--out", rule="must lie in an existing directory", value=str(out))]
     if out.is_dir():
         return [Problem(key="--out", rule="must be a file", value=str(out), remedy="Name the .html file.")]
+    if out.is_file() and not out.read_bytes().lstrip().startswith(PAGE_BEGINS):
+        rule = "must be a new file or an older page: this file holds something else"
+        return [Problem(key="--out", rule=rule, value=str(out), remedy="Name another .html file.")]
     unusable = unusable_problem("--out", out.parent)
     return [] if unusable is None else [unusable]
 
