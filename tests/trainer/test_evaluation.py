@@ -194,3 +194,14 @@ def test_skipped_rows_are_written_and_counted(tmp_path: Path) -> None:
     written = {"source": "a.jsonl", "line": 3, "problem": "is not JSON", "values": {"text": "\u00fc{"}}
     assert json.loads(path.read_text(encoding="utf-8")) == written
     assert data_notes(Dataset(train=[], heldout=[]), tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("words", [(), ("resume=clean",), ("resume=auto",)])
+def test_an_evaluation_does_not_write_into_the_directory_of_a_run(
+    tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert run_eval(["arithmetic_grpo", "rollout=torch", "checkpoint=none", f"run.dir={tmp_path / 'run'}", *words]) == 2
+    refused = capsys.readouterr().err
+    assert "run.dir must be absent or empty" in refused and "resume" not in refused
