@@ -57,6 +57,7 @@ def test_wandb_offline_has_every_row(
     assert started.run_id == tracker.wandb_run_id
     assert (started.project, started.display_name) == ("parity", "arithmetic_grpo/run")
     assert (started.entity, started.run_group, list(started.tags), started.notes) == ("", "", [], "")
+    assert started.host == ""
     config = {item.key: json.loads(item.value_json) for item in started.config.update}
     assert config["choices"]["correction"] == "tis" and config["correction"]["cap"] == 2.0
     assert "wandb" not in "".join(capfd.readouterr()), "the client says nothing of its own"
@@ -89,12 +90,20 @@ def test_a_key_wins_over_a_variable_and_a_resumed_run_keeps_both(
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_RUN_GROUP", "day")
     monkeypatch.setenv("WANDB_RUN_ID", "y8")
+    earlier = [run_dir / "wandb" / f"offline-run-20260101_00000{number}-x7" for number in (1, 2)]
+    for directory in (*earlier, run_dir / "wandb" / "offline-run-20260101_000000-other"):
+        directory.mkdir(parents=True)
     config = make_config(WandbMode.offline)
     config.tracking.tags = ["c"]
     config.run.resume = Resume.auto
-    state, console = state_of(config, 1), Console(4, stream=io.StringIO())
+    console_text = io.StringIO()
+    state, console = state_of(config, 1), Console(4, stream=console_text)
     with Tracker(config, run_dir=run_dir, resumed=state, console=console) as tracker:
         tracker.take_up(state)
+    assert f"wandb sync {earlier[0]} {earlier[1]} {run_dir}/wandb/offline-run-" in console_text.getvalue()
+    for directory in earlier:
+        directory.rmdir()
+    (run_dir / "wandb" / "offline-run-20260101_000000-other").rmdir()
     again = wandb_file.started(run_dir)
     assert (again.project, again.entity, again.display_name, again.run_id) == ("theirs", "team", "by key", "x7")
     assert (again.run_group, list(again.tags), again.notes) == ("night", ["c"], "for Ada, with <redacted>")

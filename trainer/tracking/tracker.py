@@ -129,6 +129,8 @@ class Tracker:
             f"a checkpoint that cannot be used was renamed to {path.name}"
             for path in set_later_aside(self._run_dir, resumed.step)
         ]
+        if first_start(self._run_dir) is not None and not (self._run_dir / METRICS_FILE).exists():
+            notes.append(f"{METRICS_FILE} is missing: it begins anew after step {resumed.step}")
         for name in ROW_FILES:
             damaged = forget_after(self._run_dir / name, resumed.step)
             if damaged:

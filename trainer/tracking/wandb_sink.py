@@ -198,8 +198,13 @@ class WandbSink:
                     modes.insert(0, mode)
                     self._report("W&B: this run was deleted there; it goes on there as a new run, from this step on")
                 continue
-            directory = shlex.quote(str(Path(run.dir).resolve().parent))
-            self._sync_command = f"wandb sync {directory}"
+            own = Path(run.dir).resolve().parent
+            directory = shlex.quote(str(own))
+            # An earlier start that was offline left a directory of its own, with the steps before this start.
+            earlier = set(own.parent.glob(f"offline-run-*-{self._run.id}")) - {own}
+            self._sync_command = " ".join(
+                ["wandb sync", *(shlex.quote(str(path)) for path in sorted(earlier)), directory]
+            )
             self.mode = mode
             why = f" ({'; '.join(reasons)})" if reasons else ""
             # The end of the run has the command; of a run that is killed, the directory is enough for it.
@@ -222,6 +227,7 @@ class WandbSink:
             # wandb would record host and user, the git remote (it may hold a login) and a diff of the sources.
             # What a reader needs is in the config, without secrets.
             x_disable_meta=True,
+            host="",
             x_save_requirements=False,
             disable_git=True,
             disable_code=True,
