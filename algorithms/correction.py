@@ -50,6 +50,8 @@ def correct(spec: CorrectionSpec, tokens: Tokens) -> Correction:
     itself and all later tokens of the response. Raises ValueError if trainer_logprobs or advantages are None, and the
     anchor, the weight or a criterion needs them.
     """
+    if not isinstance(spec, CorrectionSpec):
+        raise TypeError(f"correct takes a CorrectionSpec, got a {type(spec).__name__}. Pass config.spec().")
     if tokens.trainer_logprobs is None and (spec.anchor is Anchor.old or spec.measures_trainer):
         raise ValueError(
             f"the correction with anchor={spec.anchor.name} needs trainer_logprobs, got None. Pass log pi_old, or "

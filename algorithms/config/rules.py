@@ -13,8 +13,9 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
+from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -174,6 +175,10 @@ class Checked:
         for name, rule in declared_rules(type(self)).items():
             if not rule.holds(getattr(self, name)):
                 yield self.broken(name, str(rule), rule.remedy or default_text(defaults[name]))
+        for name, kind in _choices(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and not isinstance(value, Enum):
+                yield self.broken(name, f"must be one of {', '.join(map(str, kind))}")
         for spec in fields(self):
             part = getattr(self, spec.name)
             if isinstance(part, Checked):
@@ -183,6 +188,14 @@ class Checked:
         found = list(self.problems())
         if found:
             raise ConfigError(found)
+
+
+@cache
+def _choices(kind: type) -> dict[str, type[Enum]]:
+    """Field of `kind` whose values are members of an enumeration -> the enumeration."""
+    named = get_type_hints(kind)
+    kinds = {name: [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)] for name, hint in named.items()}
+    return {name: kind for name, found in kinds.items() for kind in found if issubclass(kind, Enum)}
 
 
 def default_text(default: object) -> str:

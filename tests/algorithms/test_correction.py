@@ -1,6 +1,7 @@
 """The six modes against the golden vector and against bounds worked by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -292,3 +293,15 @@ def test_half_precision_logprobs_are_refused() -> None:
                 cu_seqlens=packed(1),
             ),
         )
+
+
+def test_a_config_without_its_spec_is_refused() -> None:
+    config: Any = TISConfig()
+    tokens = Tokens(
+        trainer_logprobs=torch.zeros(1),
+        rollout_logprobs=torch.zeros(1),
+        response_mask=torch.ones(1, dtype=torch.bool),
+        cu_seqlens=packed(1),
+    )
+    with pytest.raises(TypeError, match=r"takes a CorrectionSpec, got a TISConfig\. Pass config\.spec\(\)\."):
+        correct(config, tokens)

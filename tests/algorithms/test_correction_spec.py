@@ -241,6 +241,8 @@ REFUSED: list[tuple[type[CorrectionConfig], dict[str, Any], str]] = [
     (MISConfig, {"low": 1.5}, "must enclose 1"),
     (MISConfig, {"low": None, "high": 0.5}, "high must be >= 1"),
     (BypassConfig, {"cap": 5.0}, "cap has no effect with loss=ppo_clip"),
+    (TISConfig, {"level": "sequence"}, "level must be one of Level.token, Level.sequence, .*, got 'sequence'"),
+    (CustomConfig, {"level": "sentence"}, "level must be one of Level.token"),
 ]
 
 
