@@ -120,7 +120,7 @@ def _the_one(candidates: list[Columns], rows: Sequence[dict[str, Any]], *, colum
         known = "; ".join(f"{layout.prompt} and {layout.answer} ({layout.name})" for layout in LAYOUTS)
         raise ValueError(
             f"{source}: no known layout has the columns {', '.join(columns)}.{_of_marks(columns)} Known are {known}. "
-            "Name yours with data.prompt_key and data.answer_key."
+            "Name yours with data.prompt_key and data.answer_key, which hold for every source, or rename the columns."
         )
     first = candidates[0]
     # AIME and AMC files hold the same text as problem and as question; then either column is right.

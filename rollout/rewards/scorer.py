@@ -210,12 +210,12 @@ class Scorer:
 
 
 def try_reward(config: RewardConfig, prompt: Prompt) -> str:
-    """Call the function in its usual process, with the prompt's own answer and with WRONG_RESPONSE.
+    """Call the function in its usual process, with the prompt's own answer, with WRONG_RESPONSE and with no text.
 
     A function of many responses that returns one result for all of them shows with two only. Returns the reason why it
-    cannot be used, with the response; "" if it gave a reward to both.
+    cannot be used, with the response; "" if it gave a reward to each.
     """
-    responses = (prompt.answer, WRONG_RESPONSE)
+    responses = (prompt.answer, WRONG_RESPONSE, "")
     with closing(_pool(config, num_workers=1)) as pool:
         outcomes: dict[int, Outcome] = {}
         for number, response in enumerate(responses):

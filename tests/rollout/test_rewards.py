@@ -213,6 +213,7 @@ def test_a_function_may_take_longer_to_import_than_a_call(tmp_path, monkeypatch)
         ("return 1 / 0", "ZeroDivisionError"),
         ("return float(response)", "for the response 'I do not know.'"),
         ("return None", "NoneType"),
+        ("return float(response[0] == '1')", "IndexError"),  # a response may be empty
     ],
 )
 def test_a_function_is_tried_with_the_answer_of_a_prompt(tmp_path, body, reason):
@@ -225,7 +226,7 @@ def test_a_function_is_tried_with_the_answer_of_a_prompt(tmp_path, body, reason)
 def test_a_function_of_many_responses_is_tried_with_more_than_one(tmp_path):
     (tmp_path / "own.py").write_text("def reward(responses, answers): return [1.0]\n")
     prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={})
-    assert "2 responses need as many results, got 1" in try_reward(
+    assert "3 responses need as many results, got 1" in try_reward(
         RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt
     )
 
