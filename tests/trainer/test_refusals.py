@@ -45,7 +45,7 @@ REFUSALS = {
     "additions and removals": [
         ("~loss.clip_low", "~loss.clip_low cannot be removed, got 0.2."),
         ("+correction=mis", "+correction is not how a group is chosen, got 'mis'. Write correction=mis."),
-        ("~model", "model is not chosen. Use one of model=hf, model=smollm2, model=arithmetic."),
+        ("~model", "model=arithmetic; in the defaults of a recipe - override /model: hf."),
     ],
     "options that do not exist": [
         (

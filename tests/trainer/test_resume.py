@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from trainer.rundir.run_dir import (
     newest_saved_step,
 )
 from trainer.rundir.sealed import compare_files
+from trainer.tracking.console import Console
 from trainer.tracking.samples import SampleRow
 from trainer.tracking.tracker import Tracker
 
@@ -461,3 +463,24 @@ def test_a_run_whose_checkpoints_all_lack_their_manifest_is_refused_at_once(
     error = capsys.readouterr().err
     assert "run.dir must hold a run that can be read (no checkpoint can be used: " in error
     assert "step_000010 lacks manifest.json)" in error and "run.resume=clean" in error and "Errno" not in error
+
+
+def test_a_config_that_is_no_yaml_is_said_to_be_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded_run(tmp_path / "run", steps=1)
+    (tmp_path / "run" / "config.yaml").write_text("run: [1\n")
+    assert parity(["resume", str(tmp_path / "run")]) == 2
+    refused = capsys.readouterr().err
+    assert "config.yaml, which cannot be read (" in refused and "Mend the file" in refused
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+    config = make(tmp_path, resume=Resume.auto)
+    with Tracker(config, run_dir=tmp_path / "run") as tracker:
+        tracker.log(1, {"reward/mean": 1})
+    for is_there in (True, False):
+        console = Console(4, stream=(text := io.StringIO()))
+        state = state_of(config, 1)
+        with Tracker(config, run_dir=tmp_path / "run", resumed=state, console=console) as tracker:
+            tracker.take_up(state)
+        assert ("metrics.jsonl is missing: it begins anew after step 1" in text.getvalue()) is not is_there
+        (tmp_path / "run" / "metrics.jsonl").unlink()

@@ -34,14 +34,17 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
     The recipe omits the section of a group that `overrides` choose anew, because its keys belong to another type.
     Yields a Problem for a directory without a run, and for a secret that config.yaml does not contain.
     """
-    path = run_dir / CONFIG_FILE
+    path, reason = run_dir / CONFIG_FILE, ""
     try:
         record = load_yaml(path.read_text(encoding="utf-8")) if is_run(run_dir) else None
-    except (OSError, ValueError):
+    except FileNotFoundError:
         record = None
+    except (OSError, ValueError) as error:
+        record, reason = None, f", which cannot be read ({error})"
     if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
-        rule = f"must be the directory of a run of Parity, with its {CONFIG_FILE}"
-        yield Problem(key="run.dir", rule=rule, value=str(run_dir))
+        rule = f"must be the directory of a run of Parity, with its {CONFIG_FILE}{reason}"
+        remedy = "Mend the file; parity train <recipe> --cfg job prints one of its form." if reason else ""
+        yield Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy)
         return
     names = [word.partition("=")[0] for word in overrides]
     record = {section: values for section, values in record.items() if section not in GROUPS or section not in names}

@@ -192,7 +192,8 @@ class TrainConfig(Checked):
                 key=key,
                 rule="is not chosen",
                 value=NOT_SET,
-                remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}.",
+                remedy=f"Use one of {', '.join(f'{key}={name}' for name in GROUPS[key])}; in the defaults of a recipe "
+                f"- override /{key}: {next(iter(GROUPS[key]))}.",
             )
         if isinstance(self.model, ArithmeticModelConfig) and not isinstance(self.data, ArithmeticDataConfig):
             yield Problem(

@@ -53,7 +53,7 @@ from trainer.run.task import Task, data_notes, load_task, prompt_stream
 from trainer.rundir.checkpoint import Checkpoint, RunState
 from trainer.rundir.printed import printed_log
 from trainer.rundir.resume import changed_keys, checkpoint_to_resume, flat_config, takes_no_step, whole_checkpoint
-from trainer.rundir.run_dir import LOGS, StartError
+from trainer.rundir.run_dir import LOGS, METRICS_FILE, StartError
 from trainer.rundir.termination import RunTerminated, StoppedByGuard, Termination, termination_requests
 from trainer.rundir.time_limit import TimeLimit, time_limit
 from trainer.tracking.console import Console
@@ -115,7 +115,12 @@ def train(config: TrainConfig) -> RunResult:
 
 
 def _report(run_dir: Path) -> Path | None:
-    """Write the page of a run; a failure, of a full disk for example, is a warning: it does not change how it ended."""
+    """Write the page of a run; a failure, of a full disk for example, is a warning: it does not change how it ended.
+
+    A run that ended before its first row has nothing to show, and no page.
+    """
+    if not (run_dir / METRICS_FILE).is_file():
+        return None
     try:
         return write_report(run_dir)
     except Exception as error:

@@ -18,8 +18,8 @@ _OTHER_GROUPS = (
 )
 
 _OTHER_BOUNDS = (
-    "Loosen correction.low, correction.high or correction.reject; mismatch/rs/... in metrics.jsonl tell what rejected how "
-    "much."
+    "Loosen correction.low, correction.high or correction.reject: mismatch/rs/... in metrics.jsonl have the share that "
+    "each criterion rejects."
 )
 
 
