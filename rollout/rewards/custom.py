@@ -18,7 +18,7 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -113,9 +113,13 @@ class CustomReward:
     def _batched(self, items: Sequence[Mapping[str, Any]]) -> list[Reply]:
         arguments = {name: [item[key] for item in items] for name, key in self.parameters.items()}
         try:
-            results = list(self.function(**arguments))
+            found = self.function(**arguments)
+            results = list(found) if isinstance(found, Iterable) else found
         except Exception as error:
             return [raised(error)] * len(items)
+        if not isinstance(results, list):
+            kind = type(results).__name__
+            return [{"error": f"{len(items)} responses need a list of as many results, got a {kind}"}] * len(items)
         if len(results) != len(items):
             return [{"error": f"{len(items)} responses need as many results, got {len(results)}"}] * len(items)
         return [reply_of(result) for result in results]

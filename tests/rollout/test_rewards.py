@@ -231,6 +231,13 @@ def test_a_function_of_many_responses_is_tried_with_more_than_one(tmp_path):
     )
 
 
+def test_a_function_of_many_responses_that_returns_no_list_is_told_so(tmp_path):
+    (tmp_path / "own.py").write_text("def reward(responses, answers): return 1.0\n")
+    prompt = Prompt(prompt_id=0, token_ids=[], text="?", answer="12", row={})
+    said = try_reward(RewardConfig(function=f"{tmp_path}/own.py:reward"), prompt)
+    assert "3 responses need a list of as many results, got a float" in said
+
+
 def test_scorer_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match=r"reward\.function must be one of exact_match, .*, got 'maths'"):
         Scorer(RewardConfig(function="maths"), max_new_tokens=5, decode=as_digits)

@@ -416,3 +416,16 @@ def test_a_file_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch, capsys
 def test_an_unknown_flag_of_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "run", "model", "--bset"]) == 2
     assert "flag is not known, got '--bset'. parity export takes --best only." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("report",), ("resume",), ("export", "new"), ("replay", "step=1")])
+def test_the_directory_above_runs_is_answered_with_the_runs_in_it(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(7):
+        (tmp_path / f"run{number}").mkdir()
+        (tmp_path / f"run{number}" / "config.yaml").touch()
+        os.utime(tmp_path / f"run{number}" / "config.yaml", (number, number))
+    command, *rest = words
+    assert run([command, str(tmp_path), *rest]) == 2
+    assert "Runs in it, the newest first: run6, run5, run4, run3, run2, and 2 more." in capsys.readouterr().err

@@ -314,6 +314,7 @@ def test_what_cannot_be_replayed_is_said_at_once(
     words: list[str], messages: list[str], one_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"RUN": str(one_step), "EMPTY": str(tmp_path)}
+    (tmp_path / "config.yaml").touch()
     assert run(["replay", *(places.get(word, word) for word in words)]) == 2
     error = capsys.readouterr().err
     assert "nothing was started" in error

@@ -453,7 +453,7 @@ def test_the_command_writes_where_it_says(
     assert parity(["report", str(tmp_path), "--colour", "--out=nowhere/x.html"]) == 2
     refused = capsys.readouterr().err
     assert "3 problems, nothing was started" in refused
-    assert "must be the directory of a run" in refused and "Runs in it: other." in refused
+    assert "must be the directory of a run" in refused and "Runs in it, the newest first: other." in refused
     assert "--colour" in refused and "must lie in an existing directory" in refused
     assert parity(["report", str(run_dir), "-o", "one.html"]) == 0, "an older page is replaced"
     kept = (other / "metrics.jsonl").read_bytes()

@@ -233,19 +233,19 @@ def _export(words: list[str]) -> int:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
     given, directory = (Path(word) for word in words)
     from trainer.config.outputs import CHECKPOINTS
+    from trainer.rundir.run_dir import runs_inside, unusable_problem
 
     is_step = given.absolute().parent.name == CHECKPOINTS
     run_dir = given.absolute().parents[1] if is_step else given
     recipe = run_dir / "config.yaml"
     if not recipe.is_file() or not given.is_dir():
         saved = ", ".join(sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*")))
-        remedy = f"Checkpoints of the run: {saved}." if saved else ""
+        remedy = f"Checkpoints of the run: {saved}." if saved else runs_inside(given)
         rule = "must be the directory of a run, with its config.yaml, or a checkpoint of one"
         return refuse(command, "run.dir", rule, str(given), remedy)
     if is_step and best:
         return refuse(command, BEST_FLAG, "needs a run directory", str(given), "Leave it out.")
     from trainer.compose.compose import resolve
-    from trainer.rundir.run_dir import unusable_problem
 
     resolution = resolve(recipe.resolve(), (), own_dir=None, multirun=False)
     config = resolution.runs[0].config

@@ -15,10 +15,11 @@ from trainer.cli.tables import rows_text
 from trainer.compose.compose import resolve
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, report
+from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
-from trainer.rundir.run_dir import unusable_problem
+from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.rundir.text import to_stdout
 
 if TYPE_CHECKING:
@@ -64,9 +65,10 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     places = [word for word in words if "=" not in word]
     problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
     run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
-    if run_dir is None or not run_dir.is_dir():
+    if run_dir is None or not any((run_dir / name).exists() for name in (CONFIG_FILE, DUMPS)):
         rule, value = ("must be the directory of one run", " ".join(places)) if places else ("is missing", NOT_SET)
-        problems.append(Problem(key="run.dir", rule=rule, value=value, remedy=f"{NAME} <run.dir> step=N."))
+        remedy = f"{NAME} <run.dir> step=N. {runs_inside(run_dir) if run_dir is not None else ''}".strip()
+        problems.append(Problem(key="run.dir", rule=rule, value=value, remedy=remedy))
         run_dir = None
     step = given.get("step")
     if step is None:

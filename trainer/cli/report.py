@@ -8,7 +8,7 @@ from pathlib import Path
 
 from algorithms.config import NOT_SET, Problem
 from trainer.compose.outcome import DONE, FAILED, report
-from trainer.rundir.run_dir import REPORT_FILE, unusable_problem
+from trainer.rundir.run_dir import REPORT_FILE, runs_inside, unusable_problem
 from trainer.rundir.text import to_stderr, to_stdout
 
 COMMAND = "parity report"
@@ -73,7 +73,5 @@ def _out_problems(out: Path) -> list[Problem]:
 def _directory_problems(directory: Path) -> list[Problem]:
     if (directory / METRICS).is_file():
         return []
-    inside = sorted(path.parent.name for path in directory.glob(f"*/{METRICS}"))[-3:]
-    remedy = f"Runs in it: {', '.join(inside)}." if inside else "See outputs/<recipe>/<time>."
     rule = f"must be the directory of a run, with its {METRICS}"
-    return [Problem(key="run", rule=rule, value=str(directory), remedy=remedy)]
+    return [Problem(key="run", rule=rule, value=str(directory), remedy=runs_inside(directory))]

@@ -20,7 +20,7 @@ from trainer.compose.overrides import directory_override
 from trainer.config.train import GROUPS
 from trainer.config.training import Resume
 from trainer.rundir.redact import REDACTED
-from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run, logged_step
+from trainer.rundir.run_dir import CONFIG_FILE, completed_steps, has_checkpoint, is_run, logged_step, runs_inside
 from trainer.rundir.yaml_text import load_yaml
 
 COMMAND = "parity resume"
@@ -43,7 +43,9 @@ def recorded_recipe(run_dir: Path, overrides: Sequence[str]) -> Iterator[Path | 
         record, reason = None, f", which cannot be read ({error})"
     if not isinstance(record, dict) or not isinstance(record.get("run"), dict):
         rule = f"must be the directory of a run of Parity, with its {CONFIG_FILE}{reason}"
-        remedy = "Mend the file; parity train <recipe> --cfg job prints one of its form." if reason else ""
+        remedy = (
+            "Mend the file; parity train <recipe> --cfg job prints one of its form." if reason else runs_inside(run_dir)
+        )
         yield Problem(key="run.dir", rule=rule, value=str(run_dir), remedy=remedy)
         return
     names = [word.partition("=")[0] for word in overrides]

@@ -31,6 +31,7 @@ EVENTS_FILE = "events.jsonl"
 REPORT_FILE = "report.html"
 LOGS = "logs"
 ROW_FILES = (METRICS_FILE, SAMPLES_FILE, HISTOGRAMS_FILE, EVENTS_FILE)
+LISTED_RUNS = 5
 UNFINISHED = ".unfinished"
 """Ending of a file that is not whole yet."""
 _EARLIER_CONFIG = re.compile(r"config\.until_step_(?P<step>\d{6,9})(\.(?P<number>\d{1,4}))?\.yaml")
@@ -94,6 +95,14 @@ def is_run(directory: Path) -> bool:
         return LOCK_FILE in names and whole <= _BEFORE_ENVIRONMENT
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def runs_inside(directory: Path) -> str:
+    """A sentence with the newest runs right below `directory`, which is no run itself; or with where runs are."""
+    found = sorted(directory.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parent.name for path in found[:LISTED_RUNS]]
+    more = f", and {len(found) - len(names)} more" if len(found) > len(names) else ""
+    return f"Runs in it, the newest first: {', '.join(names)}{more}." if names else "See outputs/<recipe>/<time>."
 
 
 def first_start(directory: Path) -> str | None:
