@@ -39,6 +39,7 @@ from trainer.rundir.run_dir import (
     lock_holder,
     make_private,
     run_status,
+    runs_inside,
 )
 from trainer.rundir.sealed import sealed_steps
 from trainer.rundir.termination import GO_ON, STOPPED_BY_GUARD
@@ -245,7 +246,8 @@ def open_run(run_dir: str | Path) -> RunHandle:
     """The handle of a run that is there already, going on or ended; raises FileNotFoundError where there is none."""
     directory = Path(run_dir).absolute()
     if not is_run(directory):
-        raise FileNotFoundError(f"run_dir must be the directory of a run of Parity, got {str(run_dir)!r}")
+        rule = "run_dir must be the directory of a run of Parity"
+        raise FileNotFoundError(f"{rule}, got {str(run_dir)!r}. {runs_inside(directory)}")
     return RunHandle(directory)
 
 

@@ -128,6 +128,7 @@ def test_a_mistyped_file_of_a_recipe_is_found_beside_it(
 def test_eval_names_its_own_flags_and_help(tmp_path: Path) -> None:
     words = ("eval", "arithmetic_grpo", "checkpoint=none", "rollout=torch")
     for flag, said in (
+        ("--num-steps=4", "flag is not known, got '--num-steps=4'. Keys have no dashes: run.num_steps=4."),
         ("--dryrun", "flag is not known, got '--dryrun'. Keys have no dashes: dryrun=<value>. See parity eval --help."),
         ("--bset", "flag is not known, got '--bset'. Did you mean --best? See parity eval --help."),
         ("--dry-run", "parity eval takes --config-dir and --best only; show the config with parity train <recipe>"),
@@ -429,3 +430,6 @@ def test_the_directory_above_runs_is_answered_with_the_runs_in_it(
     command, *rest = words
     assert run([command, str(tmp_path), *rest]) == 2
     assert "Runs in it, the newest first: run6, run5, run4, run3, run2, and 2 more." in capsys.readouterr().err
+    (step := tmp_path / "run6" / "dumps" / "step_000001").mkdir(parents=True)
+    assert run([command, str(step), *rest]) == 2
+    assert f"Its run is {tmp_path / 'run6'}." in capsys.readouterr().err

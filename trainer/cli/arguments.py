@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from algorithms.config import Problem
+from algorithms.config.rules import describe
 from trainer.compose.keys import nearest
 from trainer.compose.overrides import long_form
 from trainer.compose.renamed import renamed_hint
+from trainer.config.train import TrainConfig
 
 DRY_RUN = "--dry-run"
 SWITCHES = (DRY_RUN, "--multirun", "--resolve", "--help")
@@ -110,6 +112,13 @@ def _unknown_flag(flag: str, parser: argparse.ArgumentParser, *, command: str, f
     close = nearest(name, known)
     hint = renamed_hint([name.lstrip("-")]) or (f"Did you mean {close}?" if close else "")
     if not hint:
-        given = flag.lstrip("-") if "=" in flag else f"{name.lstrip('-')}=<value>"
-        hint = f"Keys have no dashes: {given}."
+        value = flag.partition("=")[2] or "<value>"
+        hint = f"Keys have no dashes: {_key_of(name.lstrip('-'))}={value}."
     return Problem(key="flag", rule="is not known", value=flag, remedy=f"{hint} See {command} --help.".strip())
+
+
+def _key_of(name: str) -> str:
+    """The key of the config that a flag without its dashes means: "num-steps" is run.num_steps; else `name` itself."""
+    keys = [each.key for each in describe(TrainConfig)]
+    found = [key for key in keys if key.rpartition(".")[2] == name.replace("-", "_")]
+    return found[0] if len(found) == 1 and name not in keys else name

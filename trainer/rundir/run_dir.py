@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from algorithms.config import Problem
-from trainer.config.outputs import CHECKPOINTS
+from trainer.config.outputs import CHECKPOINTS, DUMPS
 from trainer.config.training import Resume
 from trainer.rundir.rows import read_rows
 from trainer.rundir.sealed import sealed_steps, to_disk
@@ -98,7 +98,13 @@ def is_run(directory: Path) -> bool:
 
 
 def runs_inside(directory: Path) -> str:
-    """A sentence with the newest runs right below `directory`, which is no run itself; or with where runs are."""
+    """A sentence with the newest runs right below `directory`, which is no run itself; or with where runs are.
+
+    A checkpoint or a dump is answered with its run.
+    """
+    run_dir = directory.absolute().parent.parent
+    if directory.parent.name in (CHECKPOINTS, DUMPS) and (run_dir / CONFIG_FILE).is_file():
+        return f"Its run is {run_dir}."
     found = sorted(directory.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime, reverse=True)
     names = [path.parent.name for path in found[:LISTED_RUNS]]
     more = f", and {len(found) - len(names)} more" if len(found) > len(names) else ""
