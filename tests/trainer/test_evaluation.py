@@ -205,3 +205,11 @@ def test_an_evaluation_does_not_write_into_the_directory_of_a_run(
     assert run_eval(["arithmetic_grpo", "rollout=torch", "checkpoint=none", f"run.dir={tmp_path / 'run'}", *words]) == 2
     refused = capsys.readouterr().err
     assert "run.dir must be absent or empty" in refused and "resume" not in refused
+
+
+def test_a_recipe_that_cannot_be_read_is_a_problem_of_the_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [/train\n")
+    assert run_eval([str(tmp_path / "own.yaml"), "checkpoint=none"]) == 2
+    assert "is not YAML that can be read" in capsys.readouterr().err

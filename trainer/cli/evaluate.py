@@ -47,13 +47,13 @@ def run_eval(words: Sequence[str]) -> int:
         return report([recipe, *problems], command=NAME)
     resolution = _set_apart(resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False))
     problems += resolution.problems
-    directory = resolution.run_dir(0)
-    if directory.is_dir() and any(directory.iterdir()):
+    [run] = resolution.runs
+    directory = run.output_dir
+    if directory is not None and directory.is_dir() and any(directory.iterdir()):
         remedy = "Leave run.dir out for a new directory named after the time, or name another."
         problems.append(Problem(key="run.dir", rule="must be absent or empty", value=str(directory), remedy=remedy))
     else:
         problems += start_problems(resolution, trains=False)
-    [run] = resolution.runs
     if run.config is not None:
         problems += _server_problems(run.config)
         problems += (
