@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from algorithms.config import Estimator, Problem
+from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.rundir.checkpoint import (
@@ -87,7 +88,7 @@ def source_problems(config: TrainConfig) -> Iterator[Problem]:
     except SealError as error:
         there = Path(source).is_dir()
         rule = f"must be the directory of a checkpoint, <run.dir>/checkpoints/step_<N>{f' ({error})' if there else ''}"
-        of_run = Path(source) / "checkpoints" if there else Path(source).parent
+        of_run = Path(source) / CHECKPOINTS if there else Path(source).parent
         beside = ", ".join(sorted(path.name for path in of_run.glob("step_*")))
         remedy = f"Checkpoints in {of_run}: {beside}." if beside else "Name a checkpoint of the run."
         yield config.broken("run.resume_from", rule, f"{remedy} Or leave it out.")
