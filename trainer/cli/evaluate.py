@@ -46,14 +46,8 @@ def run_eval(words: Sequence[str]) -> int:
     if isinstance(recipe, Problem):
         return report([recipe, *problems], command=NAME)
     resolution = _set_apart(resolve(recipe, arguments.overrides, own_dir=arguments.own_dir, multirun=False))
-    problems += resolution.problems
+    problems += [*resolution.problems, *start_problems(resolution, trains=False)]
     [run] = resolution.runs
-    directory = run.output_dir
-    if directory is not None and directory.is_dir() and any(directory.iterdir()):
-        remedy = "Leave run.dir out for a new directory named after the time, or name another."
-        problems.append(Problem(key="run.dir", rule="must be absent or empty", value=str(directory), remedy=remedy))
-    else:
-        problems += start_problems(resolution, trains=False)
     if run.config is not None:
         problems += _server_problems(run.config)
         problems += (

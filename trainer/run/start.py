@@ -35,7 +35,8 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
 
     An evaluation, which does not train, has no ranks and may take another model than that of the config.
     """
-    problems = [*_directory_problems(resolution), *job_problems(), *shared_id_problems(len(resolution.runs))]
+    problems = _directory_problems(resolution, trains=trains)
+    problems += [*job_problems(), *shared_id_problems(len(resolution.runs))]
     if SGLangConfig in [run.engine for run in resolution.runs] and importlib.util.find_spec("sglang") is None:
         remedy = f"{SGLANG_REMEDY}."
         problems.append(
@@ -93,8 +94,8 @@ def missing_tensorboard() -> Problem | None:
     )
 
 
-def _directory_problems(resolution: Resolution) -> list[Problem]:
-    """Problems of the directory to which the runs write."""
+def _directory_problems(resolution: Resolution, *, trains: bool) -> list[Problem]:
+    """Problems of the directory to which the runs write; only a run that trains goes on with one that is there."""
     directory = resolution.runs[0].output_dir if resolution.runs else None
     key = "hydra.sweep.dir" if resolution.multirun else "run.dir"
     if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
@@ -102,14 +103,15 @@ def _directory_problems(resolution: Resolution) -> list[Problem]:
     if directory is not None and (holder := lock_holder(directory)) is not None:
         remedy = f"Wait for that process, end it with kill {holder}, or use another {key}."
         return [Problem(key=key, rule=f"is in use by process {holder}", value=str(directory), remedy=remedy)]
-    resumes = {run.config.run.resume for run in resolution.runs if run.config is not None} - {Resume.never}
+    configs = [run.config for run in resolution.runs if run.config is not None and trains]
+    resumes = {config.run.resume for config in configs} - {Resume.never}
     if resumes and resolution.multirun:
         remedy = "Resume its runs one by one with run.dir=..."
         rule, value = "must be never in a sweep, whose runs are new", min(resume.name for resume in resumes)
         return [Problem(key="run.resume", rule=rule, value=value, remedy=remedy)]
     if directory is None or not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return []
-    ours = directory.is_dir() and is_run(directory)
+    ours = trains and directory.is_dir() and is_run(directory)
     if ours and any(run.config is None for run in resolution.runs):
         return []  # whether the run resumes is not known before its other problems are solved
     if resumes and ours:
