@@ -9,8 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import ray
-
 from rollout.processes.keeper import descendants
 from rollout.processes.process_marks import kill_processes, mark_processes
 
@@ -20,6 +18,7 @@ ResultT = TypeVar("ResultT")
 
 RAY_ANSWER_S = 60.0
 """Deadline in seconds for an answer of Ray about its nodes and resources, which takes milliseconds."""
+ANSWER_THREAD = "parity-ray-answer"
 
 
 class RayAnswerError(RuntimeError):
@@ -40,7 +39,7 @@ def ray_answer(question: Callable[..., ResultT], *arguments: object) -> ResultT:
         except Exception as error:  # the caller raises it
             result.set_exception(error)
 
-    threading.Thread(target=ask, name="parity-ray-answer", daemon=True).start()
+    threading.Thread(target=ask, name=ANSWER_THREAD, daemon=True).start()
     try:
         return result.result(RAY_ANSWER_S)
     except TimeoutError as error:
@@ -52,8 +51,15 @@ def ray_answer(question: Callable[..., ResultT], *arguments: object) -> ResultT:
         ) from error
 
 
+def is_call_unanswered() -> bool:
+    """Whether a call of `ray_answer` still waits in C, though nobody waits for it: the interpreter's exit may crash."""
+    return any(thread.name == ANSWER_THREAD for thread in threading.enumerate())
+
+
 def end_ray() -> None:
     """Leave Ray, and end the processes of Ray that this process started; a warning if Ray does not answer."""
+    import ray  # here, because the command `parity` imports this file before it knows that it needs Ray
+
     try:
         ray_answer(ray.shutdown)
     except RayAnswerError as error:
