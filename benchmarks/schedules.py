@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.cluster.placement import ray_session
+from trainer.cluster.session import ray_session
 from trainer.compose.compose import resolve
 from trainer.run.loop import train
 from trainer.rundir.rows import read_rows

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cluster.placement import ray_session
+from trainer.cluster.session import ray_session
 
 
 @pytest.fixture(scope="module")

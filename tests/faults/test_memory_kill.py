@@ -9,7 +9,8 @@ import pytest
 from policy_cases import make_config, save_policy
 
 from rollout.group.actor_calls import LostWorkerError, cause_of_death
-from trainer.cluster.placement import Cluster, ray_session
+from trainer.cluster.placement import Cluster
+from trainer.cluster.session import ray_session
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ from rollout.weights.shared_weights import copy_of
 from trainer.batch.packing import pack
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster import watchdog
-from trainer.cluster.placement import Cluster, ray_session
+from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.session import ray_session
 from trainer.cluster.watchdog import StalledError, Watchdog, place, suspects
 
 Sides = tuple[PolicyGroup, EngineGroup, Path]

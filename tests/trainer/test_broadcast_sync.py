@@ -25,8 +25,9 @@ from rollout.group.group_member import Health
 from rollout.types import SharedWeights
 from trainer.batch.packing import pack
 from trainer.cluster.model_places import ModelPlaceError, model_places
-from trainer.cluster.placement import Cluster, ray_session
+from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup, _same_weights
+from trainer.cluster.session import ray_session
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
 
 pytestmark = pytest.mark.slow

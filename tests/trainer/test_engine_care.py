@@ -28,7 +28,7 @@ from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.types import FinishReason, GenerateRequest, Generation, SamplingParams, SharedWeights
 from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher
-from trainer.cluster.placement import ray_session
+from trainer.cluster.session import ray_session
 
 pytestmark = pytest.mark.slow
 

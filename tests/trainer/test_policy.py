@@ -40,8 +40,9 @@ from trainer.batch.packing import micro_batch, pack
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster import placement
 from trainer.cluster.bundles import PlacementError
-from trainer.cluster.placement import Cluster, ray_session
+from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.session import ray_session
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
 from trainer.config.training import ClusterConfig, OptimConfig, Residency

@@ -1,6 +1,6 @@
-"""Ray: start or join a cluster, reserve all resources at once, spawn the workers in their places.
+"""Reserve all resources of a run at once, and spawn the workers in their places.
 
-`trainer/cluster/bundles.py` knows who is where.
+`trainer/cluster/bundles.py` knows who is where, `trainer/cluster/session.py` starts or joins Ray.
 """
 
 from __future__ import annotations
@@ -9,24 +9,14 @@ import copy
 import logging
 import os
 import secrets
-import socket
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import psutil
 import ray
-from ray._private import ray_constants, services
-from ray._private import utils as ray_utils
-from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
-from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RpcError
-from ray.job_config import JobConfig
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -35,32 +25,21 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.inherited import ALLOCATOR_VARIABLES
-from rollout.processes.scratch import Scratch
 from trainer.cluster.bundles import Place, PlacementError, bundle_places, required_bundles, worker_gpus, worker_places
-from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
+from trainer.cluster.deadline import ray_answer
 from trainer.cluster.model_places import model_places
 from trainer.cluster.policy_group import PolicyGroup
+from trainer.cluster.session import ray_session
 from trainer.config.train import TrainConfig
 from trainer.limits.machine import CPUS_PER_WORKER
 from trainer.limits.memory_plan import may_take_turns, memory_plan
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.rundir.provenance import num_cores
-from trainer.rundir.termination import end_descendants, requests_held
 
 logger = logging.getLogger(__name__)
 
-RAY_PREFIX = "parity-ray-"
-"""Prefix of the directory of a run that holds Ray's temporary files."""
-RAY_PARENT_BYTES = 20
-"""Longest path of the directory above. A path of a socket has 107 bytes, <parent>/parity-ray-XXXXXXXX/r/
-session_<time>_<process>/sockets/plasma_store has 86 after the parent."""
-TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
-
 PLACEMENT_TIMEOUT_S = 60.0
 """Deadline in seconds for Ray to grant all resources: resources that another run holds seldom become free sooner."""
-
-REACH_TIMEOUT_S = 10.0
-"""Deadline in seconds for the connection to a running Ray cluster."""
 
 ONEDNN_KERNELS = 32
 """Kernels that oneDNN keeps per process on a CPU. It compiles one per shape, shapes change at every step, and the 1,024
@@ -103,149 +82,12 @@ def describe(resources: dict[str, float], names: list[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0.0):g}" for name in names)
 
 
-class OwnPathJob(JobConfig):
-    """A job whose workers do not put the driver's working directory first on their path.
-
-    There a file `rollout.py` or `trainer.py` of the user would hide the package of that name. Ray adds the directory
-    and has no option against it; the workers find the packages as the driver did, installed or by PYTHONPATH.
-    """
-
-    @property
-    def _py_driver_sys_path(self) -> list[str]:
-        return []
-
-    @_py_driver_sys_path.setter
-    def _py_driver_sys_path(self, paths: list[str]) -> None:
-        pass
-
-
-@contextmanager
-def ray_session(address: str | None) -> Iterator[None]:
-    """Ray while the context is open: the cluster at `address`, or one of this process on loopback, without dashboard.
-
-    A cluster at an address has the token of its owner. Ray of this process has a token and files of its own, which no
-    other user of the machine can read.
-    """
-    with ExitStack() as ends:
-        if address is not None:
-            _check_reachable(address)
-            ends.callback(end_ray)
-            _start_ray(address=address)
-        else:
-            # Ray resolves "localhost" to the routable address unless clusters are off; workers read the same variable.
-            # Both must be set, because Ray read the variable when it was imported.
-            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            scratch = Scratch(RAY_PREFIX, parent=_ray_parent())
-            ends.callback(_forget_token)
-            ends.callback(scratch.remove)
-            ends.callback(end_ray)
-            # Ray opens its directory to every user of the machine, so it gets one below ours, which is closed.
-            files = str(scratch.path / "r")
-            with _sessions_of_their_own(), _token_of_its_own():
-                # Without "local" Ray would follow the environment variable RAY_ADDRESS to another cluster.
-                _start_ray(address="local", include_dashboard=False, _temp_dir=files)
-        yield
-
-
-def _check_reachable(address: str) -> None:
-    """Raise PlacementError if nothing listens, or answers, where Ray looks for `address`: Ray tries for 14 minutes."""
-    try:
-        # "auto" is RAY_ADDRESS, or the address that the last Ray of this machine left in a file.
-        found = services.canonicalize_bootstrap_address(address.removeprefix("ray://"))
-        if found is not None:
-            host, _, port = found.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_TIMEOUT_S).close()
-            if not address.startswith("ray://"):  # Ray's own client, which has a deadline of its own
-                ray_answer(GcsClient, found)
-    except (OSError, ValueError, RayAnswerError, RpcError) as error:
-        raise PlacementError(
-            f"phase placement: no Ray cluster can be reached at cluster.address={address}: {error}. Start one there, "
-            "name another address, or remove cluster.address to use this machine alone"
-        ) from error
-
-
-def _start_ray(**options: Any) -> None:
-    """Start or join Ray; keeps the handlers of signals, and leaves no process if it fails.
-
-    Ray counts its own attempts. A deadline would need another thread, and Ray's processes end with the thread that
-    starts them.
-    """
-    others = psutil.Process().children(recursive=True)
-    # Ray's own handler of SIGTERM would leave its start with SystemExit, and stay.
-    with requests_held(), _replaced(ray_utils, "set_sigterm_handler", lambda handler: None):
-        try:
-            ray.init(job_config=OwnPathJob(), log_to_driver=False, logging_level=logging.ERROR, **options)
-        except BaseException:  # Ray forgets what it had started when its start failed
-            end_descendants(besides=others)
-            raise
-
-
 def _give_back(group: PlacementGroup) -> None:
     """Give the resources of `group` back. Ray has a deadline of 60 s, and ends the group with this process at last."""
     try:
         remove_placement_group(group)
     except GetTimeoutError as error:
         logger.warning("the resources of the run are not given back before it ends: %s", error)
-
-
-def _ray_parent() -> Path:
-    """The directory for Ray's temporary files: RAY_TMPDIR as Ray reads it, or one with a path short enough."""
-    if chosen := os.environ.get("RAY_TMPDIR"):
-        return Path(chosen)
-    usual = tempfile.gettempdir()
-    return Path(usual if len(os.fsencode(usual)) <= RAY_PARENT_BYTES else "/tmp")  # noqa: S108 - below it: mkdtemp
-
-
-@contextmanager
-def _token_of_its_own() -> Iterator[None]:
-    """Ray that is started within asks for a new token, which its processes inherit and no file holds.
-
-    Otherwise Ray shares ~/.ray/auth_token among all runs, and makes it readable for every user of the machine. Children
-    that this process starts later, such as those of rewards, do not get the token.
-    """
-    names = (AUTH_MODE_ENV_VAR, TOKEN_VARIABLE)
-    before = {name: os.environ.pop(name, None) for name in names}
-    os.environ[TOKEN_VARIABLE] = secrets.token_hex(32)  # without a mode Ray turns its token on
-    AuthenticationTokenLoader.instance().reset_cache()
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _forget_token() -> None:
-    """Take back what this process holds of a token that its environment no longer has.
-
-    Ray keeps the token and the mode beyond the end of a cluster: this process would refuse every call from the nodes of
-    the next cluster that it joins, and Ray would take its actors for no longer wanted.
-    """
-    Config.initialize("")  # reads the mode from the environment again
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _sessions_of_their_own() -> AbstractContextManager[None]:
-    """Ray's processes that are started within do not hear what is sent to the driver's process group.
-
-    A job scheduler and `timeout` send SIGTERM to the whole group: Ray would end before the running step does. It has no
-    option for that, and blocks only SIGINT. Whatever the driver dies of, the kernel kills them with it.
-    """
-    return _replaced(services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True))
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """`value` in place of a function of Ray while the block runs, where Ray has no option."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 class Cluster:
