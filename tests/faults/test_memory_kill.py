@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from policy_cases import make_config, save_policy
 
 from rollout.group.actor_calls import LostWorkerError, cause_of_death
 from trainer.cluster.placement import Cluster
-from trainer.cluster.session import ray_session
+from trainer.cluster.session import DEATH_OF_A_WORKER, ray_session
 
 
 @pytest.fixture
@@ -39,6 +41,30 @@ def test_a_rank_that_ray_ends_for_its_memory_is_named_in_one_paragraph(watchful_
         "Lower batch.max_tokens_per_microbatch, ",
     ):
         assert part in text
+
+
+@pytest.mark.slow
+def test_the_death_of_a_worker_is_not_printed_by_ray(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray prints its message while a killed worker had a call to answer, also at the end of a run."""
+    path = save_policy(tmp_path / "model")
+    with (
+        caplog.at_level(logging.DEBUG),
+        ray_session(None),
+        Cluster(make_config(path), log_dir=tmp_path) as cluster,
+    ):
+        policy = cluster.spawn_policy(path)
+        policy.wait_ready()
+        policy.give_up(policy.processes[0], "the test kills it")
+        with pytest.raises(LostWorkerError, match="died|the test kills it"):
+            policy.ceilings()
+        end = time.monotonic() + 30
+        while DEATH_OF_A_WORKER not in caplog.text and time.monotonic() < end:
+            time.sleep(0.1)
+    [record] = [record for record in caplog.records if DEATH_OF_A_WORKER in record.getMessage()]
+    assert record.levelno == logging.DEBUG
+    assert "raylet" not in "".join(capfd.readouterr())
 
 
 def test_any_other_death_is_one_paragraph_too() -> None:

@@ -18,6 +18,7 @@ import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]  # compiled
 from ray.exceptions import RpcError
@@ -28,12 +29,17 @@ from trainer.cluster.bundles import PlacementError
 from trainer.cluster.deadline import RayAnswerError, end_ray, ray_answer
 from trainer.rundir.termination import end_descendants, requests_held
 
+logger = logging.getLogger(__name__)
+
 RAY_PREFIX = "parity-ray-"
 """Prefix of the directory of a run that holds Ray's temporary files."""
 RAY_PARENT_BYTES = 20
 """Longest path of the directory above. A path of a socket has 107 bytes, <parent>/parity-ray-XXXXXXXX/r/
 session_<time>_<process>/sockets/plasma_store has 86 after the parent."""
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+
+DEATH_OF_A_WORKER = "A worker died or was killed while executing a task"
+"""Begin of Ray's message about any worker that was killed, also by the run itself at its end."""
 
 REACH_TIMEOUT_S = 10.0
 """Deadline in seconds for the connection to a running Ray cluster."""
@@ -63,6 +69,7 @@ def ray_session(address: str | None) -> Iterator[None]:
     other user of the machine can read.
     """
     with ExitStack() as ends:
+        ends.enter_context(_replaced(ray_worker, "print_to_stdstream", _log_messages))
         if address is not None:
             _check_reachable(address)
             ends.callback(end_ray)
@@ -116,6 +123,16 @@ def _start_ray(**options: Any) -> None:
         except BaseException:  # Ray forgets what it had started when its start failed
             end_descendants(besides=others)
             raise
+
+
+def _log_messages(message: dict[str, Any], ignore_prefix: bool) -> None:
+    """Log what the nodes of Ray tell the driver; Ray would print it on stdout, in the middle of a table or after it.
+
+    The death of a worker is no warning here: the groups of ranks and engines name every worker that they lose.
+    """
+    for line in message["lines"]:
+        expected = line.startswith(DEATH_OF_A_WORKER)
+        logger.log(logging.DEBUG if expected else logging.WARNING, "Ray: %s", line)
 
 
 def _ray_parent() -> Path:
