@@ -127,8 +127,8 @@ class Problem:
         if self.value is NOT_SET:
             text = f"{self.key} {self.rule}."
         else:
-            # null is how a user writes None.
-            is_plain = isinstance(self.value, Enum) or self.value is None
+            # null is how a user writes None, true is how a user writes True.
+            is_plain = isinstance(self.value, Enum | bool | None)
             text = f"{self.key} {self.rule}, got {as_yaml(self.value) if is_plain else repr(self.value)}."
         return f"{text} {self.remedy}" if self.remedy else text
 

@@ -57,7 +57,7 @@ def test_the_death_of_a_worker_is_not_printed_by_ray(
         policy = cluster.spawn_policy(path)
         policy.wait_ready()
         policy.give_up(policy.processes[0], "the test kills it")
-        with pytest.raises(LostWorkerError, match="died|the test kills it"):
+        with pytest.raises(LostWorkerError, match=r"died|the test kills it"):
             policy.ceilings()
         end = time.monotonic() + 30
         while DEATH_OF_A_WORKER not in caplog.text and time.monotonic() < end:

@@ -324,6 +324,8 @@ def test_completion_of_every_position(tmp_path: Path) -> None:
     assert completions("parity study arithmetic_grpo study.seeds=[0] rollout.num_e", tmp_path) == [
         "rollout.num_engines="
     ]
+    assert completions("parity eval arithmetic_grpo check", tmp_path) == ["checkpoint=", "checkpoint."]
+    assert completions("parity study arithmetic_grpo study.s", tmp_path) == ["study.seeds=", "study.stop_timeout_s="]
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

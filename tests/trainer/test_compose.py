@@ -128,6 +128,22 @@ def test_another_option_leaves_out_the_keys_that_the_recipe_gave_to_the_first(tm
     assert run.config is not None and run.config.correction == MISConfig(level=Level.sequence)
 
 
+def test_a_recipe_that_chooses_another_option_drops_the_keys_of_the_recipe_below(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "1+1=", "answer": "2"}\n')
+    below = "defaults: [/train, override /model: hf, override /data: file, _self_]\nmodel: {path: no/model}\n"
+    (tmp_path / "below.yaml").write_text(f"{below}data: {{train_path: {rows}, eval_path: {rows}}}\n")
+    path = own_recipe(tmp_path, "defaults: [below, override /model: smollm2, _self_]\n")
+    [run] = resolve(path, (), own_dir=None, multirun=False).runs
+    assert run.config is not None and run.config.model == SmolLM2ModelConfig()
+    own_recipe(tmp_path, "defaults: [below, override /model: smollm2, _self_]\nmodel: {path: no/model}\n")
+    [problem] = resolve(path, (), own_dir=None, multirun=False).problems
+    assert str(problem).startswith(f"{path}: model.path is not a key of model=smollm2, got 'no/model'. It belongs to")
+    (tmp_path / "above.yaml").write_text("defaults: [mine, _self_]\nmodel: {revision: x}\n")
+    [*_, problem] = resolve(tmp_path / "above.yaml", (), own_dir=None, multirun=False).problems
+    assert str(problem).startswith(f"{tmp_path / 'above.yaml'}: model.revision is not a key of model=smollm2")
+
+
 def test_the_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolved("run.dir=a/b").runs[0].output_dir == tmp_path / "a/b"

@@ -27,7 +27,7 @@ def test_every_mistake_of_a_recipe_file_names_the_file(tmp_path: Path) -> None:
     )
     found = [str(p) for p in resolve(path, ("correction.capp=1",), own_dir=None, multirun=False).problems]
     assert [message for message in found if str(path) not in message] == [
-        "correction.capp is not a key of correction=tis, got 1. Did you mean correction.cap? keys of tis: level, cap, "
+        "correction.capp is not a key of correction=tis, got 1. Did you mean correction.cap? Keys of tis: level, cap, "
         "self_normalize."
     ]
     text = "\n".join(found)

@@ -353,6 +353,18 @@ def test_a_function_that_several_runs_share_is_called_once(own: Path, monkeypatc
     assert problem.key == "reward.function" and called == ["0"]
 
 
+def test_a_missing_model_is_told_beside_problems_of_other_sections(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data.train_path=no.jsonl", "reward.function=no.py:score", "optim.lr=-1", "model.path=no/such/model"]
+    assert run(["train", "mine.yaml", *words, "--dry-run"]) == 2
+    _, *problems = capsys.readouterr().err.splitlines()
+    keys = {line.split()[1].removesuffix(":score") for line in problems}
+    assert keys == {"data.train_path", "reward.function", "optim.lr", "model.path"}
+    assert run(["train", "mine.yaml", *words[:3], "model.path=", "--dry-run"]) == 2
+    assert sum("model.path" in line for line in capsys.readouterr().err.splitlines()) == 1
+
+
 def test_a_model_on_the_hub_is_asked_for_once_and_briefly(own: Path) -> None:
     """Nobody listens at the address of the hub."""
     words = ["train", "mine.yaml", "model.path=some/model"]

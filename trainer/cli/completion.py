@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.compose.catalog import find_recipe, recipe_files
+from trainer.compose.keys import field_names
 from trainer.compose.outcome import COMMANDS, COMPLETION_FLAGS, DONE, refuse
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.rundir.text import to_stdout
+from trainer.rundir.weights_source import KEY
 
 LINE = "COMP_LINE"
 """Environment variable in which the shell passes the line up to the cursor."""
 COMPOSING = ("train", "study", "eval")
 """Commands that take a recipe and overrides."""
-OWN_WORDS = ("study.", "checkpoint=")
+OWN_WORDS = ("study.", f"{KEY}=")
 """Prefixes of words that a command reads itself and does not pass to Hydra."""
 FLAGS = ("--dry-run", "--multirun", "--cfg", "--resolve", "--package", "--config-dir", "--info", "--help")
 SHARED_FLAGS = ("--config-dir", "--help")
@@ -61,14 +63,26 @@ def _query(query: str, line: str) -> None:
     elif last.startswith("-"):
         _offer(FLAGS if typed[0] == "train" else SHARED_FLAGS, last)
     else:
+        own = [word for word in _own_words(typed[0]) if last and word.startswith(last)]
+        if own:
+            _offer(own, last)
         recipe = find_recipe(typed[1], own_dir=None)
-        if isinstance(recipe, Path):
+        if isinstance(recipe, Path) and not last.startswith(OWN_WORDS):
             from trainer.cli.show import hydra_main
 
             # Hydra cannot parse Parity's own flags and words that are not keys of the config.
             rest = [word for word in typed[2:] if not word.startswith(("--", *OWN_WORDS))]
             os.environ[LINE] = " ".join(["parity", *rest])
             hydra_main(recipe, ["-sc", query], own_dir=None)
+
+
+def _own_words(command: str) -> list[str]:
+    """The words that a command reads itself."""
+    if command == "study":
+        from trainer.study.config import StudyConfig
+
+        return [f"study.{key}=" for key in field_names(StudyConfig)]
+    return [f"{KEY}="] if command == "eval" else []
 
 
 def _offer(candidates: Sequence[str], start: str) -> None:

@@ -32,7 +32,7 @@ from trainer.compose.renamed import CHOICES
 from trainer.compose.session import SCHEMA, hydra_session
 from trainer.config.paths import MAIN_CONFIG, config_dir, recipe_dir
 from trainer.config.train import GROUPS, PRESETS, TrainConfig
-from trainer.config.training import RunConfig
+from trainer.config.training import ModelConfig, RunConfig
 from trainer.rundir.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")
@@ -48,6 +48,8 @@ class ComposedRun:
     config: TrainConfig | None
     """Checked config of the run; None if the run has problems."""
     problems: tuple[Problem, ...]
+    model: ModelConfig | None
+    """The section of the model if it has no problem, whatever the others have; None without a choice."""
     engine: type | None
     """Class of the chosen engine's config, also if the config has problems; None without a choice."""
     output_dir: Path | None
@@ -96,13 +98,16 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
-    config, output_dir, has_default_dir, chosen = None, None, False, _chosen(defaults)
+    config, model, output_dir, has_default_dir, chosen = None, None, None, False, _chosen(defaults)
     if root is not None:
-        _drop_replaced(root, chosen, overrides)
+        _drop_replaced(root, chosen, overrides, list(_files(defaults, loader)))
         config, unreadable, broken = build_config(root, chosen)
         named = {problem.key for problem in problems}
         problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
         problems += [found for found in broken if found.key not in named]
+        keys = [problem.key for problem in (*problems, *unreadable)]
+        if "model" in chosen and not any(key.startswith("model") for key in keys):
+            model = config.model
         output_dir, has_default_dir = _directory(root, SWEEP_DIR if multirun else "run.dir")
         if multirun and output_dir is None:
             remedy = f"Leave it out, or write {SWEEP_DIR}=outputs/sweep."
@@ -115,6 +120,7 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
         overrides=tuple(word for word in words if not word.startswith(SWEEP_DIR)),
         config=None if problems else config,
         problems=tuple(problems),
+        model=model,
         engine=chosen.get("rollout"),
         output_dir=output_dir,
         named_after_time=has_default_dir,
@@ -245,19 +251,38 @@ def _chosen(defaults: Sequence[ResultDefault]) -> dict[str, type]:
     return found
 
 
-def _drop_replaced(root: DictConfig, chosen: Mapping[str, type], overrides: Sequence[Override]) -> None:
-    """Where `overrides` choose an option of a group, drop the recipe's keys that only other options of the group have.
+def _drop_replaced(
+    root: DictConfig,
+    chosen: Mapping[str, type],
+    overrides: Sequence[Override],
+    files: Sequence[tuple[str, str, DictConfig]],
+) -> None:
+    """Where a recipe, or a word of the command line, chooses another option of a group than the recipe below it, drop
+    the keys that the recipe below sets and that only other options of the group have.
 
-    A recipe with model.path would otherwise refuse model=smollm2. A key that `overrides` set stays, and is refused.
+    A recipe with model.path would otherwise refuse model=smollm2. A key that is set together with the choice, or later,
+    stays, and is refused. `files` are as of `_files`.
     """
     named = [override.key_or_group for override in overrides]
-    for group in set(named) & chosen.keys():
+    for group, kind in chosen.items():
+        choosing = [index for index, (_, _, content) in enumerate(files) if group in _overridden(content)]
+        choice = len(files) if group in named else choosing[-1] if choosing else 0
+        with_choice = [file for index, file in enumerate(files) if index >= choice or file[1] == f"{group}."]
         others = {key for option in GROUPS[group].values() for key in field_names(option)}
-        for key in others - set(field_names(chosen[group])):
-            is_set = any(f"{name}.".startswith(f"{group}.{key}.") for name in named)
+        for key in others - set(field_names(kind)):
+            path = f"{group}.{key}."
+            is_set = any(f"{name}.".startswith(path) for name in named)
+            is_set |= any(_sets(content, path, prefix) for _, prefix, content in with_choice)
             if isinstance(root.get(group), DictConfig) and not is_set:
                 with open_dict(root):
                     root[group].pop(key, None)
+
+
+def _overridden(content: DictConfig) -> set[str]:
+    """The groups of which the defaults list of a file chooses the option, in entries `override /<group>: <option>`."""
+    entries = content.get("defaults") or []
+    keys = [str(key) for entry in entries if isinstance(entry, DictConfig) for key in entry]
+    return {key.removeprefix("override ").strip().lstrip("/") for key in keys if key.startswith("override ")}
 
 
 def _located(

@@ -16,7 +16,7 @@ from algorithms.config import Checked, Problem
 from algorithms.config.rules import default_text
 from algorithms.config.similar import similar
 from trainer.compose.renamed import SYNONYMS, renamed_hint
-from trainer.config.train import GROUPS, TrainConfig
+from trainer.config.train import GROUPS, PRESETS, TrainConfig
 
 Kinds = Mapping[str, type]
 WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
@@ -88,10 +88,18 @@ def unknown_key(path: Sequence[str], depth: int, value: object, holder: type, ki
     if section in GROUPS:
         option = next(name for name, kind in GROUPS[section].items() if kind is holder)
         elsewhere = [name for name, kind in GROUPS[section].items() if path[depth] in field_names(kind)]
+        if depth == len(path) - 1 and isinstance(value, str) and (meant := nearest(value, _options(section))):
+            hint = f"Write {section}={meant}; in a recipe's defaults, override /{section}: {meant}."
         if elsewhere:
             hint = f"It belongs to {', '.join(f'{section}={name}' for name in elsewhere)};"
-        described, of = f"keys of {option}: {', '.join(own) or 'none'}.", f"{section}={option}"
+        begin = "keys" if elsewhere else "Keys"  # in the middle of a sentence, or at its start
+        described, of = f"{begin} of {option}: {', '.join(own) or 'none'}.", f"{section}={option}"
     return Problem(key=".".join(path), rule=f"is not a key of {of}", value=value, remedy=f"{hint} {described}".strip())
+
+
+def _options(group: str) -> list[str]:
+    """Every option of a group, also the presets."""
+    return [*GROUPS[group], *PRESETS.get(group, {})]
 
 
 def _nested(path: Sequence[str], value: object, kinds: Kinds) -> str:

@@ -29,8 +29,8 @@ HYDRA_KEY = "hydra"
 Config = TypeVar("Config", bound=Checked)
 
 
-def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | None, list[Problem], list[Problem]]:
-    """Turn the composed `root` into dataclasses and collect every problem; the config is None if a problem exists.
+def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig, list[Problem], list[Problem]]:
+    """Turn the composed `root` into dataclasses and collect every problem: a run may start only if there is none.
 
     `chosen`: group -> class of its chosen option. The first list holds the problems of unreadable keys and values, the
     second list the broken rules about keys that are not in the first list.
@@ -55,7 +55,7 @@ def build_config(root: DictConfig, chosen: keys.Kinds) -> tuple[TrainConfig | No
                 found.append(keys.unknown_section(path, value, kinds))
     named = {problem.key for problem in found}
     broken = [problem for problem in (*config.problems(), *_function_problems(config)) if problem.key not in named]
-    return (None if found or broken else config), found, broken
+    return config, found, broken
 
 
 def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.Kinds, found: list[Problem]) -> Config:
@@ -73,9 +73,9 @@ def read_section(kind: type[Config], node: object, path: list[str], kinds: keys.
         found.append(Problem(key=group, rule=rule, value=_shown(node), remedy=remedy))
     else:
         found.append(keys.wrong_value(".".join(path), _shown(node), kind))
-    typed, hints = OmegaConf.structured(kind), get_type_hints(kind)
+    typed, hints, names = OmegaConf.structured(kind), get_type_hints(kind), keys.field_names(kind)
     for name in map(str, values):
-        if name not in hints:
+        if name not in names:
             for leaf, value in _leaves([*path, name], _plain(values, name)):
                 found.append(keys.unknown_key(leaf, len(path), value, kind, kinds))
     for spec in fields(kind):  # type: ignore[arg-type]

@@ -102,7 +102,8 @@ _NAMES: Final[dict[str, str]] = {
     "reward.function": "verl reward_manager",
     "reward.function, which returns one score and may add named parts": "TRL multi_objective_aggregation",
     "reward.function=path.py:name": (
-        "verl custom_reward_function.path custom_reward_function.name; slime custom_rm_path; TRL reward_funcs"
+        "verl custom_reward_function.path custom_reward_function.name; slime custom_rm_path; TRL reward_funcs; "
+        "others reward.path reward.file reward.name"
     ),
     "reward.overlong_buffer_tokens": "verl overlong_buffer.len",
     "reward.overlong_penalty": "verl overlong_buffer.penalty_factor",

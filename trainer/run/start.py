@@ -20,7 +20,7 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.limits.machine import this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
-from trainer.run.task_check import task_problems
+from trainer.run.task_check import missing_model_problems, task_problems
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import begins, other_run, source_problems
 from trainer.rundir.run_dir import is_run, lock_holder, steps_taken, unusable_problem
@@ -48,6 +48,9 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
     found = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
     found += [problem for config in configs if trains and begins(config) for problem in source_problems(config)]
     problems += {str(problem): problem for problem in found}.values()
+    if trains:
+        broken = [run.model for run in resolution.runs if run.config is None and run.model is not None]
+        problems += {str(problem): problem for problem in missing_model_problems(broken)}.values()
     return [*problems, *task_problems(configs, trains=trains)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from algorithms.config import Problem
@@ -20,7 +20,7 @@ from rollout.processes.custom_code import is_custom
 from rollout.rewards import try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
-from trainer.config.training import HFModelConfig
+from trainer.config.training import HFModelConfig, ModelConfig
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.run.model_check import described, find_model
@@ -124,6 +124,12 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
     # A cache that cannot be written to may hold the model already.
     if not any(cache.glob(f"{config.model.kind}-*")) and (unusable := unusable_problem("$PARITY_CACHE", cache)):
         yield unusable
+
+
+def missing_model_problems(models: Iterable[ModelConfig]) -> list[Problem]:
+    """Problems of the places of models alone, for runs whose other sections have problems."""
+    found = [find_model("model.path", each.path, each.revision) for each in models if isinstance(each, HFModelConfig)]
+    return [problem for problem in found if isinstance(problem, Problem)]
 
 
 def _model_problems(config: TrainConfig) -> Iterator[Problem]:
