@@ -43,8 +43,8 @@ class RewardConfig(Checked):
         if ":" not in self.function:  # path/to/file.py:name
             return ""
         return (
-            f"a number counts as correct from reward.correct={self.correct:g} on, a dict by its own 'correct'. Lower "
-            "reward.correct, or return a dict with 'correct'."
+            f"a number counts as correct from reward.correct={self.correct:g} on, a dict by its own 'correct'. If some "
+            "should be correct, lower reward.correct, or return a dict with 'correct'."
         )
 
     def conflicts(self) -> Iterator[Problem]:

@@ -210,7 +210,7 @@ def load_config(recipe: str | Path, overrides: Overrides = ()) -> TrainConfig:
     path, arguments, problems, _ = _read(recipe, overrides)
     resolution = resolve(path, arguments.overrides, own_dir=arguments.own_dir, multirun=arguments.multirun)
     config = resolution.runs[0].config
-    if config is None or problems:
+    if config is None or problems or resolution.problems:
         raise ConfigError([*problems, *resolution.problems])
     return config
 
@@ -270,6 +270,9 @@ def _start(
 
 def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArguments, list[Problem], list[str]]:
     """(file of the recipe, its arguments, problems of the flags, words of the command); raises ConfigError."""
+    if not isinstance(recipe, str | Path):
+        rule = "must be the name of a recipe, the path of one, or the directory of a run"
+        raise ConfigError([Problem(key="recipe", rule=rule, value=recipe)])
     recorded = Path(recipe) / CONFIG_FILE
     words = [str(recorded if recorded.is_file() else recipe), *_words(overrides)]
     arguments, problems = _parsed(words)
@@ -282,7 +285,11 @@ def _read(recipe: str | Path, overrides: Overrides) -> tuple[Path, TrainArgument
 def _words(overrides: Overrides) -> list[str]:
     if isinstance(overrides, Mapping):
         return override_words(overrides)
-    return shlex.split(overrides) if isinstance(overrides, str) else list(overrides)
+    words = shlex.split(overrides) if isinstance(overrides, str) else overrides
+    if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+        rule, remedy = "must be words, or a mapping of keys to values", 'For example {"optim.lr": 1e-5}.'
+        raise ConfigError([Problem(key="overrides", rule=rule, value=overrides, remedy=remedy)])
+    return list(words)
 
 
 def _parsed(words: Sequence[str]) -> tuple[TrainArguments, list[Problem]]:

@@ -56,11 +56,3 @@ class ReferenceKLConfig(Checked):
                 "by the policy loss already",
                 "Use estimator=k1, whose gradient in the reward is the right one, or placement=loss.",
             )
-
-    def notes(self) -> Iterator[str]:
-        """Yield a sentence if keys are set that have no effect."""
-        default = type(self)()
-        set_keys = [name for name in ("estimator", "placement") if getattr(self, name) != getattr(default, name)]
-        if set_keys and not self.coef:
-            named = " and ".join(f"reference.{name}={getattr(self, name).name}" for name in set_keys)
-            yield f"without effect: {named}, because reference.coef=0 turns the KL off"

@@ -259,3 +259,17 @@ def test_the_trainer_of_trl_takes_the_corrections(
         per_response = batch["advantages"].sum(1, keepdim=True) / weight.sum(1, keepdim=True)
         torch.testing.assert_close(batch["advantages"], per_response * weight)
         assert (ratio[mask] > 1.01).any() and ratio[mask].log().abs().mean() < 0.15, "bfloat16 against float32"
+
+
+@pytest.mark.parametrize("overrides", [5, [("optim.lr", 1)], {"optim.lr"}])
+def test_overrides_of_another_type_are_a_problem_of_the_config(overrides: Any) -> None:
+    for call in (trainer.load_config, trainer.train):
+        with pytest.raises(ConfigError, match="overrides must be words, or a mapping of keys to values"):
+            call("arithmetic_grpo", overrides)
+
+
+def test_a_recipe_of_another_type_and_keys_of_hydra_are_problems_of_the_config() -> None:
+    with pytest.raises(ConfigError, match="recipe must be the name of a recipe, the path of one, or the directory of"):
+        trainer.train(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir has no effect: Parity starts the runs itself"):
+        trainer.load_config("arithmetic_grpo", {"hydra.run.dir": "x"})

@@ -144,6 +144,28 @@ def test_a_recipe_that_chooses_another_option_drops_the_keys_of_the_recipe_below
     assert str(problem).startswith(f"{tmp_path / 'above.yaml'}: model.revision is not a key of model=smollm2")
 
 
+@pytest.mark.parametrize(
+    ("defaults", "said"),
+    [
+        (
+            "below, rollout: torch, _self_",
+            "choose rollout twice, got 'rollout'. Start from one recipe only, and choose",
+        ),
+        ("arithmetic_grpo, arithmetic_ppo, _self_", "choose model twice, got 'model'. Start from one recipe only"),
+        (
+            "override /correction: mis, arithmetic_grpo, _self_",
+            "must name what the recipe starts from, arithmetic_grpo, before what it overrides, got 'override correction"
+            ": mis'. Move - override /correction: mis behind - arithmetic_grpo.",
+        ),
+    ],
+)
+def test_a_choice_that_hydra_refuses_is_explained(tmp_path: Path, defaults: str, said: str) -> None:
+    (tmp_path / "below.yaml").write_text("defaults: [arithmetic_grpo, override /rollout: torch, _self_]\n")
+    path = own_recipe(tmp_path, f"defaults: [{defaults}]\n")
+    [problem] = resolve(path, (), own_dir=None, multirun=False).problems
+    assert str(problem).startswith(f"{path}: defaults {said}")
+
+
 def test_the_directory_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolved("run.dir=a/b").runs[0].output_dir == tmp_path / "a/b"

@@ -36,8 +36,12 @@ def told(config: TrainConfig, rows: list[dict[str, float | None]]) -> list[tuple
 def test_partial_credit_below_the_threshold_is_told_once() -> None:
     [(step, severity, text)] = told(OWN, [FLAT, PARTIAL, PARTIAL])
     assert (step, severity) == (2, Severity.info)
-    assert "rewards differ (0 to 0.8)" in text and "reward.correct=1" in text
-    assert told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.01}]) == []
+    assert text.startswith(
+        "the rewards of this step differ (0 to 0.8), but none of its responses is correct: a number "
+    )
+    assert "from reward.correct=1 on" in text and "accuracy is 0" not in text
+    assert told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.01}, PARTIAL]) == [], "some response was correct"
+    assert Notices(OWN, is_resumed=True).observe(3, PARTIAL) == []
     assert told(GRPO, [PARTIAL]) == [], (
         "a built-in function judges by itself: there, only a penalty makes rewards differ"
     )

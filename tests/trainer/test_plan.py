@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from compose_cases import config_of
 
 import trainer.limits.estimate
 from algorithms.config import (
@@ -292,3 +293,24 @@ def test_sizes_read_well() -> None:
         "15 GiB",
         "1.02e+03 TiB",
     ]
+
+
+def test_keys_without_effect_and_a_rate_that_is_not_met_are_told() -> None:
+    words = (
+        "checkpoint.every=0", "checkpoint.keep=5", "checkpoint.asynchronous=true", "dump.keep=3", "reward.overlong_penalty=3",
+        "collect.max_partial_age=3", "episode.timeout_s=3", "tracking.wandb=disabled", "tracking.tags=[a]",
+        "optim.warmup_rollout_steps=100",
+    )  # fmt: skip
+    notes = "\n".join(config_of(*words).notes())
+    for said in (
+        "without effect: checkpoint.keep=5 and checkpoint.asynchronous=true, because checkpoint.every=0 saves nothing",
+        "without effect: dump.keep=3, because dump.every=0 writes no dump",
+        "without effect: reward.overlong_penalty=3.0, because reward.overlong_buffer_tokens=0 turns the penalty off",
+        "without effect: collect.max_partial_age=3, because collect.partial=false keeps no response",
+        "without effect: episode.timeout_s=3.0, because there is no episode.function",
+        "without effect: tracking.tags=[a], because tracking.wandb=disabled turns W&B off",
+        "optim.warmup_rollout_steps=100 lasts until the end, run.num_steps=40: optim.lr is not met",
+    ):
+        assert said in notes
+    on = ("checkpoint.every=5", "dump.every=2", "reward.overlong_buffer_tokens=4", "episode.function=calculator")
+    assert not list(config_of(*words[1:5], words[6], *on).notes())

@@ -134,6 +134,11 @@ def test_a_recipe_can_answer_its_question(name: str, rows: Path) -> None:
         assert isinstance(config.correction, TISConfig), "an engine of 8 bits samples from another policy"
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_sets_no_key_without_effect(name: str, rows: Path) -> None:
+    assert not [note for note in composed(name, rows).notes() if "without effect" in note or "not met" in note]
+
+
 def test_the_docs_list_every_recipe_and_whether_it_was_verified() -> None:
     rows = {}
     for line in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").splitlines():

@@ -104,8 +104,10 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
         result = train(config)
     except RunTerminated as ended:
         saved = newest_saved_step(run_dir)
-        then = "nothing was saved" if saved is None else f"go on with {resume_command(run_dir)}, from step {saved}"
-        to_stderr(f"parity train: {ended}; {then}\n")
+        kept = "" if saved in (None, ended.step) else f" (step {saved} is saved)"
+        # The command is last, so that a whole word can be copied.
+        then = "nothing was saved" if saved is None else f"go on with {resume_command(run_dir)}"
+        to_stderr(f"parity train: {ended}{kept}; {then}\n")
         return ended.exit_code
     except Exception as error:
         return failed(error, run_dir, command="parity train")

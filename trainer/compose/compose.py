@@ -341,11 +341,8 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).splitlines()[0])
-    twice = re.search(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", " ".join(lines))
-    if twice is not None:
-        group, option = twice.groups()
-        rule, remedy = f"name two options of {group}", f"Write - override /{group}: {option}."
-        return Problem(key=f"{recipe}: defaults", rule=rule, value=f"{group}: {option}", remedy=remedy)
+    if (wrong := _wrong_choice(" ".join(lines), recipe)) is not None:
+        return wrong
     # Hydra's search path does not help a user who named a recipe.
     noise = ("provider=", "Config search path", "full_key", "object_type", "reference_type")
     shown = "; ".join(line for line in lines if not line.startswith(noise))
@@ -362,6 +359,27 @@ def _not_composed(error: Exception, recipe: Path) -> Problem:
             "the directory that --config-dir names."
         )
     return Problem(key="recipe", rule=f"cannot be composed ({shown})", value=str(recipe), remedy=remedy)
+
+
+def _wrong_choice(said: str, recipe: Path) -> Problem | None:
+    """The Problem of an option that a recipe chooses in a way that Hydra refuses, as it `said`; None of another one."""
+    key = f"{recipe}: defaults"
+    again = r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'"
+    if (twice := re.search(again, said)) is not None:
+        group, option = twice.groups()
+        rule, remedy = f"name two options of {group}", f"Write - override /{group}: {option}."
+        return Problem(key=key, rule=rule, value=f"{group}: {option}", remedy=remedy)
+    if (twice := re.search(r"(\S+) appears more than once in the final defaults list", said)) is not None:
+        group = twice.group(1)
+        remedy = f"Start from one recipe only, and choose with - override /{group}: <option>."
+        return Problem(key=key, rule=f"choose {group} twice", value=group, remedy=remedy)
+    early = re.search(r"Override '(\S+) : (\S+)' is defined before '(?:\S*): ([^']+)'", said)
+    if early is not None:
+        group, option, entry = early.groups()
+        rule = f"must name what the recipe starts from, {entry}, before what it overrides"
+        remedy = f"Move - override /{group}: {option} behind - {entry}."
+        return Problem(key=key, rule=rule, value=f"override {group}: {option}", remedy=remedy)
+    return None
 
 
 def _near(word: str, beside: Path) -> str | None:

@@ -7,12 +7,14 @@ Rules about schedules, episodes and combinations lie beside these configs: `sche
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
+from algorithms.config.rules import as_yaml
 from rollout.config import DynamicCollectConfig
 from rollout.task_config import FileDataConfig
+from trainer.config.outputs import WandbMode
 from trainer.config.training import Residency
 
 if TYPE_CHECKING:
@@ -174,3 +176,35 @@ def reference_problems(config: TrainConfig) -> Iterator[Problem]:
             "must be 0 in the loss of self-normalised weights, whose normaliser scales the whole gradient",
             "Use reference.placement=reward, or correction.self_normalize=none.",
         )
+
+
+_IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
+    ("checkpoint", ("keep", "asynchronous"), lambda c: not c.checkpoint.every, "checkpoint.every=0 saves nothing"),
+    ("dump", ("keep",), lambda c: not c.dump.every, "dump.every=0 writes no dump"),
+    (
+        "reward", ("overlong_penalty",), lambda c: not c.reward.overlong_buffer_tokens,
+        "reward.overlong_buffer_tokens=0 turns the penalty off",
+    ),
+    ("collect", ("max_partial_age",), lambda c: not c.collect.partial, "collect.partial=false keeps no response"),
+    ("episode", ("num_workers", "timeout_s"), lambda c: c.episode.function is None, "there is no episode.function"),
+    (
+        "tracking", ("project", "entity", "name", "group", "tags", "notes"),
+        lambda c: c.tracking.wandb is WandbMode.disabled, "tracking.wandb=disabled turns W&B off",
+    ),
+    ("reference", ("estimator", "placement"), lambda c: not c.reference.coef, "reference.coef=0 turns the KL off"),
+)  # fmt: skip
+"""(section, keys, when they are without effect, why)."""
+
+
+def idle_notes(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence about keys that are set and have no effect beside others, and about a rate that is not met."""
+    for name, keys, is_idle, why in _IDLE:
+        section = getattr(config, name)
+        default = type(section)()
+        changed = [key for key in keys if getattr(section, key) != getattr(default, key)]
+        if changed and is_idle(config):
+            named = " and ".join(f"{name}.{key}={as_yaml(getattr(section, key))}" for key in changed)
+            yield f"without effect: {named}, because {why}"
+    warmup, steps = config.optim.warmup_rollout_steps, config.run.num_steps
+    if warmup >= steps > 1:
+        yield f"optim.warmup_rollout_steps={warmup} lasts until the end, run.num_steps={steps}: optim.lr is not met"

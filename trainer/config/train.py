@@ -47,6 +47,7 @@ from trainer.config.rules import (
     checkpoint_problems,
     critic_problems,
     evaluation_problems,
+    idle_notes,
     reference_problems,
     sharing_problems,
 )
@@ -128,7 +129,7 @@ class TrainConfig(Checked):
     def notes(self) -> Iterator[str]:
         """Yield a sentence for every setting that is allowed and probably not intended."""
         yield from combination_notes(self.correction, self.loss)
-        yield from self.reference.notes()
+        yield from idle_notes(self)
 
     @property
     def needs_prepass(self) -> bool:

@@ -234,7 +234,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     for line in accounting.slow_types():
         tracker.console.line(line)
     schedule = RolloutSchedule(config.schedule, collector, num_steps=config.run.num_steps)
-    timer, notices = StepTimer(), Notices(config)
+    timer, notices = StepTimer(), Notices(config, is_resumed=done > 0)
     termination.step = done
     if evaluates_first:
         evaluate_before_step(run, done + 1, timer)

@@ -1,6 +1,6 @@
 """What a run says once about its rewards: that no response counts as correct, or that there is nothing to learn from.
 
-Rows of metrics -> events, for `trainer/run/loop.py`. A run that is resumed may say the same once more.
+Rows of metrics -> events, for `trainer/run/loop.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _OTHER_BOUNDS = (
 class Notices:
     """Reads the metrics of every step; says each thing at most once."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._correct_rule = config.reward.correct_rule
+    def __init__(self, config: TrainConfig, *, is_resumed: bool = False) -> None:
+        """A resumed run does not say again what it said about correct responses."""
+        self._correct_rule = "" if is_resumed else config.reward.correct_rule
+        """Empty once it is told, or a response was correct."""
         self._group_is_baseline = config.min_group_size > 1
         self._idle_steps = 0
         self._warns = True
@@ -37,8 +39,11 @@ class Notices:
         low, high = row["reward/min"] or 0.0, row["reward/max"] or 0.0
         rewards = f"{low:.3g} to {high:.3g}"
         found: list[Event] = []
-        if self._correct_rule and low < high and row["reward/generated_accuracy"] == 0:
-            text = f"the rewards differ ({rewards}), but no response is correct, so accuracy is 0: {self._correct_rule}"
+        if row["reward/generated_accuracy"]:
+            self._correct_rule = ""
+        if self._correct_rule and low < high:
+            text = f"the rewards of this step differ ({rewards}), but none of its responses is correct: "
+            text += f"{self._correct_rule}"
             found.append(Event(step=step, kind="reward", severity=Severity.info, text=text))
             self._correct_rule = ""
         no_spread = self._group_is_baseline and row["rollout/zero_variance_frac"] == 1

@@ -54,6 +54,7 @@ class RunTerminated(Exception):
     def __init__(self, request: signal.Signals, *, step: int) -> None:
         """`step` is the last completed step; 0 means none."""
         super().__init__(f"asked to end ({request.name}), {f'after step {step}' if step else 'before the first step'}")
+        self.step = step
         self.exit_code = 128 + request
 
 
@@ -63,6 +64,7 @@ class StoppedByGuard(RunTerminated):
     def __init__(self, *, step: int) -> None:
         """`step` is the last completed step; it was saved."""
         Exception.__init__(self, f"stopped by the guard after step {step} (events.jsonl says why)")
+        self.step = step
         self.exit_code = STOPPED_BY_GUARD
 
 

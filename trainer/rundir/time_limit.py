@@ -29,6 +29,7 @@ class OutOfTime(RunTerminated):
     def __init__(self, *, step: int, reason: str) -> None:
         """`step` is the last completed step; it was saved."""
         Exception.__init__(self, f"out of time after step {step}: {reason}")
+        self.step = step
         self.exit_code = GO_ON
 
 
