@@ -13,6 +13,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Patterns of the files that describe a tokenizer and its chat templates."""
 
+PROBE = "What is 12 + 7? Larger words, CAPITALS and\nnew lines."
+"""Text on which two readings of a tokenizer are compared."""
+
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of the model in `directory`: what its tokenizer.json says, if it has one.
@@ -25,6 +28,30 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     kind = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(directory, trust_remote_code=False)
     return tokenizer
+
+
+def auto_tokenizer_note(directory: Path) -> str:
+    """A sentence if AutoTokenizer, with which others load the model in `directory`, reads another tokenizer; or ""."""
+    if not (directory / "tokenizer.json").is_file():
+        return ""
+    tokenizer = load_tokenizer(directory)
+    probe = PROBE
+    try:
+        own = tokenizer(probe).input_ids
+    except Exception:  # the library raises no narrower class for words outside of a vocabulary without "unknown"
+        probe = tokenizer.decode(range(min(len(tokenizer), 20)), skip_special_tokens=True)
+        own = tokenizer(probe).input_ids
+    try:
+        read = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        if read(probe).input_ids == own:
+            return ""
+        found = f"reads a {type(read).__name__} there, which gives other tokens than the run was trained with"
+    except Exception as error:  # whatever the class that it picks finds missing
+        found = f"cannot read it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+    return (
+        f"the tokenizer in {directory}: AutoTokenizer of transformers {found}. Load it with "
+        "PreTrainedTokenizerFast.from_pretrained, which takes its tokenizer.json as it is"
+    )
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -16,7 +16,8 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from rollout.data.tokenizer import TOKENIZER_FILES, copy_tokenizer, load_tokenizer
+from rollout.data.arithmetic import save_tokenizer
+from rollout.data.tokenizer import TOKENIZER_FILES, auto_tokenizer_note, copy_tokenizer, load_tokenizer
 
 TEXT = "ab 1+2 = 3"
 
@@ -89,3 +90,11 @@ def test_a_copy_holds_every_file_that_a_tokenizer_has(tmp_path: Path) -> None:
         name for kind in (Qwen2Tokenizer, GPT2Tokenizer, LlamaTokenizer) for name in kind.vocab_files_names.values()
     }
     assert all(any(Path(name).match(pattern) for pattern in TOKENIZER_FILES) for name in named)
+
+
+def test_a_tokenizer_that_others_read_in_another_way_is_told(tmp_path: Path) -> None:
+    said = [auto_tokenizer_note(word_level(tmp_path / kind, model_type=kind)) for kind in ("qwen2", "llama", "nosuch")]
+    assert "reads a Qwen2Tokenizer there, which gives other tokens" in said[0] and said[1:] == ["", ""]
+    assert auto_tokenizer_note(tmp_path) == "", "a directory without tokenizer.json"
+    save_tokenizer(tmp_path / "digits")
+    assert auto_tokenizer_note(tmp_path / "digits") == "", "a vocabulary without a word for what is unknown"

@@ -297,9 +297,9 @@ def test_sizes_read_well() -> None:
 
 def test_keys_without_effect_and_a_rate_that_is_not_met_are_told() -> None:
     words = (
-        "checkpoint.every=0", "checkpoint.keep=5", "checkpoint.asynchronous=true", "dump.keep=3", "reward.overlong_penalty=3",
-        "collect.max_partial_age=3", "episode.timeout_s=3", "tracking.wandb=disabled", "tracking.tags=[a]",
-        "optim.warmup_rollout_steps=100",
+        "checkpoint.every=0", "checkpoint.keep=5", "checkpoint.asynchronous=true", "dump.keep=3",
+        "reward.overlong_penalty=3", "collect.max_partial_age=3", "episode.timeout_s=3", "tracking.wandb=disabled",
+        "tracking.tags=[a]", "optim.warmup_rollout_steps=100",
     )  # fmt: skip
     notes = "\n".join(config_of(*words).notes())
     for said in (

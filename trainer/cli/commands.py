@@ -262,6 +262,7 @@ def _export(words: list[str]) -> int:
     except CheckpointError as error:
         return report([str(error)], command=command)
     # Imported late, because this line imports torch and transformers.
+    from rollout.data.tokenizer import auto_tokenizer_note
     from trainer.run.export import write_model
 
     try:
@@ -270,6 +271,8 @@ def _export(words: list[str]) -> int:
         to_stderr(f"{command}: {error}\n")
         return FAILED
     to_stdout(f"{directory}: the policy after step {checkpoint.state.step}\n")
+    if note := auto_tokenizer_note(directory):
+        to_stderr(f"note: {note}\n")
     return DONE
 
 
