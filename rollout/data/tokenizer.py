@@ -39,7 +39,7 @@ def auto_tokenizer_note(directory: Path) -> str:
     try:
         own = tokenizer(probe).input_ids
     except Exception:  # the library raises no narrower class for words outside of a vocabulary without "unknown"
-        probe = tokenizer.decode(range(min(len(tokenizer), 20)), skip_special_tokens=True)
+        probe = str(tokenizer.decode(list(range(min(len(tokenizer), 20))), skip_special_tokens=True))
         own = tokenizer(probe).input_ids
     try:
         read = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
