@@ -188,7 +188,7 @@ _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ..
     ("collect", ("max_partial_age",), lambda c: not c.collect.partial, "collect.partial=false keeps no response"),
     ("episode", ("num_workers", "timeout_s"), lambda c: c.episode.function is None, "there is no episode.function"),
     (
-        "tracking", ("project", "entity", "name", "group", "tags", "notes"),
+        "tracking", ("project", "entity", "tags", "notes"),  # a sweep sets name and group by itself
         lambda c: c.tracking.wandb is WandbMode.disabled, "tracking.wandb=disabled turns W&B off",
     ),
     ("reference", ("estimator", "placement"), lambda c: not c.reference.coef, "reference.coef=0 turns the KL off"),
