@@ -67,3 +67,13 @@ def test_a_correction_that_rejects_every_token_is_named() -> None:
     rejected = PARTIAL | {"optim/grad_norm": 0.0, "mismatch/kept_frac": 0.0}
     [(_, severity, text)] = told(replace(GRPO, reward=RewardConfig(function="partial.py:reward")), [rejected] * 3)[1:]
     assert severity is Severity.warn and "the correction rejects every token" in text
+
+
+def test_a_reward_that_fails_on_responses_is_told_once() -> None:
+    failed = PARTIAL | {"reward/generated_accuracy": 0.5, "reward/timeouts": 13.0, "reward/errors": 1.0}
+    [(step, severity, text)] = told(OWN, [PARTIAL | {"reward/generated_accuracy": 0.5}, failed, failed])
+    assert (step, severity) == (2, Severity.warn)
+    assert text == (
+        "the reward function failed on responses of this step: 13 took longer than reward.timeout_s and are wrong; "
+        "1 raised or gave no number and is left out. Every step counts them in reward/timeouts, reward/errors"
+    )

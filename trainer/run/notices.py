@@ -1,4 +1,5 @@
-"""What a run says once about its rewards: that no response counts as correct, or that there is nothing to learn from.
+"""What a run says once about its rewards: that the function fails on responses, that no response counts as correct, or
+that there is nothing to learn from.
 
 Rows of metrics -> events, for `trainer/run/loop.py`.
 """
@@ -23,6 +24,14 @@ _OTHER_BOUNDS = (
 )
 
 
+_FAILURES = {
+    "reward/timeouts": "took longer than reward.timeout_s and {} wrong",
+    "reward/crashes": "ended the process and {} wrong",
+    "reward/errors": "raised or gave no number and {} left out",
+}
+"""Metric -> what the reward function did with so many responses, and what they count as."""
+
+
 class Notices:
     """Reads the metrics of every step; says each thing at most once."""
 
@@ -32,13 +41,22 @@ class Notices:
         """Empty once it is told, or a response was correct."""
         self._group_is_baseline = config.min_group_size > 1
         self._idle_steps = 0
-        self._warns = True
+        self._warns = self._warns_of_failures = True
 
     def observe(self, step: int, row: Mapping[str, float | None]) -> list[Event]:
         """The events of `step`, by its metrics."""
         low, high = row["reward/min"] or 0.0, row["reward/max"] or 0.0
         rewards = f"{low:.3g} to {high:.3g}"
         found: list[Event] = []
+        failures = {name: int(row.get(name) or 0) for name in _FAILURES}
+        if self._warns_of_failures and any(failures.values()):
+            self._warns_of_failures = False
+            said = [f"{n} {_FAILURES[name].format('is' if n == 1 else 'are')}" for name, n in failures.items() if n]
+            text = (
+                f"the reward function failed on responses of this step: {'; '.join(said)}. Every step counts them in "
+            )
+            text += f"{', '.join(name for name, count in failures.items() if count)}"
+            found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
         if row["reward/generated_accuracy"]:
             self._correct_rule = ""
         if self._correct_rule and low < high:
