@@ -213,3 +213,15 @@ def test_a_recipe_that_cannot_be_read_is_a_problem_of_the_evaluation(
     (tmp_path / "own.yaml").write_text("defaults: [/train\n")
     assert run_eval([str(tmp_path / "own.yaml"), "checkpoint=none"]) == 2
     assert "is not YAML that can be read" in capsys.readouterr().err
+
+
+def test_keys_of_the_training_are_told_to_have_no_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trainer.cli.evaluate._evaluate", lambda *arguments: 0)
+    words = ["arithmetic_grpo", "checkpoint=none", "rollout=torch", "eval.max_prompts=2"]
+    assert run_eval([*words, "optim.lr=1", "correction=mis", "sampling.max_new_tokens=8"]) == 0
+    said = "note: without effect in an evaluation, which trains nothing: optim.lr=1, correction=mis\n"
+    assert capsys.readouterr().err == said
+    assert run_eval(words) == 0 and capsys.readouterr().err == ""

@@ -5,6 +5,7 @@ All problems are reported together before torch or Ray is loaded. Called by `com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 NAME = "parity eval"
 FLAGS = ("--config-dir", BEST_FLAG)
+TRAINING = (
+    "advantage", "batch", "checkpoint", "collect", "correction", "critic", "dump", "guard", "loss", "optim", "policy",
+    "reference", "schedule",
+)  # fmt: skip
+"""Sections that say how a run trains."""
 
 
 def run_eval(words: Sequence[str]) -> int:
@@ -60,6 +66,8 @@ def run_eval(words: Sequence[str]) -> int:
     except CheckpointError as error:
         rule = "must hold good weights of the model of the recipe"
         return refuse(f"{NAME} {arguments.recipe}", KEY, rule, given[0], str(error))
+    if idle := [word for word in run.overrides if re.split(r"[.=]", word.lstrip("+~"))[0] in TRAINING]:
+        to_stderr(f"note: without effect in an evaluation, which trains nothing: {', '.join(idle)}\n")
     return _evaluate(run.config, source, checkpoint, resolution.run_dir(0))
 
 
