@@ -48,6 +48,29 @@ def divide_by_count(values: Tensor, count: float | Tensor) -> Tensor:
     return values / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
+def require_segments(response_mask: Tensor, cu_seqlens: Tensor) -> None:
+    """Check that `cu_seqlens` [N+1] divides the tokens of `response_mask` [T], with no response token in the padding.
+
+    Raises ValueError with the rule and the value. Values on a GPU are not read, because that would wait for it.
+    """
+    num_tokens = response_mask.shape[0]
+    if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens must be an [N+1] tensor of integers, got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.device.type != "cpu":
+        return
+    starts = cu_seqlens.tolist()
+    if starts[0] != 0 or starts != sorted(starts) or starts[-1] > num_tokens:
+        shown = starts if len(starts) <= 8 else [*starts[:4], "...", *starts[-4:]]
+        raise ValueError(f"cu_seqlens must begin with 0, never fall and end at most at T={num_tokens}, got {shown}")
+    if behind := int(response_mask[starts[-1] :].sum()):
+        raise ValueError(
+            f"tokens behind cu_seqlens[-1]={starts[-1]} are padding, but response_mask marks {behind} of them as "
+            "response tokens"
+        )
+
+
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum of values [T] over each sequence -> [N], same dtype; 0 for an empty sequence.
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from algorithms.masked import divide_by_count, require_packed, segment_expand, segment_sum
+from algorithms.masked import divide_by_count, require_packed, require_segments, segment_expand, segment_sum
 
 MAX_ROLLOUT_LOGPROB: Final = 1e-4
 """A rollout log-prob above this is not a log-probability (rounding alone stays below)."""
@@ -22,7 +22,7 @@ MAX_ROLLOUT_LOGPROB: Final = 1e-4
 class Tokens:
     """The tokens of N whole sequences, laid end to end. Each derived tensor is computed once.
 
-    Raises ValueError for a wrong shape or dtype.
+    Raises ValueError for a wrong shape or dtype, and on a CPU for sequences that do not fit the tokens.
     """
 
     trainer_logprobs: Tensor | None
@@ -42,6 +42,7 @@ class Tokens:
         for name in ("trainer_logprobs", "rollout_logprobs", "advantages"):
             if getattr(self, name) is not None:
                 require_packed(self.response_mask, **{name: getattr(self, name)})
+        require_segments(self.response_mask, self.cu_seqlens)
 
     @cached_property
     def valid(self) -> Tensor:

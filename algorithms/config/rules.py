@@ -47,6 +47,10 @@ class Rule:
         return f"{self.text}: {self.because}" if self.because else self.text
 
 
+_PACKAGE = "algorithms.config"
+"""The package that exports what its modules define."""
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """One key of a configuration, as a reference shows it."""
@@ -178,7 +182,9 @@ class Checked:
         for name, kind in _choices(type(self)).items():
             value = getattr(self, name)
             if isinstance(value, str) and not isinstance(value, Enum):
-                yield self.broken(name, f"must be one of {', '.join(map(str, kind))}")
+                package = _PACKAGE if kind.__module__.startswith(_PACKAGE) else kind.__module__
+                remedy = f"from {package} import {kind.__name__} has them."
+                yield self.broken(name, f"must be one of {', '.join(map(str, kind))}", remedy)
         for spec in fields(self):
             part = getattr(self, spec.name)
             if isinstance(part, Checked):

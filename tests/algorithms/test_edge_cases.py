@@ -9,6 +9,7 @@ on numbers worked by hand in test_rejection.py.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,7 @@ from algorithms.config import (
 from algorithms.correction import weight_total
 from algorithms.masked import segment_sum
 from algorithms.mismatch import StepContext, mismatch_stats
+from algorithms.tokens import Tokens
 
 VETO = CustomConfig(reject=RejectConfig(veto=1e-4))
 
@@ -307,3 +309,29 @@ def test_lengths_do_not_change_what_a_token_is() -> None:
     metrics, apart = metrics_of(one), metrics_of(five)
     for name in ("k1", "k2", "k3", "js", "tv", "chi2_token", "ess/raw_token", "num_tokens"):
         assert metrics[name] == pytest.approx(apart[name], rel=1e-12), name
+
+
+def tokens_at(cu_seqlens: Tensor, mask: Tensor) -> Tokens:
+    zeros = torch.zeros(mask.shape)
+    return Tokens(trainer_logprobs=zeros, rollout_logprobs=zeros, response_mask=mask, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "said"),
+    [
+        ([0, 5, 12], "must begin with 0, never fall and end at most at T=10, got [0, 5, 12]"),
+        ([5, 10], "must begin with 0, never fall and end at most at T=10, got [5, 10]"),
+        ([0, 7, 5, 10], "must begin with 0, never fall and end at most at T=10, got [0, 7, 5, 10]"),
+        ([0, 5], "behind cu_seqlens[-1]=5 are padding, but response_mask marks 5 of them as response tokens"),
+        ([[0, 10]], "must be an [N+1] tensor of integers, got [1, 2] torch.int64"),
+        ([0.0, 10.0], "must be an [N+1] tensor of integers, got [2] torch.float32"),
+        ([], "must be an [N+1] tensor of integers, got [0] torch.float32"),
+    ],
+)
+def test_sequences_that_do_not_fit_the_tokens_are_refused(cu_seqlens: list[float], said: str) -> None:
+    """segment_reduce would write out of bounds, or leave the last tokens out."""
+    mask = torch.ones(10, dtype=torch.bool)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tokens_at(torch.tensor(cu_seqlens), mask)
+    mask[8:] = False
+    tokens_at(torch.tensor([0, 5, 8]), mask)

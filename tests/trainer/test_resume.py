@@ -39,6 +39,7 @@ from trainer.rundir.run_dir import (
     completed_steps,
     earlier_configs,
     first_start,
+    keep_config,
     needs_no_step,
     newest_saved_step,
 )
@@ -405,6 +406,7 @@ def test_a_changed_configuration_is_kept_under_another_name(tmp_path: Path) -> N
     assert (run_dir / "config.until_step_000002.yaml").read_text() == first
     assert "lr: 0.5" in (run_dir / "config.until_step_000002.2.yaml").read_text()
     assert earlier_configs(run_dir) == [(2, run_dir / "config.until_step_000002.yaml")], "0.5 made no step"
+
     run = load_run(run_dir)
     assert changes(run) == [("optim.lr", f"{config.optim.lr:g} until step 2, then 0.25")]
     environment = json.loads((run_dir / "environment.json").read_text())
@@ -484,3 +486,17 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
             tracker.take_up(state)
         assert ("metrics.jsonl is missing: it begins anew after step 1" in text.getvalue()) is not is_there
         (tmp_path / "run" / "metrics.jsonl").unlink()
+
+
+def test_configs_of_steps_that_are_given_up_name_the_step_that_is_left(tmp_path: Path) -> None:
+    """Four configurations; the third takes steps 17 to 20, then the checkpoints of 16 and 20 are damaged."""
+    for text, until_step in (("a", 4), ("b", 16), ("c", 12)):
+        (tmp_path / "config.yaml").write_text(text)
+        keep_config(tmp_path, "next", until_step=until_step)
+    named = {path.name: path.read_text() for path in tmp_path.glob("config.until*")}
+    assert named == {
+        "config.until_step_000004.yaml": "a",
+        "config.until_step_000012.yaml": "b",
+        "config.until_step_000012.2.yaml": "c",
+    }
+    assert [(step, path.read_text()) for step, path in earlier_configs(tmp_path)] == [(4, "a"), (12, "b")]

@@ -125,11 +125,16 @@ def earlier_configs(directory: Path) -> list[tuple[int, Path]]:
 
     Of several with the same last step the first one made the steps; the others were replaced before they made any.
     """
-    found = [(match, path) for path in directory.glob("config.*") if (match := _EARLIER_CONFIG.fullmatch(path.name))]
     by_step: dict[int, Path] = {}
-    for step, _, path in sorted((int(match["step"]), int(match["number"] or 1), path) for match, path in found):
+    for step, _, path in _kept_configs(directory):
         by_step.setdefault(step, path)
     return list(by_step.items())
+
+
+def _kept_configs(directory: Path) -> list[tuple[int, int, Path]]:
+    """(last step, number, path) of every file that `keep_config` named, in the order of the steps and the numbers."""
+    found = [(match, path) for path in directory.glob("config.*") if (match := _EARLIER_CONFIG.fullmatch(path.name))]
+    return sorted((int(match["step"]), int(match["number"] or 1), path) for match, path in found)
 
 
 def has_checkpoint(directory: Path) -> bool:
@@ -175,16 +180,25 @@ def logged_step(directory: Path) -> int:
 def keep_config(directory: Path, text: str, *, until_step: int) -> Path | None:
     """Rename the config.yaml of a run that continues with another `text` -> its new path, None if nothing was renamed.
 
-    `until_step` is the last step with the earlier configuration.
+    `until_step` is the last step with the earlier configuration. Where later steps are given up, because their
+    checkpoint is damaged, the files that name such a step come to name this one, the earliest of them first.
     """
+    for step, _, path in _kept_configs(directory):
+        if step > until_step:
+            path.rename(_kept_name(directory, until_step))
     path = directory / CONFIG_FILE
     if not path.is_file() or path.read_text(encoding="utf-8") == text:
         return None
-    name = f"config.until_step_{until_step:06d}"
-    suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
-    kept = next(place for suffix in suffixes if not (place := directory / f"{name}{suffix}.yaml").exists())
+    kept = _kept_name(directory, until_step)
     path.rename(kept)
     return kept
+
+
+def _kept_name(directory: Path, step: int) -> Path:
+    """The first free name for a configuration whose last step is `step`."""
+    name = f"config.until_step_{step:06d}"
+    suffixes = itertools.chain([""], (f".{number}" for number in itertools.count(2)))
+    return next(place for suffix in suffixes if not (place := directory / f"{name}{suffix}.yaml").exists())
 
 
 def needs_no_step(directory: Path, *, saved: int | None, num_steps: int) -> bool:
