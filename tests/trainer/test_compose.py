@@ -194,6 +194,9 @@ def test_a_resume_needs_a_run_or_an_empty_directory(tmp_path: Path) -> None:
     assert not start_problems(resolved(*words))
     [problem] = start_problems(resolved("rollout=torch", "run.resume=auto", "run.seed=1,2", multirun=True))
     assert "must be never in a sweep" in str(problem)
+    [problem] = start_problems(resolved("rollout=torch", f"run.dir={tmp_path / 'run' / 'a' / 'b'}"))
+    assert str(problem).startswith(f"run.dir must not lie in {tmp_path / 'run'}, a run, got ")
+    assert not start_problems(resolved("rollout=torch", f"run.dir={tmp_path / 'run' / 'eval'}"), trains=False)
 
 
 def test_the_best_is_kept_by_a_metric_of_the_saved_weights() -> None:

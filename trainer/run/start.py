@@ -23,7 +23,7 @@ from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.run.task_check import missing_model_problems, task_problems
 from trainer.rundir.checkpoint import newest_state
 from trainer.rundir.resume import begins, other_run, source_problems
-from trainer.rundir.run_dir import is_run, lock_holder, steps_taken, unusable_problem
+from trainer.rundir.run_dir import ENVIRONMENT_FILE, is_run, lock_holder, steps_taken, unusable_problem
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
 
@@ -106,6 +106,10 @@ def _directory_problems(resolution: Resolution, *, trains: bool) -> list[Problem
     if directory is not None and (holder := lock_holder(directory)) is not None:
         remedy = f"Wait for that process, end it with kill {holder}, or use another {key}."
         return [Problem(key=key, rule=f"is in use by process {holder}", value=str(directory), remedy=remedy)]
+    above = [] if directory is None else [each for each in directory.parents if (each / ENVIRONMENT_FILE).is_file()]
+    if trains and any(map(is_run, above)):
+        remedy = f"Name a directory beside it, or leave {key} out."
+        return [Problem(key=key, rule=f"must not lie in {above[0]}, a run", value=str(directory), remedy=remedy)]
     configs = [run.config for run in resolution.runs if run.config is not None and trains]
     resumes = {config.run.resume for config in configs} - {Resume.never}
     if resumes and resolution.multirun:
