@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from policy_cases import move_adapter
 
 import trainer.policy.model
 from rollout.config import EngineConfig
@@ -26,6 +27,7 @@ def published_by_ranks(
     config: TrainConfig, model_path: Path, engines: Mapping[str, EngineConfig], *, bucket_bytes: int
 ) -> dict[str, tuple[PackedWeights, list[int]]]:
     """Weights for each of `engines` from `config.policy.num_workers` ranks, and what rank 0 sent per collective."""
+    (model_path / "meeting").unlink(missing_ok=True)  # of earlier ranks, whom these would wait for
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     ranks = [
@@ -62,6 +64,7 @@ def _rank(
         )
     )
     worker.setup()
+    move_adapter(worker)
     sent: list[int] = []
     gather = dist.all_gather_into_tensor
 

@@ -43,6 +43,8 @@ from trainer.config.training import (
     OptimConfig,
     PolicyConfig,
 )
+from trainer.policy.host_copy import local_part, own_rows
+from trainer.policy.lora import B_ENDING
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {
@@ -157,6 +159,16 @@ def count_forwards(worker: PolicyWorker) -> list[int]:
     tokens: list[int] = []
     worker._policy.model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].num_tokens))
     return tokens
+
+
+def move_adapter(worker: PolicyWorker) -> None:
+    """Give the matrices B of an adapter numbers, the same with any number of ranks; a new one is zero."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in worker._policy.model.causal_lm.named_parameters():
+        if name.endswith(B_ENDING):
+            whole = torch.randn(parameter.shape, generator=generator) * 0.1
+            start, stop = own_rows(parameter.data)
+            local_part(parameter.data).copy_(whole[start:stop])
 
 
 def full_gradient(model: nn.Module) -> torch.Tensor:

@@ -418,7 +418,7 @@ def test_a_file_of_another_user_is_named(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_an_unknown_flag_of_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", "run", "model", "--bset"]) == 2
-    assert "flag is not known, got '--bset'. parity export takes --best only." in capsys.readouterr().err
+    assert "flag is not known, got '--bset'. parity export takes --best and --adapter." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [("report",), ("resume",), ("export", "new"), ("replay", "step=1")])

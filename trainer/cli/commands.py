@@ -17,6 +17,7 @@ from algorithms.config import NOT_SET, Problem
 from trainer.compose.catalog import find_recipe, read_card, recipe_files
 from trainer.compose.keys import nearest
 from trainer.compose.outcome import (
+    ADAPTER_FLAG,
     BEST_FLAG,
     COMMANDS,
     COMPLETION_FLAGS,
@@ -121,9 +122,12 @@ USAGES = {
         "  last bit. See docs/replay.md.\n"
     ),
     "export": (
-        "parity export <run.dir> <directory> [--best]\n\n  Write the newest good checkpoint of a run as a Hugging Face "
-        "model with its tokenizer,\n  or with --best the one that checkpoint.best_metric kept. Another one is named "
-        "itself:\n  <run.dir>/checkpoints/step_000020. <directory> must not exist.\n"
+        "parity export <run.dir> <directory> [--best] [--adapter]\n\n"
+        "  Write the newest good checkpoint of a run as a Hugging Face model with its tokenizer,\n"
+        "  or with --best the one that checkpoint.best_metric kept. Another one is named itself:\n"
+        "  <run.dir>/checkpoints/step_000020. <directory> must not exist.\n"
+        "  Of a LoRA run (policy.lora.rank) the adapter is added to the weights; with --adapter it is\n"
+        "  written by itself, as peft reads it.\n"
     ),
     "report": (
         "parity report <run.dir> [<run.dir> ...] [-o FILE]\n\n"
@@ -225,10 +229,11 @@ def _doctor() -> int:
 
 def _export(words: list[str]) -> int:
     command = "parity export"
-    best = BEST_FLAG in words
-    words = [word for word in words if word != BEST_FLAG]
+    best, adapter = BEST_FLAG in words, ADAPTER_FLAG in words
+    words = [word for word in words if word not in (BEST_FLAG, ADAPTER_FLAG)]
     if unknown := [word for word in words if word.startswith("-")]:
-        return refuse(command, "flag", "is not known", " ".join(unknown), f"{command} takes {BEST_FLAG} only.")
+        remedy = f"{command} takes {BEST_FLAG} and {ADAPTER_FLAG}."
+        return refuse(command, "flag", "is not known", " ".join(unknown), remedy)
     if len(words) != 2:
         return refuse(command, command, "takes a run directory and a new directory", " ".join(words))
     given, directory = (Path(word) for word in words)
@@ -261,16 +266,22 @@ def _export(words: list[str]) -> int:
         checkpoint = checkpoint_at(given) if is_step else chosen_checkpoint(config, run_dir, best=best)
     except CheckpointError as error:
         return report([str(error)], command=command)
+    from trainer.rundir.resume import lora_of
+
+    if adapter and not lora_of(checkpoint.state.config).rank:
+        remedy = "Leave it out: the whole model is written."
+        return refuse(command, ADAPTER_FLAG, "needs a run with policy.lora.rank above 0", str(given), remedy)
     # Imported late, because this line imports torch and transformers.
     from rollout.data.tokenizer import auto_tokenizer_note
-    from trainer.run.export import write_model
+    from trainer.run.export import write_adapter, write_model
 
     try:
-        write_model(config, checkpoint, directory)
+        (write_adapter if adapter else write_model)(config, checkpoint, directory)
     except CheckpointError as error:  # of files that agree with their manifest and still are no weights
         to_stderr(f"{command}: {error}\n")
         return FAILED
-    to_stdout(f"{directory}: the policy after step {checkpoint.state.step}\n")
+    what = "the adapter of the policy" if adapter else "the policy"
+    to_stdout(f"{directory}: {what} after step {checkpoint.state.step}\n")
     if note := auto_tokenizer_note(directory):
         to_stderr(f"note: {note}\n")
     return DONE

@@ -19,6 +19,9 @@ from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import Resolution, resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
+from trainer.limits.adapter_shape import linear_shapes
+from trainer.limits.model_shape import UnknownShapeError
+from trainer.run.adapter_check import read_adapter
 from trainer.run.start import start_problems
 from trainer.run.task_check import find_model, policy_problems
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_problem
@@ -112,6 +115,13 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
     """Yield the problems of the model: all weights but those of an exported model need the model of the config."""
     if source.kind is not SourceKind.model:
         yield from policy_problems(config)
+        if source.kind is SourceKind.adapter:
+            try:
+                shapes: Mapping[str, tuple[int, ...]] | None = linear_shapes(config)
+            except UnknownShapeError:
+                shapes = None
+            if isinstance(read := read_adapter(KEY, source.path, shapes), Problem):
+                yield read
     elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
         yield found
 

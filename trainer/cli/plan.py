@@ -17,6 +17,7 @@ from trainer.config.guard import MismatchGuardConfig
 from trainer.config.outputs import DUMP_BYTES_PER_TOKEN, SCORE_BYTES_PER_TOKEN
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
+from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.estimate import batch_shape, model_shape
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
@@ -175,7 +176,19 @@ def _model(config: TrainConfig) -> str:
         count = f"{model_shape(config).num_parameters:,} parameters"
     except UnknownShapeError:
         count = "parameters unknown"
-    return f"{config.model.description}, {count}; data={config.data.kind}"
+    return f"{config.model.description}, {count}{_adapter(config)}; data={config.data.kind}"
+
+
+def _adapter(config: TrainConfig) -> str:
+    """What is trained, of a LoRA run."""
+    lora = config.policy.lora
+    if not lora.rank:
+        return ""
+    try:
+        count = f"{adapter_parameters(linear_shapes(config), lora):,}"
+    except UnknownShapeError:
+        count = "some"
+    return f", frozen; LoRA of rank {lora.rank} on {lora.targets} trains {count}"
 
 
 def _batch(config: TrainConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 COMMANDS = ("train", "resume", "study", "eval", "replay", "report", "recipes", "export", "doctor")
 BEST_FLAG = "--best"
+ADAPTER_FLAG = "--adapter"
 COMPLETION_FLAGS = ("-sc", "--shell-completion")
 
 

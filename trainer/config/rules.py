@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
@@ -178,6 +179,8 @@ def reference_problems(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+LEAST_LORA_RATE = 1e-5
+"""Learning rate below which an adapter hardly moves: verl's guide to LoRA advises ten times that of all weights."""
 _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
     ("checkpoint", ("keep", "asynchronous"), lambda c: not c.checkpoint.every, "checkpoint.every=0 saves nothing"),
     ("dump", ("keep",), lambda c: not c.dump.every, "dump.every=0 writes no dump"),
@@ -191,6 +194,7 @@ _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ..
         "tracking", ("project", "entity", "tags", "notes"),  # a sweep sets name and group by itself
         lambda c: c.tracking.wandb is WandbMode.disabled, "tracking.wandb=disabled turns W&B off",
     ),
+    ("policy.lora", ("alpha", "targets"), lambda c: not c.policy.lora.rank, "policy.lora.rank=0 trains all weights"),
     ("reference", ("estimator", "placement"), lambda c: not c.reference.coef, "reference.coef=0 turns the KL off"),
 )  # fmt: skip
 """(section, keys, when they are without effect, why)."""
@@ -199,12 +203,14 @@ _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ..
 def idle_notes(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence about keys that are set and have no effect beside others, and about a rate that is not met."""
     for name, keys, is_idle, why in _IDLE:
-        section = getattr(config, name)
+        section = attrgetter(name)(config)
         default = type(section)()
         changed = [key for key in keys if getattr(section, key) != getattr(default, key)]
         if changed and is_idle(config):
             named = " and ".join(f"{name}.{key}={as_yaml(getattr(section, key))}" for key in changed)
             yield f"without effect: {named}, because {why}"
+    if config.policy.lora.rank and config.optim.lr < LEAST_LORA_RATE:
+        yield f"optim.lr={config.optim.lr:g} is low for an adapter, which takes about ten times the rate of all weights"
     warmup, steps = config.optim.warmup_rollout_steps, config.run.num_steps
     if warmup >= steps > 1:
         yield f"optim.warmup_rollout_steps={warmup} lasts until the end, run.num_steps={steps}: optim.lr is not met"

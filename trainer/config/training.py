@@ -211,6 +211,27 @@ class CriticConfig(Checked):
         return [spec.name for spec in fields(self) if getattr(self, spec.name) != getattr(default, spec.name)]
 
 
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return bool(text)
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig(Checked):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): small matrices are trained, all weights of the model are frozen."""
+
+    rank: int = ruled(0, at_least(0))
+    """Rank of the adapters; 0 trains all weights of the model instead. Vetted: 32 (verl)."""
+    alpha: int = ruled(32, at_least(1))
+    """The adapter is multiplied by alpha / rank. Vetted: 32 (verl)."""
+    targets: str = ruled("all", Rule("must be all, attention or a regular expression", _is_pattern))
+    """Linear layers that get an adapter: `all` of the decoder layers, those of `attention`, or a regular expression for
+    whole names, for example '.*(q|v)_proj'."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PolicyConfig(Checked):
     """The FSDP2 training workers."""
@@ -227,6 +248,8 @@ class PolicyConfig(Checked):
     activation_checkpoint_every: int = ruled(0, at_least(0), remedy="0: none, 1: every layer, k: every k-th layer.")
     """Distance in layers between checkpointed decoder layers, which keep only their input and are recomputed in the
     backward; 1: all layers, 0: none."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train adapters instead of all weights."""
     torch_compile: bool = False
     """Compile the decoder layers of policy and critic with torch.compile, attention excepted. For GPUs; not yet run on
     one."""

@@ -136,13 +136,21 @@ def batch_shape(config: TrainConfig) -> BatchShape:
     )
 
 
-def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None) -> RankMemory:
+def rank_memory(
+    config: TrainConfig, shape: ModelShape, critic: ModelShape | None = None, *, adapter: int = 0
+) -> RankMemory:
     """Memory of one FSDP rank; `critic` has the sizes of the critic's initial model, None without a critic.
 
-    The critic keeps no head over the vocabulary: a head that is not tied to the embedding is not counted.
+    The critic keeps no head over the vocabulary: a head that is not tied to the embedding is not counted. With LoRA the
+    `adapter`, of so many parameters, is trained alone, and the model without it is the reference.
     """
     ranks, compute_bytes = config.policy.num_workers, DTYPE_BYTES[config.policy.dtype]
     shard = math.ceil(shape.num_parameters / ranks)
+    trained = math.ceil(adapter / ranks) if adapter else shard
+    if adapter:  # frozen weights lie there in the type of the forward
+        weights = shard * compute_bytes + trained * MASTER_BYTES
+    else:
+        weights = shard * (1 + config.has_reference) * MASTER_BYTES
     # Embedding and head stay gathered from the forward to the end of the backward pass: both are in the root unit.
     whole = _whole_parameters(shape)
     critic_shard = 0
@@ -153,12 +161,12 @@ def rank_memory(config: TrainConfig, shape: ModelShape, critic: ModelShape | Non
         whole = max(whole, shape.root_parameters + _whole_parameters(critic) - head)
     kept, computed_again = activation_bytes(config, shape)
     return RankMemory(
-        weights=(shard * (1 + config.has_reference) + critic_shard) * MASTER_BYTES,
-        gradients=(shard + critic_shard) * MASTER_BYTES,
-        optimizer=(shard + critic_shard) * ADAMW_BYTES,
+        weights=weights + critic_shard * MASTER_BYTES,
+        gradients=(trained + critic_shard) * MASTER_BYTES,
+        optimizer=(trained + critic_shard) * ADAMW_BYTES,
         gathered=whole * compute_bytes,
         activations=kept,
-        backward=backward_bytes(config, shape, kept=kept, computed_again=computed_again),
+        backward=backward_bytes(config, shape, kept=kept, computed_again=computed_again, is_frozen=bool(adapter)),
         offload=config.policy.offload,
     )
 
@@ -224,17 +232,21 @@ def logprob_chunk_tokens(config: TrainConfig, *, vocab_size: int) -> int:
     return max(LOGPROB_CHUNK_TOKENS, GPU_CHUNK_BYTES // (vocab_size * number))
 
 
-def backward_bytes(config: TrainConfig, shape: ModelShape, *, kept: int, computed_again: int) -> int:
+def backward_bytes(
+    config: TrainConfig, shape: ModelShape, *, kept: int, computed_again: int, is_frozen: bool = False
+) -> int:
     """Largest number of bytes that the backward pass adds to what the forward pass keeps.
 
     Three moments compete. The head: the logits of a chunk, and its gradient, summed in float32 and then rounded. A
     layer: its activations if it is `computed_again`, its gradient with the float32 copy that is reduced over ranks,
     and the gradient of the head, which waits for that of the embedding. The root, at the end, when nothing of `kept`
-    is left: the gradients of embedding and head, with their float32 copy.
+    is left: the gradients of embedding and head, with their float32 copy. Weights that are frozen have no gradients.
     """
     number = DTYPE_BYTES[config.policy.dtype]
     head_number = MASTER_BYTES if config.policy.fp32_head else number
     logits = logprob_chunk_tokens(config, vocab_size=shape.vocab_size) * shape.vocab_size * head_number
+    if is_frozen:
+        return max(logits + min(SOFTMAX_SCRATCH_BYTES, 2 * logits), computed_again)
     head_gradient = shape.head_parameters * number
     unrounded = shape.head_parameters * MASTER_BYTES if number != MASTER_BYTES else 0
     at_head = logits + min(SOFTMAX_SCRATCH_BYTES, 2 * logits) + head_gradient + unrounded

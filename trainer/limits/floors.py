@@ -86,9 +86,20 @@ def sequence_flops(shape: ModelShape, groups: Sequence[GroupLengths]) -> float:
     return matrices + 2.0 * shape.num_layers * shape.attention_size * squares
 
 
-def training_flops(shape: ModelShape, groups: Sequence[GroupLengths], *, full_recompute: bool = False) -> float:
-    """FLOPs of forward and backward: 6 * M * tokens + 6 * L * A * s^2, 8 instead of 6 with full recomputation."""
-    return sequence_flops(shape, groups) * (1 + BACKWARD_FORWARDS + full_recompute)
+def training_flops(
+    shape: ModelShape, groups: Sequence[GroupLengths], *, adapter: int = 0, full_recompute: bool = False
+) -> float:
+    """FLOPs of forward and backward: 6 * M * tokens + 6 * L * A * s^2, 8 instead of 6 with full recomputation.
+
+    With an `adapter` of that many parameters the model is frozen: 4 * M * tokens, because no gradients of M are made,
+    6 * adapter * tokens, and the attention as before.
+    """
+    flops = sequence_flops(shape, groups) * (1 + BACKWARD_FORWARDS + full_recompute)
+    if not adapter:
+        return flops
+    tokens, scored = sum(each.num_tokens for each in groups), sum(each.scored for each in groups)
+    not_made = 2.0 * shape.body_parameters * tokens + 2.0 * shape.head_parameters * scored
+    return flops - not_made + 2.0 * (1 + BACKWARD_FORWARDS) * adapter * tokens
 
 
 def optimizer_floor(num_parameters: int, rates: Rates, *, cast_bytes: int = 0) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rollout.config import SGLangConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import Residency
+from trainer.limits.adapter_shape import adapter_parameters, linear_shapes
 from trainer.limits.estimate import (
     EngineMemory,
     RankMemory,
@@ -163,7 +164,12 @@ class MemoryPlan:
             yield f"unknown: {self.unknown}"
             return
         rank, engine, policy = self.rank, self.engine, self.config.policy
-        others = ["reference"] * self.config.has_reference + ["critic"] * self.config.has_critic
+        is_lora = bool(policy.lora.rank)  # without its adapter the policy is the reference
+        others = (
+            ["reference"] * (self.config.has_reference and not is_lora)
+            + ["adapter"] * is_lora
+            + ["critic"] * self.config.has_critic
+        )
         models = f" ({' and '.join(['policy', *others])})" if others else ""
         host = f", on the host {size(rank.on_host)}" if rank.on_host else ""
         yield (
@@ -188,12 +194,13 @@ def may_take_turns(config: TrainConfig) -> bool:
 def memory_plan(config: TrainConfig, *, device_bytes: int | None) -> MemoryPlan:
     """The plan for GPUs of `device_bytes` each; None without a GPU or if its size is unknown."""
     try:
-        shape, critic = model_shape(config), critic_shape(config)
+        shape, critic, lora = model_shape(config), critic_shape(config), config.policy.lora
+        adapter = adapter_parameters(linear_shapes(config), lora) if lora.rank else 0
     except UnknownShapeError as error:
         return MemoryPlan(config=config, rank=None, engine=None, unknown=str(error), device_bytes=device_bytes)
     return MemoryPlan(
         config=config,
-        rank=rank_memory(config, shape, critic),
+        rank=rank_memory(config, shape, critic, adapter=adapter),
         engine=engine_memory(config, shape),
         unknown="",
         device_bytes=device_bytes,

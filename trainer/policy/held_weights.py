@@ -24,6 +24,7 @@ from trainer.batch.packing import chosen_sequences, token_places
 from trainer.batch.train_batch import HeldScores, MicroBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.host_copy import full_tensor, local_part, own_rows
+from trainer.policy.lora import adapter_off, is_adapter, name_without_adapter, updates
 
 if TYPE_CHECKING:  # `parity replay` needs no transformers
     from trainer.policy.forward import ScoringModel
@@ -82,14 +83,21 @@ def _held_weights(model: ScoringModel, config: EngineConfig) -> Iterator[None]:
     Takes the memory of one more copy of this rank's weights, as the gradients do later in the step.
     """
     before: list[tuple[Tensor, Tensor]] = []
+    added = updates(model.causal_lm)
     try:
-        for name, parameter in model.causal_lm.named_parameters():
-            own = local_part(parameter.detach())
-            held = _held_rows(name, parameter.detach(), config)
+        for full_name, parameter in model.causal_lm.named_parameters():
+            if is_adapter(full_name):
+                continue
+            name, weight = name_without_adapter(full_name), parameter.detach()
+            own = local_part(weight)
+            # The engines hold the sum of a weight and its adapter, and no adapter.
+            summed = added[name].to(weight) if name in added and isinstance(weight, DTensor) else weight
+            held = _held_rows(name, summed, config)
             before.append((own, own.clone()))
             own.copy_(held)
         _forget_gathered(model)
-        yield
+        with adapter_off(model):
+            yield
     finally:
         for own, kept in before:
             own.copy_(kept)

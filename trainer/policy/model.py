@@ -2,7 +2,7 @@
 
 Every rank of `trainer/policy/worker.py` calls `empty_causal_lm`, then `shard`, then `load_rows`. No rank ever holds
 more of the weights than its shard, on the device or on the host. Weights are float32 masters; forward and backward run
-in `policy.dtype`; gradients are reduced in float32.
+in `policy.dtype`; gradients are reduced in float32. Beside an adapter the frozen weights lie there in `policy.dtype`.
 
 accelerate makes the empty model. Its loader is not used because rank 0 holds the whole model there and sends every
 tensor to all ranks; its FSDP2, with offload and clipping, because it is for ranks on GPUs only.
@@ -38,6 +38,7 @@ from trainer.limits.model_shape import tensor_shapes as stored_shapes
 from trainer.policy.attention import PACKED_ATTENTION, packed_attention
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
+from trainer.policy.lora import Update, fill_adapter, is_adapter, name_without_adapter, updates
 from trainer.rundir.sealed import inside
 
 logger = logging.getLogger(__name__)
@@ -146,26 +147,35 @@ def shard(
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
-def load_rows(model: nn.Module, path: Path, *, device: torch.device, prefix: str = "") -> None:
+def load_rows(
+    model: nn.Module,
+    path: Path,
+    *,
+    device: torch.device,
+    prefix: str = "",
+    frozen: torch.dtype = torch.float32,
+    adapter_seed: int = 0,
+) -> None:
     """Fill the parameters of `model`, which is sharded and without memory, with this rank's rows.
 
     Each rank reads its own rows from the safetensors files; no rank sends any. Whatever floating-point type lies in
-    the files becomes float32. Tied parameters stay one object.
+    the files becomes float32, or `frozen` for a parameter that is not trained. Tied parameters stay one object.
 
     The shards go to `device`, the host with policy.offload=parameters. `prefix` stands before the model's names in the
-    files, if the model is a part of what they hold. Raises ValueError if a parameter is not in the files, or has
-    another shape there, and OSError if the directory holds no safetensors weights.
+    files, if the model is a part of what they hold. An adapter begins as `adapter_seed` draws it. Raises ValueError if
+    a parameter is not in the files, or has another shape there, and OSError if the directory holds no safetensors
+    weights.
     """
     files = {name.removeprefix(prefix): file for name, file in weight_files(path).items() if name.startswith(prefix)}
     names, stored = _stored_names(model, files, path)
-    unused = sorted(files.keys() - {name for aliases in names.values() for name in aliases})
+    unused = sorted(files.keys() - {name_without_adapter(name) for aliases in names.values() for name in aliases})
     if unused:
         logger.warning("model.path=%s: tensors that the model has no parameter for: %s", path, listed(unused))
-    state: dict[str, nn.Parameter] = {}
+    state = fill_adapter(model, seed=adapter_seed, device=device)
     for parameter, name in stored.items():
-        loaded = nn.Parameter(
-            read_shard(parameter, files[name], prefix + name, device=device), requires_grad=parameter.requires_grad
-        )
+        dtype = torch.float32 if parameter.requires_grad else frozen
+        rows = read_shard(parameter, files[name], prefix + name, device=device, dtype=dtype)
+        loaded = nn.Parameter(rows, requires_grad=parameter.requires_grad)
         state |= dict.fromkeys(names[parameter], loaded)
     buffers = dict(model.named_buffers())
     present = {name: value for name, value in model.state_dict(keep_vars=True).items() if name in buffers}
@@ -177,16 +187,26 @@ def _stored_names(
 ) -> tuple[dict[nn.Parameter, list[str]], dict[nn.Parameter, str]]:
     """(parameter -> its names in the model, more than one if it is tied; parameter -> its name in `files`).
 
+    Without those of an adapter, which no file of the model holds.
+
     Raises ValueError if a parameter is not among the tensors of the `files` in the directory `path`.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    stored = {parameter: next((name for name in aliases if name in files), "") for parameter, aliases in names.items()}
+        if not is_adapter(name):
+            names.setdefault(parameter, []).append(name)
+    in_files = {parameter: map(name_without_adapter, aliases) for parameter, aliases in names.items()}
+    stored = {parameter: next((name for name in found if name in files), "") for parameter, found in in_files.items()}
     absent = [names[parameter][0] for parameter, name in stored.items() if not name]
     if absent:
         raise ValueError(f"model.path={path}: the safetensors files lack parameters of the model: {listed(absent)}")
     return names, stored
+
+
+def names_in_files(path: Path) -> dict[str, str]:
+    """Name of every parameter of the model in `path`, of tied ones each name -> its name in the files there."""
+    names, stored = _stored_names(empty_causal_lm(path), weight_files(path), path)
+    return {name: stored[parameter] for parameter, aliases in names.items() for name in aliases}
 
 
 def check_files(path: Path) -> None:
@@ -200,13 +220,15 @@ def check_files(path: Path) -> None:
             raise ValueError(f"{path}: {name} has shape {list(shapes[name])}, the model wants {list(parameter.shape)}")
 
 
-def read_shard(parameter: nn.Parameter, file: Path, name: str, *, device: torch.device) -> DTensor:
-    """This rank's rows of tensor `name` in `file`, float32, placed as `parameter` (a DTensor sharded by rows) is."""
+def read_shard(
+    parameter: nn.Parameter, file: Path, name: str, *, device: torch.device, dtype: torch.dtype = torch.float32
+) -> DTensor:
+    """This rank's rows of tensor `name` in `file`, as `dtype`, placed as `parameter` (a DTensor sharded by rows) is."""
     if not isinstance(parameter.data, DTensor) or parameter.data.placements != (Shard(0),):
         raise TypeError(f"{name} is not sharded by rows over one mesh dimension")
     whole = parameter.data
     start, stop = own_rows(whole)
-    local = torch.empty((stop - start, *whole.shape[1:]), dtype=torch.float32, device=device)
+    local = torch.empty((stop - start, *whole.shape[1:]), dtype=dtype, device=device)
     with safe_open(file, framework="pt") as tensors:
         view = tensors.get_slice(name)
         if tuple(view.get_shape()) != tuple(whole.shape):
@@ -237,14 +259,21 @@ def weight_files(path: Path) -> dict[str, Path]:
 
 def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
     """List name, dtype and shape of every tensor that `full_tensors` yields, in the same order."""
-    named = model.causal_lm.named_parameters()
-    return [TensorShape(name, parameter.dtype, tuple(parameter.shape)) for name, parameter in named]
+    added = updates(model.causal_lm)
+    found = []
+    for full_name, parameter in model.causal_lm.named_parameters():
+        name = name_without_adapter(full_name)
+        if not is_adapter(full_name):  # the sum of a weight and its adapter is float32
+            dtype = torch.float32 if name in added else parameter.dtype
+            found.append(TensorShape(name, dtype, tuple(parameter.shape)))
+    return found
 
 
 def full_tensors(
     model: ScoringModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face name and whole tensor of every parameter, in order, on the ranks' device. Tied parameters come once.
+    What an adapter adds to a weight is part of the tensor.
 
     Gathering is a collective: every rank must walk the iterator to its end. Several ranks cast their rows to the type
     that `dtypes` names for a tensor before they gather it, so that no more bytes travel than are wanted; a rank that is
@@ -253,14 +282,17 @@ def full_tensors(
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
-    rows = []
-    for name, parameter in model.causal_lm.named_parameters():
-        tensor = parameter.detach()
+    rows, added = [], updates(model.causal_lm)
+    for full_name, parameter in model.causal_lm.named_parameters():
+        if is_adapter(full_name):
+            continue
+        name, tensor = name_without_adapter(full_name), parameter.detach()
         if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
             raise TypeError(f"{name} is not sharded by rows: its bytes are not those of the master weights")
-        rows.append(_Rows(name, tensor, dtypes.get(name, tensor.dtype)))
+        own = torch.float32 if name in added else tensor.dtype
+        rows.append(_Rows(name, tensor, dtypes.get(name, own), added.get(name)))
     if dist.get_world_size(rows[0].sharded.device_mesh.get_group()) == 1:
-        yield from ((name, full_tensor(sharded)) for name, sharded, _ in rows)
+        yield from ((each.name, full_tensor(each.with_update())) for each in rows)
         return
     under_way: _Gathering | None = None
     for bucket in _buckets(rows):
@@ -278,6 +310,11 @@ class _Rows(NamedTuple):
     name: str
     sharded: DTensor
     dtype: torch.dtype
+    added: Update | None
+
+    def with_update(self) -> DTensor:
+        """The rows with what an adapter adds to them. A collective where there is an adapter."""
+        return self.sharded if self.added is None else self.added.to(self.sharded)
 
     def bytes_per_rank(self) -> int:
         """Bytes of the rows of one rank, on the boundary of the next tensor; the last ranks may fill fewer."""
@@ -309,7 +346,7 @@ class _Gathering:
         self._ends = list(accumulate(each.bytes_per_rank() for each in bucket))
         self._sent = torch.empty(self._ends[-1], dtype=torch.uint8, device=mesh.device_type)
         for each, end in zip(bucket, self._ends, strict=True):
-            own = local_part(each.sharded)
+            own = local_part(each.with_update())
             start = end - each.bytes_per_rank()
             place = self._sent[start : start + own.numel() * each.dtype.itemsize]
             place.view(each.dtype).view(own.shape).copy_(own)

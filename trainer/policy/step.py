@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +63,8 @@ if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
 
 logger = logging.getLogger(__name__)
 
+Scorer = Callable[..., TokenScores]
+"""A micro-batch and the keyword temperature -> the scores of its tokens."""
 TOKEN_SAMPLES = 4
 """Samples per step that are recorded with the Delta of each token, half of them the worst by K3; each takes at most 8
 KB in samples.jsonl."""
@@ -80,7 +82,7 @@ class TrainingStep:
         config: TrainConfig,
         policy: Trainable[ScoringModel],
         *,
-        reference: ScoringModel | None,
+        reference: Scorer | None,
         critic: Critic | None,
         device: torch.device,
     ) -> None:
@@ -182,7 +184,7 @@ class TrainingStep:
                 for micro in mini.micro_batches:
                     micro.old_logprobs = self.score(micro).logprobs
 
-    def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: ScoringModel) -> None:
+    def fill_ref_logprobs(self, minis: Sequence[RankMiniBatch], reference: Scorer) -> None:
         """Set the log-probs of every token under the reference policy."""
         with torch.no_grad():
             for mini in minis:

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -36,6 +36,9 @@ LEAST_SCALE = 1.0
 """A norm that is not finite without any scaling is not an overflow of the scale."""
 NO_SCALE = torch.zeros(2, dtype=torch.float64)
 """State of a run that needs no loss scale."""
+
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""A checkpoint holds what is trained. Its names are compared where it is read: `load_shards` misses none."""
 
 StateDict = dict[str, Any]
 """Nested names to tensors and numbers, as torch.distributed.checkpoint takes it."""
@@ -226,8 +229,12 @@ class Trainable(Generic[ModelT]):
         return True
 
     def state_dict(self) -> StateDict:
-        """Weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not copied."""
-        model, optimizer = get_state_dict(self._model, self._optimizer)
+        """Trained weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not
+        copied."""
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=TRAINED)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                model.pop(name, None)  # torch leaves the second name of a tied one
         model, optimizer = (tree_map_only(Tensor, self._readable, part) for part in (model, optimizer))
         scale = NO_SCALE.clone() if self._scale is None else self._scale.state()
         bad_steps = torch.tensor(self._bad_steps)
@@ -241,7 +248,7 @@ class Trainable(Generic[ModelT]):
             self._scale.load(scale)
         self.wake()
         self._optimizer_on_host.give_back(device=self._device)
-        set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
         if self._offload is Offload.optimizer:
             self._move_optimizer_out()
 
@@ -277,7 +284,7 @@ class Trainable(Generic[ModelT]):
 
         A sleeping policy could not make them: its GPU is the engine's.
         """
-        get_state_dict(self._model, self._optimizer)
+        get_state_dict(self._model, self._optimizer, options=TRAINED)
         for state in self._optimizer.state.values():
             state["step"].zero_()  # torch has counted an update that changed nothing
 

@@ -23,7 +23,9 @@ from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.fusing import FusionError
+from rollout.torch.onednn_linear import use_fast_products
 from rollout.types import SharedWeights, WeightLayout
+from rollout.weights.packing import DTYPES
 from rollout.weights.quantization import weight_publisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
@@ -36,6 +38,7 @@ from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
+from trainer.policy.lora import add_adapter, without_adapter
 from trainer.policy.model import (
     checkpoint_activations,
     compile_layers,
@@ -152,15 +155,17 @@ class PolicyWorker:
         self._policy = Trainable(
             model, config.optim, name="policy", dtype=config.policy.dtype, offload=config.policy.offload
         )
-        # The policy as the run starts with it.
+        # The policy as the run starts with it; without its adapter it is that still.
         self._reference_on_host = HostCopy()
-        self._reference = self._load_model(mesh, trained=False) if config.has_reference else None
+        has_copy = config.has_reference and not config.policy.lora.rank
+        self._reference = self._load_model(mesh, trained=False) if has_copy else None
+        reference = without_adapter(model) if config.has_reference and not has_copy else self._reference
         self._critic: Critic | None = None
         if config.has_critic:
             path = setup.critic_path or setup.model_path
             self._critic = Critic(load_value_model(path, mesh, config, self._device), config)
         self._training = TrainingStep(
-            config, self._policy, reference=self._reference, critic=self._critic, device=self._device
+            config, self._policy, reference=reference, critic=self._critic, device=self._device
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._publisher = weight_publisher(tensor_shapes(model), config.rollout)
@@ -178,6 +183,9 @@ class PolicyWorker:
         chunk_tokens = logprob_chunk_tokens(self._config, vocab_size=causal_lm.get_output_embeddings().out_features)
         model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=policy.fp32_head)
         model.requires_grad_(trained)
+        if trained and policy.lora.rank:
+            add_adapter(causal_lm, policy.lora)
+            use_fast_products(causal_lm)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
@@ -185,7 +193,11 @@ class PolicyWorker:
             compile_layers(causal_lm.get_decoder())
         on_host = policy.offload is Offload.parameters
         shard(model, causal_lm.get_decoder(), mesh, policy.dtype, on_host=on_host)
-        load_rows(causal_lm, self._setup.model_path, device=torch.device("cpu") if on_host else self._device)
+        place = torch.device("cpu") if on_host else self._device
+        # What is never updated needs no more digits than the forward takes.
+        frozen = DTYPES[policy.dtype.name] if policy.lora.rank else torch.float32
+        seed = self._config.run.seed
+        load_rows(causal_lm, self._setup.model_path, device=place, frozen=frozen, adapter_seed=seed)
         return model
 
     def train(

@@ -23,6 +23,8 @@ from trainer.batch.planner import DEFAULT_COST, SequenceCost
 from trainer.batch.train_batch import TrainBatch
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.config.train import TrainConfig
+from trainer.config.training import LoraConfig
+from trainer.limits.adapter_shape import adapter_parameters, stored_linear_shapes
 from trainer.limits.ceilings import Ceilings
 from trainer.limits.estimate import DTYPE_BYTES
 from trainer.limits.floors import (
@@ -55,21 +57,25 @@ class Hardware:
     """Ceilings of one rank."""
     engine: Ceilings | None
     """Ceilings of one engine."""
+    adapter: int = 0
+    """Parameters of the LoRA adapter; 0 if all weights are trained."""
 
 
-def look_at_hardware(model_path: Path, policy: PolicyGroup) -> Hardware:
+def look_at_hardware(model_path: Path, policy: PolicyGroup, lora: LoraConfig) -> Hardware:
     """Sizes of the model and ceilings of its devices. What cannot be found costs a warning and its fractions."""
     shape: ModelShape | None = None
     of_rank = of_engine = None
+    adapter = 0
     try:
         shape = directory_shape(model_path)
+        adapter = adapter_parameters(stored_linear_shapes(model_path), lora)
         if not shape.is_dense:
             logger.warning("a mixture of experts has no floors here: a token meets only some of its parameters")
             shape = None
         of_rank, of_engine = policy.ceilings()
     except (UnknownShapeError, WorkerError) as error:
         logger.warning("no fractions of the hardware's limits in this run: %s", error)
-    return Hardware(shape=shape, policy=of_rank, engine=of_engine)
+    return Hardware(shape=shape, policy=of_rank, engine=of_engine, adapter=adapter)
 
 
 def _slow_type(key: str, dtype: DType, ceilings: Ceilings) -> list[str]:
@@ -125,11 +131,13 @@ class StepAccounting:
         if shape is None or policy is None:
             return ["limits: unknown, so no fractions of them"]
         dtype, ranks = self._config.policy.dtype, self._config.policy.num_workers
-        factor = 6 * self._config.batch.passes
+        passes, trained = self._config.batch.passes, self._hardware.adapter
+        factor, of_weights = 6 * passes, (4 if trained else 6) * passes
+        adapter = f"{factor} x {trained:,} adapter parameters x tokens + " if trained else ""
         lines = [
-            f"MFU: {factor} x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head "
-            f"parameters x response tokens) + {factor} x {shape.num_layers} layers x {shape.attention_size} x cells of "
-            f"attention, over train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
+            f"MFU: {of_weights} x ({shape.body_parameters:,} body parameters x tokens + {shape.head_parameters:,} head "
+            f"parameters x response tokens) + {adapter}{factor} x {shape.num_layers} layers x {shape.attention_size} x "
+            f"cells of attention, over train seconds x {policy.flops(dtype) / 1e9:,.0f} GFLOP/s {dtype.name} x {ranks} "
             f"{'rank' if ranks == 1 else 'ranks'}",
             f"limits of a rank, measured: {policy}",
         ]
@@ -175,7 +183,7 @@ class StepAccounting:
                 least_s = max(rollout_s, least_s - rollout_s)
             found["perf/step_floor_frac"] = self.fraction("step", least_s, step_s - seconds("eval"))
         if self._hardware.shape is not None and self._policy_rates is not None:
-            mfu_s = passes * training_flops(self._hardware.shape, trained) / self._policy_rates.flops
+            mfu_s = passes * self._training_flops(self._hardware.shape, trained) / self._policy_rates.flops
             found["perf/mfu"] = self.fraction("MFU", mfu_s, train_s)
         return found
 
@@ -207,6 +215,9 @@ class StepAccounting:
 
     # ---------------------------------------------------------------- floors of the phases
 
+    def _training_flops(self, shape: ModelShape, trained: Sequence[GroupLengths]) -> float:
+        return training_flops(shape, trained, adapter=self._hardware.adapter)
+
     def _train_floor(
         self, trained: Sequence[GroupLengths], num_optimizer_steps: int, *, passes: float
     ) -> dict[str, float]:
@@ -216,7 +227,7 @@ class StepAccounting:
             return {}
         more = config.needs_old_logprobs_pass + config.has_reference
         # Without an optimizer step the policy may have run its forward alone (critic.warmup_rollout_steps).
-        own = passes * training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
+        own = passes * self._training_flops(shape, trained) if num_optimizer_steps else sequence_flops(shape, trained)
         flops = own + more * sequence_flops(shape, trained)
         if config.has_critic and config.critic.path is None:
             # It has no head over the vocabulary: nothing of it is scored.
@@ -224,7 +235,7 @@ class StepAccounting:
             flops += (1 + 3 * config.batch.passes) * sequence_flops(shape, without_head)
         compute_bytes = DTYPE_BYTES[config.policy.dtype]
         cast_bytes = compute_bytes if compute_bytes < 4 else 0
-        update_s = optimizer_floor(shape.num_parameters, rates, cast_bytes=cast_bytes)
+        update_s = optimizer_floor(self._hardware.adapter or shape.num_parameters, rates, cast_bytes=cast_bytes)
         return {"train": flops / rates.flops + num_optimizer_steps * update_s}
 
     def _rollout_floors(self, stats: CollectStats, found: dict[str, float | None]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from rollout.weights.packing import DTYPES
 from trainer.cluster.placement import Cluster, engines_only
 from trainer.config.outputs import HELDOUT
 from trainer.config.train import TrainConfig
-from trainer.run.export import write_model
+from trainer.run.export import write_merged, write_model
 from trainer.run.task import Task, data_notes, load_task, resolve_model
 from trainer.rundir.checkpoint import Checkpoint
 from trainer.rundir.printed import printed_log
@@ -136,11 +136,17 @@ def _model_directory(
     *,
     say: Callable[[str], None],
 ) -> Path:
-    """Return the directory of the weights for the engines; a checkpoint is written to `directory` as one model."""
+    """Return the directory of the weights for the engines; a checkpoint, or an adapter with its model, is written to
+    `directory` as one model."""
+    dtype = DTYPES[config.rollout.dtype.name]
+    if source.kind is SourceKind.adapter:
+        say(f"adding the adapter in {source.path} to its model")
+        write_merged(config, source.path, directory, dtype=dtype)
+        return directory
     if checkpoint is None:
         return source.path if source.kind is SourceKind.model else resolve_model(config, progress=_silent)
     say(f"reading the weights of {checkpoint.path}")
-    write_model(config, checkpoint, directory, dtype=DTYPES[config.rollout.dtype.name])
+    write_model(config, checkpoint, directory, dtype=dtype)
     return directory
 
 

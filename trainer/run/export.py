@@ -1,31 +1,47 @@
 """A checkpoint of a run -> a Hugging Face directory that transformers and SGLang load. Used by `parity export`.
 
-The model is never whole in memory: each file of weights is filled from the checkpoint, written and forgotten.
+The model is never whole in memory: each file of weights is filled from the checkpoint, written and forgotten. A
+checkpoint of a LoRA run holds the adapter only: it is added to the weights of the model that the run began with, or
+written by itself as peft writes adapters.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from algorithms.config import Problem
 from rollout.data.tokenizer import copy_tokenizer
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
-from trainer.policy.model import INDEX_FILE, WEIGHT_FILE, empty_causal_lm
+from trainer.config.training import HFModelConfig
+from trainer.limits.adapter_shape import stored_linear_shapes
+from trainer.policy.lora import A_ENDING, B_ENDING, add_adapter, added, is_adapter, peft_config, peft_name
+from trainer.policy.model import INDEX_FILE, WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
+from trainer.run.adapter_check import A_IN_FILE, B_IN_FILE, FILE_PREFIX, read_adapter
 from trainer.run.task import resolve_model
-from trainer.rundir.checkpoint import Checkpoint
+from trainer.rundir.checkpoint import Checkpoint, CheckpointError
+from trainer.rundir.resume import lora_of
+from trainer.rundir.weights_source import KEY
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Size of a file of weights above which the next one begins: that of most models on the hub."""
 GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+"""As peft names it."""
+PREFIX = "causal_lm."
+"""Name of the model in a ScoringModel, which the ranks save."""
 
 
 def write_model(
@@ -43,22 +59,117 @@ def write_model(
     the checkpoint does not fit the model.
     """
     start = resolve_model(config, progress=lambda done, total, detail: None)
+    lora = lora_of(checkpoint.state.config)
+    source: _Source = _Weights(checkpoint)
+    if lora.rank:
+        source = _Merged(start, _adapter(start, checkpoint), scale=lora.alpha / lora.rank)
+    _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: torch.dtype) -> None:
+    """Write the model of `config` with the adapter of the directory `adapter` added to its weights to `directory`.
+
+    Otherwise like `write_model`. Raises CheckpointError if the adapter is not one of this model.
+    """
+    start = resolve_model(config, progress=lambda done, total, detail: None)
+    found = read_adapter(KEY, adapter, stored_linear_shapes(start))
+    if isinstance(found, Problem):
+        raise CheckpointError(str(found))
+    tensors: dict[str, Tensor] = {}
+    for file in adapter.glob("*.safetensors"):
+        tensors |= {name.removeprefix(FILE_PREFIX): each.float() for name, each in load_file(file).items()}
+    named = {name.replace(A_IN_FILE, A_ENDING).replace(B_IN_FILE, B_ENDING): each for name, each in tensors.items()}
+    source = _Merged(start, named, scale=found.alpha / found.rank)
+    _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=MAX_SHARD_BYTES)
+
+
+def _write_whole(
+    start: Path, source: _Source, directory: Path, *, dtype: torch.dtype | None, max_shard_bytes: int
+) -> None:
+    """Write the weights of `source`, of a model like that in `start`, with config and tokenizer."""
+    with _whole_or_nothing(directory) as unfinished:
+        model = _described(start)
+        torch.nn.Module.to(model, dtype=_dtype_of(start) if dtype is None else dtype)  # in place
+        model.save_pretrained(unfinished, state_dict={})  # what says which model it is; there is no tensor yet
+        _write_weights(model, source, unfinished, max_shard_bytes=max_shard_bytes)
+        copy_tokenizer(start, unfinished)
+
+
+def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) -> None:
+    """Write the adapter of a LoRA run's `checkpoint` to `directory`, whole or not at all, as peft writes adapters.
+
+    float32, as it was trained. Raises CheckpointError if the checkpoint does not fit the model.
+    """
+    start = resolve_model(config, progress=lambda done, total, detail: None)
+    described = peft_config(empty_causal_lm(start), lora_of(checkpoint.state.config))
+    described.inference_mode = True
+    described.base_model_name_or_path = config.model.path if isinstance(config.model, HFModelConfig) else str(start)
+    tensors = {f"{FILE_PREFIX}{peft_name(name)}": each for name, each in _adapter(start, checkpoint).items()}
+    with _whole_or_nothing(directory) as unfinished:
+        described.save_pretrained(str(unfinished))
+        save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+@contextmanager
+def _whole_or_nothing(directory: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `directory` if nothing is raised, and goes otherwise."""
     unfinished = directory.with_name(f".{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
     unfinished.mkdir()  # refuses a link that somebody else has put there
     try:
-        model = _described(start)
-        torch.nn.Module.to(model, dtype=_dtype_of(start) if dtype is None else dtype)  # in place
-        model.save_pretrained(unfinished, state_dict={})  # what says which model it is; there is no tensor yet
-        _write_weights(model, checkpoint.policy_path, unfinished, max_shard_bytes=max_shard_bytes)
-        copy_tokenizer(start, unfinished)
+        yield unfinished
         for path in unfinished.glob("*.safetensors"):  # which nobody else can read, and an export is for sharing
-            path.chmod((unfinished / "config.json").stat().st_mode)
+            path.chmod(unfinished.stat().st_mode & 0o666)
         unfinished.rename(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)  # gigabytes that no name leads to
         raise
+
+
+class _Weights:
+    """The weights of a run that trains all of them: those of its checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._policy = checkpoint.policy_path
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors by their names in the model, whatever their dtypes."""
+        load_shards(
+            {"policy": {"model": {f"{PREFIX}{name}": each for name, each in tensors.items()}}}, self._policy, alone=True
+        )
+
+
+class _Merged:
+    """The weights of the model in `start` with an adapter added, which has whole matrices, named as the ranks do."""
+
+    def __init__(self, start: Path, adapter: Mapping[str, Tensor], *, scale: float) -> None:
+        self._files, self._names = weight_files(start), names_in_files(start)
+        self._adapter, self._scale = adapter, scale
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """As that of `_Weights`."""
+        for name, tensor in tensors.items():
+            stored = self._names[name]
+            with safe_open(self._files[stored], framework="pt") as file:
+                whole = file.get_tensor(stored).float()
+            layer = name.removesuffix(".weight")
+            if (a := self._adapter.get(f"{layer}{A_ENDING}")) is not None:
+                whole += added(a, self._adapter[f"{layer}{B_ENDING}"], self._scale)
+            tensor.copy_(whole)
+
+
+_Source = _Weights | _Merged
+
+
+def _adapter(start: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The whole adapter in a checkpoint of a LoRA run by name, float32; `start` is the model that it began with."""
+    model = empty_causal_lm(start)
+    add_adapter(model, lora_of(checkpoint.state.config))
+    described = {name: each for name, each in model.named_parameters() if is_adapter(name)}
+    tensors = {name: torch.empty(each.shape, dtype=torch.float32) for name, each in described.items()}
+    _Weights(checkpoint).fill(tensors)
+    return tensors
 
 
 def _described(start: Path) -> PreTrainedModel:
@@ -69,25 +180,23 @@ def _described(start: Path) -> PreTrainedModel:
     return model
 
 
-def _write_weights(model: PreTrainedModel, policy: Path, directory: Path, *, max_shard_bytes: int) -> None:
-    """Write the weights that `policy`, the part of a checkpoint, holds of `model`, with its dtypes, file by file."""
+def _write_weights(model: PreTrainedModel, source: _Source, directory: Path, *, max_shard_bytes: int) -> None:
+    """Write the weights that `source` holds of `model`, with its dtypes, file by file."""
     stored = _stored(model)
     pattern = WEIGHT_FILE.replace(".", "{suffix}.", 1)
     split = split_torch_state_dict_into_shards(stored, filename_pattern=pattern, max_shard_size=max_shard_bytes)
     for file, names in split.filename_to_tensors.items():
-        _write_file({name: stored[name] for name in names}, policy, directory / file)
+        _write_file({name: stored[name] for name in names}, source, directory / file)
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_file(described: dict[str, Tensor], policy: Path, file: Path) -> None:
+def _write_file(described: dict[str, Tensor], source: _Source, file: Path) -> None:
     """Write one file of weights; `described` are its tensors, of device meta. Nothing of it is held afterwards."""
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in described.items()}
-    # The prefix is the name of the model in a ScoringModel, which the ranks save.
-    of_policy = {f"causal_lm.{name}": tensor for name, tensor in tensors.items()}
-    load_shards({"policy": {"model": of_policy}}, policy, alone=True)
+    source.fill(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
 
 

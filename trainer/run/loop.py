@@ -229,7 +229,7 @@ def take_steps(run: Run, *, done: int, policy_version: int, evaluates_first: boo
     """
     config, policy, engines, collector, tracker = run.config, run.policy, run.engines, run.collector, run.tracker
     termination, kept = run.termination, "saved" if run.config.checkpoint.every else "not saved (checkpoint.every=0)"
-    accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy))
+    accounting = StepAccounting(config, look_at_hardware(run.task.model_path, policy, config.policy.lora))
     tracker.log_assumptions(accounting.assumptions())
     for line in accounting.slow_types():
         tracker.console.line(line)

@@ -21,8 +21,10 @@ from rollout.rewards import try_reward
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, ModelConfig
+from trainer.limits.adapter_shape import chosen_layers, linear_shapes
 from trainer.limits.machine import CPUS_PER_WORKER, Machine, this_machine
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
+from trainer.limits.model_shape import UnknownShapeError
 from trainer.run.model_check import described, find_model
 from trainer.rundir.cache import default_cache_dir
 from trainer.rundir.run_dir import unusable_problem
@@ -132,9 +134,36 @@ def missing_model_problems(models: Iterable[ModelConfig]) -> list[Problem]:
     return [problem for problem in found if isinstance(problem, Problem)]
 
 
+def _adapter_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of an adapter that does not fit the layers of the model, where these are known."""
+    lora = config.policy.lora
+    if not lora.rank:
+        return
+    try:
+        shapes = linear_shapes(config)
+    except UnknownShapeError:
+        return
+    chosen = chosen_layers(shapes, lora.targets)
+    if not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in shapes})
+        rule = "must be the name of a linear layer of the model's blocks"
+        first = next(iter(shapes), "")
+        remedy = f"all, attention, or a regular expression for whole names such as {first}; ends: {', '.join(ends)}."
+        yield config.broken("policy.lora.targets", rule, remedy)
+    too_small = [name for name in chosen if min(shapes[name]) < lora.rank]
+    if too_small:
+        rows, columns = shapes[too_small[0]]
+        rule = f"must be at most {min(rows, columns)} for {too_small[0]} [{rows}, {columns}]"
+        more = f" {len(too_small) - 1} more layers are as small." if len(too_small) > 1 else ""
+        yield config.broken(
+            "policy.lora.rank", rule, f"Lower it, or choose larger layers with policy.lora.targets.{more}"
+        )
+
+
 def _model_problems(config: TrainConfig) -> Iterator[Problem]:
-    """Yield the problems of the directories, or names on the hub, of policy and critic."""
+    """Yield the problems of the directories, or names on the hub, of policy and critic, and of the adapter."""
     yield from policy_problems(config)
+    yield from _adapter_problems(config)
     if config.has_critic and config.critic.path is not None:
         found = find_model("critic.path", config.critic.path, None)
         if isinstance(found, Problem):

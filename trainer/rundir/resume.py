@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from algorithms.config import Estimator, Problem
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
-from trainer.config.training import Resume
+from trainer.config.training import LoraConfig, Resume
 from trainer.rundir.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -36,6 +36,8 @@ OWN = ("run.dir", "run.recipe", "run.resume", "run.resume_from")
 """Keys that may always differ."""
 ESTIMATOR = "advantage.estimator"
 """Key that determines whether there is a critic, whose weights a checkpoint must then contain."""
+LORA = "policy.lora"
+"""Section that determines which weights a checkpoint holds."""
 _ABSENT = "(absent)"
 
 
@@ -126,6 +128,12 @@ def whole_checkpoint(config: TrainConfig, run_dir: Path, candidate: Checkpoint, 
     return checkpoint
 
 
+def lora_of(saved: Mapping[str, object]) -> LoraConfig:
+    """The section policy.lora of a saved config; earlier versions of Parity had none and trained all weights."""
+    keys = {spec.name: saved[f"{LORA}.{spec.name}"] for spec in fields(LoraConfig) if f"{LORA}.{spec.name}" in saved}
+    return LoraConfig(**keys)  # type: ignore[arg-type]  # the types are those with which it was written
+
+
 def takes_no_step(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | None) -> bool:
     """True if the run that goes on from `checkpoint` has taken and saved all its steps, so that nothing is started."""
     saved = None if checkpoint is None else checkpoint.state.step
@@ -139,6 +147,14 @@ def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> I
     for key in [key for key in changed if _is_fixed(key) and key in now]:
         rule = f"must be {saved.get(key, _ABSENT)!r}, as in {path}: with another value it is another run"
         yield Problem(key=key, rule=rule, value=now[key], remedy="Or begin a new run in another run.dir.")
+    # A checkpoint holds the adapter of its run, or all weights.
+    before, after = lora_of(saved), config.policy.lora
+    for spec in fields(LoraConfig) if before.rank or after.rank else ():
+        was, value = getattr(before, spec.name), getattr(after, spec.name)
+        if was != value:
+            rule = f"must be {was!r}, as in {path}, which holds {'an adapter' if before.rank else 'all weights'}"
+            remedy = "Or begin a new run from what `parity export` writes."
+            yield Problem(key=f"{LORA}.{spec.name}", rule=rule, value=value, remedy=remedy)
     # A checkpoint has a critic exactly if its run had one.
     estimator = saved.get(ESTIMATOR, config.advantage.estimator.name)
     if (estimator == Estimator.gae.name) != config.has_critic:

@@ -19,6 +19,8 @@ KEY = "checkpoint"
 BASE = "none"
 MODEL_FILE = "config.json"
 """File in every Hugging Face directory."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File in every directory of an adapter."""
 
 
 class SourceKind(Enum):
@@ -31,6 +33,8 @@ class SourceKind(Enum):
     checkpoint = "checkpoint"
     model = "model"
     """A Hugging Face directory, for example written by `parity export`."""
+    adapter = "adapter"
+    """The directory of a LoRA adapter for the model of the recipe, as peft and `parity export --adapter` write it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,12 +62,13 @@ def find_source(given: str, *, best: bool) -> WeightsSource | Problem:
     marks = {
         SourceKind.checkpoint: (path / MANIFEST).is_file(),
         SourceKind.model: (path / MODEL_FILE).is_file(),
+        SourceKind.adapter: (path / ADAPTER_CONFIG).is_file(),
         SourceKind.run: (path / CHECKPOINTS).is_dir(),
     }
     kind = next((kind for kind, is_there in marks.items() if is_there), None)
     if kind is None:
         remedy = f"{BASE} is the base model. A run saves checkpoints with checkpoint.every=<steps>."
-        rule = f"must be a run directory with {CHECKPOINTS}/, a checkpoint of one, or a Hugging Face model directory"
+        rule = f"must be a run directory with {CHECKPOINTS}/, a checkpoint of one, a Hugging Face model, or an adapter"
         return Problem(key=KEY, rule=rule, value=given, remedy=remedy)
     return WeightsSource(kind=kind, path=path, best=best)
 
@@ -74,7 +79,7 @@ def checkpoint_of(config: TrainConfig, source: WeightsSource) -> Checkpoint | No
     Raises CheckpointError if there is no good one, or `config` describes another model than the one it is of.
     """
     match source.kind:
-        case SourceKind.base | SourceKind.model:
+        case SourceKind.base | SourceKind.model | SourceKind.adapter:
             return None
         case SourceKind.run:
             checkpoint = chosen_checkpoint(config, source.path, best=source.best)
