@@ -201,7 +201,7 @@ class BypassConfig(CorrectionConfig):
             if getattr(self, key) != self.__dataclass_fields__[key].default:
                 yield self.broken(
                     key,
-                    "has no effect with loss=ppo_clip, which has no weight",
+                    "has no effect with correction.loss=ppo_clip, which has no weight",
                     "Remove it, or use correction.loss=reinforce.",
                 )
 

@@ -153,6 +153,10 @@ def test_a_recipe_that_chooses_another_option_drops_the_keys_of_the_recipe_below
         ),
         ("arithmetic_grpo, arithmetic_ppo, _self_", "choose model twice, got 'model'. Start from one recipe only"),
         (
+            "arithmetic_grpo, override /rollout: torch, /correction: mis, _self_",
+            "choose correction twice, got 'correcti",
+        ),
+        (
             "override /correction: mis, arithmetic_grpo, _self_",
             "must name what the recipe starts from, arithmetic_grpo, before what it overrides, got 'override correction"
             ": mis'. Move - override /correction: mis behind - arithmetic_grpo.",

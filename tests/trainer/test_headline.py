@@ -46,6 +46,22 @@ def test_the_larger_part_of_the_mismatch_is_named(weights: float | None, arithme
     assert tile.detail == f"median{cause}"
 
 
+def test_tokens_of_older_weights_are_named_where_the_measured_parts_explain_little() -> None:
+    measured = {"mismatch/k3_weights": 1e-6, "mismatch/k3_arithmetic": 2e-6}
+    old = {"mismatch/k3": 4e-3, "mismatch/by_lag/4/k3": 8e-3}
+    late = {"mismatch/k3_weights": None, "mismatch/k3_arithmetic": None}
+
+    def cause(*rows: dict[str, float | None]) -> str:
+        run = make_run([{"step": step, **row} for step, row in enumerate(rows, start=1)])
+        [tile] = [tile for tile in tiles(run) if "K3" in tile.label]
+        return tile.detail
+
+    assert cause(old | measured, old | late, old | late) == "median, mostly from tokens of older weights"
+    small = {"mismatch/k3": 4e-6, "mismatch/by_lag/4/k3": 4e-6}
+    assert cause(small | measured) == "median, mostly from the arithmetic"
+    assert cause(small | measured, small | late, small | late) == "median", "measured in one step of three"
+
+
 def test_a_key_that_one_run_does_not_have_differs() -> None:
     first = make_run(
         [], config={"a": {"b": 1, "c": None, "same": 2}, "defaults": [{"correction": "tis"}], "run": {"dir": "x"}}

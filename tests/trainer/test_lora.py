@@ -296,9 +296,14 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
     assert problem.startswith("checkpoint must be a plain LoRA adapter, without use_dora=True, got ")
 
 
+def state_of(config: dict[str, object]) -> RunState:
+    stream = StreamState(seed=0, epoch=0, position=0, digest="")
+    return RunState(step=1, policy_version=1, stream=stream, config=config)
+
+
 def test_a_checkpoint_of_another_adapter_is_another_run(model_path: Path) -> None:
     def problems(saved: TrainConfig, now: TrainConfig) -> list[str]:
-        return [str(problem) for problem in other_run(Path("step_1"), flat_config(saved), now)]
+        return [str(problem) for problem in other_run(Path("step_1"), state_of(flat_config(saved)), now)]
 
     plain, lora = make_config(model_path, num_workers=1), with_lora(model_path)
     assert not problems(lora, lora) and not problems(plain, plain)
@@ -311,7 +316,7 @@ def test_a_checkpoint_of_another_adapter_is_another_run(model_path: Path) -> Non
     [*_, text] = problems(plain, with_lora(model_path, alpha=32))
     assert "policy.lora.rank must be 0, as in step_1, which holds all weights" in text
     old = {key: value for key, value in flat_config(plain).items() if not key.startswith("policy.lora")}
-    assert not list(other_run(Path("step_1"), old, plain))
+    assert not list(other_run(Path("step_1"), state_of(old), plain))
 
 
 def test_an_adapter_that_does_not_fit_is_refused_before_a_start(tmp_path: Path) -> None:

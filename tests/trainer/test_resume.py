@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from policy_cases import make_config, save_policy
 from resume_cases import RECIPES, make, rows, save, state_of
 
 from algorithms.config import AdvantageConfig, Estimator, MISConfig
@@ -26,10 +29,12 @@ from trainer.run.loop import train
 from trainer.run.task import Task, prompt_stream
 from trainer.rundir.checkpoint import CheckpointError, begin_checkpoint, commit_checkpoint
 from trainer.rundir.events import Event, Severity
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import (
     changed_keys,
     checkpoint_to_resume,
     flat_config,
+    other_run,
     takes_no_step,
     whole_checkpoint,
 )
@@ -119,7 +124,7 @@ def test_other_prompts_behind_the_same_key_are_named_with_the_key(tmp_path: Path
     config = replace(make(tmp_path), data=FileDataConfig(train_path=str(path), eval_path=str(path)))
     before = [Prompt(prompt_id=n, token_ids=[n], text=str(n), answer=str(n)) for n in range(3)]
     state = replace(state_of(config, 2), stream=PromptStream(before, seed=0).state_dict())
-    task = cast(Task, SimpleNamespace(dataset=SimpleNamespace(train=before)))
+    task = cast(Task, SimpleNamespace(dataset=SimpleNamespace(train=before), model_path=tmp_path))
     prompt_stream(config, task, state)
     task.dataset.train.pop()
     with pytest.raises(StartError, match=r"^data\.train_path must give the prompts that the run had .*rows\.jsonl'"):
@@ -500,3 +505,25 @@ def test_configs_of_steps_that_are_given_up_name_the_step_that_is_left(tmp_path:
         "config.until_step_000012.2.yaml": "c",
     }
     assert [(step, path.read_text()) for step, path in earlier_configs(tmp_path)] == [(4, "a"), (12, "b")]
+
+
+def test_a_model_with_other_weights_is_another_run(tmp_path: Path) -> None:
+    """Of the same shape; the same model may lie in another directory, and earlier checkpoints say nothing."""
+    first = save_policy(tmp_path / "first")
+    shutil.copytree(first, tmp_path / "moved")
+    other = shutil.copytree(first, tmp_path / "other") / "model.safetensors"
+    with other.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+    config, mark = make_config(first), model_mark(first)
+    assert mark == model_mark(tmp_path / "moved") and mark != model_mark(other.parent)
+    assert model_mark(tmp_path) is None
+
+    def problems(directory: Path, saved: str | None) -> list[str]:
+        state = replace(state_of(config, 2), model_mark=saved)
+        now = replace(config, model=HFModelConfig(path=str(directory)))
+        return [str(problem) for problem in other_run(tmp_path / "step_2", state, now)]
+
+    assert not problems(first, mark) and not problems(tmp_path / "moved", mark) and not problems(other.parent, None)
+    [said] = problems(other.parent, mark)
+    assert said.startswith(f"model.path must hold the weights that the run began with, those of {first}, got ")

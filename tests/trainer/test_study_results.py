@@ -100,6 +100,9 @@ def test_modes_that_took_the_same_steps_are_named_and_count_once() -> None:
     assert ranking.same == (("int8", "tis", "vanilla_is"),)
     assert (ranking.pairs, ranking.parted) == (1, 1)
     assert any("int8: tis and vanilla_is were the same run" in note for note in study_notes(StudyConfig(), [], ranking))
+    # Equal rewards and accuracies alone are not the same run: the gradients show that the weights differ.
+    other = dict(results[2].curves) | {"grad": ((1, 0.5),)}
+    assert rank([*results[:2], replace(results[2], curves=other), *results[3:]]).same == ()
     # The same end alone is not the same run.
     results[2] = result("vanilla_is", 0, [0.3, 0.41, 0.9])
     assert rank(results).same == ()

@@ -373,9 +373,13 @@ def _wrong_choice(said: str, recipe: Path) -> Problem | None:
         group = twice.group(1)
         remedy = f"Start from one recipe only, and choose with - override /{group}: <option>."
         return Problem(key=key, rule=f"choose {group} twice", value=group, remedy=remedy)
-    early = re.search(r"Override '(\S+) : (\S+)' is defined before '(?:\S*): ([^']+)'", said)
+    early = re.search(r"Override '(\S+) : (\S+)' is defined before '(\S*): ([^']+)'", said)
+    if early is not None and early.group(3) in GROUPS:
+        group, option = early.group(3), early.group(4)
+        remedy = f"Write - override /{group}: {option}."
+        return Problem(key=key, rule=f"choose {group} twice", value=f"{group}: {option}", remedy=remedy)
     if early is not None:
-        group, option, entry = early.groups()
+        group, option, _, entry = early.groups()
         rule = f"must name what the recipe starts from, {entry}, before what it overrides"
         remedy = f"Move - override /{group}: {option} behind - {entry}."
         return Problem(key=key, rule=rule, value=f"override {group}: {option}", remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -85,10 +86,23 @@ def _medians(run: RunData) -> Iterator[Tile]:
         yield Tile("Time per step", f"{_median(run, 'time/step_s')} s", f"median{''.join(shares)}")
 
 
+_OLDER = re.compile(r"mismatch/by_lag/[1-9]\d*/k3")
+"""K3 of the tokens that were sampled so many optimizer steps before."""
+
+
 def _cause(run: RunData) -> str:
-    """Which part of the mismatch is the larger one; "" where the parts were not measured."""
+    """Which part of the mismatch is the larger one; "" where the parts were not measured, or not in most steps.
+
+    Rounding and arithmetic are measured on tokens of the newest weights only.
+    """
+    total = run.values("mismatch/k3")
     weights, arithmetic = run.values("mismatch/k3_weights"), run.values("mismatch/k3_arithmetic")
     if not weights or not arithmetic:
+        return ""
+    explained = statistics.median(weights) + statistics.median(arithmetic)
+    if any(map(_OLDER.fullmatch, run.rows[-1])) and statistics.median(total) > 2 * explained:
+        return ", mostly from tokens of older weights"
+    if 2 * min(len(weights), len(arithmetic)) < len(total):
         return ""
     parts = {
         "the rounding of the weights": statistics.median(weights),

@@ -341,6 +341,7 @@ def run_state(run: Run, step: int, policy_version: int, evaluation: dict[str, fl
         evaluation=evaluation,
         guard=guard,
         config=flat_config(run.config),
+        model_mark=run.task.model_mark,
     )
 
 

@@ -150,5 +150,5 @@ def _not_to_be_continued(resolution: Resolution, directory: Path) -> list[Proble
             remedy = f"parity resume {directory} goes on with the settings that the run had."
             problems.append(run.config.broken("run.num_steps", rule, remedy))
         if newest is not None:
-            problems += other_run(newest[0], newest[1].config, run.config)
+            problems += other_run(newest[0], newest[1], run.config)
     return problems

@@ -26,6 +26,8 @@ from trainer.run.smollm2 import build_smollm2
 from trainer.run.task_check import context_problems, vocabulary_problems
 from trainer.rundir.cache import Progress
 from trainer.rundir.checkpoint import RunState
+from trainer.rundir.model_mark import model_mark
+from trainer.rundir.resume import other_model
 from trainer.rundir.run_dir import StartError, write_whole
 from trainer.rundir.text import counted
 
@@ -44,6 +46,8 @@ class Task:
     dataset: Dataset
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
+    model_mark: str | None = None
+    """Tells the weights of the model apart from others; None of a model that Parity makes."""
 
 
 def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
@@ -161,6 +165,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         dataset=dataset,
         stop_token_ids=stop_ids,
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
+        model_mark=model_mark(model_path) if isinstance(config.model, HFModelConfig) else None,
     )
 
 
@@ -175,7 +180,12 @@ def data_notes(dataset: Dataset, run_dir: Path) -> list[str]:
 
 
 def prompt_stream(config: TrainConfig, task: Task, resumed: RunState | None) -> PromptStream:
-    """The training prompts, from where the run `resumed` had come to. Raises StartError for other data than it had."""
+    """The training prompts, from where the run `resumed` had come to.
+
+    Raises StartError for other data, or another model, than it had.
+    """
+    if resumed is not None and (problems := list(other_model(resumed, config, task.model_path))):
+        raise StartError(*problems)
     prompts = PromptStream(task.dataset.train, seed=config.run.seed)
     try:
         if resumed is not None:

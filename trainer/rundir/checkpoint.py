@@ -79,6 +79,8 @@ class RunState:
     """State of the guard; None without a guard, and in checkpoints of earlier versions."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The config of the run by dotted key, secrets redacted."""
+    model_mark: str | None = None
+    """`model_mark` of the model that the run began with, with model=hf; None in checkpoints of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

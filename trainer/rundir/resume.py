@@ -12,7 +12,7 @@ from pathlib import Path
 from algorithms.config import Estimator, Problem
 from trainer.config.outputs import CHECKPOINTS
 from trainer.config.train import TrainConfig
-from trainer.config.training import LoraConfig, Resume
+from trainer.config.training import HFModelConfig, LoraConfig, Resume
 from trainer.rundir.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -24,6 +24,7 @@ from trainer.rundir.checkpoint import (
     newest_state,
     state_at,
 )
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.provenance import config_record, group_choices
 from trainer.rundir.run_dir import StartError, has_checkpoint, needs_no_step
 from trainer.rundir.sealed import SealError
@@ -31,7 +32,7 @@ from trainer.rundir.sealed import SealError
 FIXED = ("model", "data", "run.seed")
 """Keys and sections that must not change: with another value the run would be another run."""
 MOVABLE = ("model.path", "data.train_path", "data.eval_path")
-"""Exceptions to FIXED that are only paths: the prompts are compared by digest, the weights by name and shape."""
+"""Exceptions to FIXED that are only paths: the prompts are compared by digest, the weights of the model by its mark."""
 OWN = ("run.dir", "run.recipe", "run.resume", "run.resume_from")
 """Keys that may always differ."""
 ESTIMATOR = "advantage.estimator"
@@ -58,7 +59,7 @@ def checkpoint_to_resume(config: TrainConfig, run_dir: Path) -> Checkpoint | Non
             checkpoint = source_checkpoint(config, compare=leave_to_ranks)
     except CheckpointError as error:
         raise StartError(str(error)) from error
-    if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state.config, config))):
+    if checkpoint is not None and (problems := list(other_run(checkpoint.path, checkpoint.state, config))):
         raise StartError(*problems)
     return checkpoint
 
@@ -98,7 +99,7 @@ def source_problems(config: TrainConfig) -> Iterator[Problem]:
     if config.run.num_steps <= state.step:
         rule = f"must be > {state.step}, the steps that run.resume_from={source} has taken"
         yield config.broken("run.num_steps", rule, "It counts the steps of both runs.")
-    yield from other_run(Path(source), state.config, config)
+    yield from other_run(Path(source), state, config)
 
 
 def source_checkpoint(config: TrainConfig, *, compare: CompareFiles) -> Checkpoint | None:
@@ -123,9 +124,20 @@ def whole_checkpoint(config: TrainConfig, run_dir: Path, candidate: Checkpoint, 
         checkpoint = source_checkpoint(config, compare=compare)
     if checkpoint is None:
         raise CheckpointError(f"{candidate.path} is gone. Start the run again.")
-    if problems := list(other_run(checkpoint.path, checkpoint.state.config, config)):
+    if problems := list(other_run(checkpoint.path, checkpoint.state, config)):
         raise CheckpointError("; ".join(map(str, problems)))
     return checkpoint
+
+
+def other_model(state: RunState, config: TrainConfig, directory: Path) -> Iterator[Problem]:
+    """Yield the problem of a model in `directory` that is not the one with which the run of `state` began.
+
+    It would be the reference, or lie below the adapter. A directory may move; one that is not there is for others.
+    """
+    mark = model_mark(directory) if directory.is_dir() else None
+    if isinstance(config.model, HFModelConfig) and state.model_mark and mark and mark != state.model_mark:
+        rule = f"must hold the weights that the run began with, those of {state.config['model.path']}"
+        yield config.broken("model.path", rule, "Or begin a new run in another run.dir.")
 
 
 def lora_of(saved: Mapping[str, object]) -> LoraConfig:
@@ -140,9 +152,12 @@ def takes_no_step(config: TrainConfig, run_dir: Path, checkpoint: Checkpoint | N
     return config.run.resume is Resume.auto and needs_no_step(run_dir, saved=saved, num_steps=config.run.num_steps)
 
 
-def other_run(path: Path, saved: Mapping[str, object], config: TrainConfig) -> Iterator[Problem]:
-    """Yield the problems of `config` if the checkpoint `path`, whose config was `saved`, belongs to another run."""
+def other_run(path: Path, state: RunState, config: TrainConfig) -> Iterator[Problem]:
+    """Yield the problems of `config` if the checkpoint `path`, with this `state`, belongs to another run."""
+    saved = state.config
     changed, now = changed_keys(saved, config), flat_config(config)
+    if isinstance(config.model, HFModelConfig):
+        yield from other_model(state, config, Path(config.model.path).expanduser())
     # A key that this version of Parity no longer has cannot be set as it was; the user is told of the change only.
     for key in [key for key in changed if _is_fixed(key) and key in now]:
         rule = f"must be {saved.get(key, _ABSENT)!r}, as in {path}: with another value it is another run"

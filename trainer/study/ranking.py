@@ -24,6 +24,10 @@ MODE_COLUMN = TITLES.index("mode")
 """Columns up to this one are words, the others numbers."""
 
 
+_COURSE = ("reward", "heldout", "entropy", "grad")
+"""Curves that two runs of the same weights share to the last digit."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
     """One mode at one precision; spreads are over the seeds that ended, None if no seed ended."""
@@ -92,11 +96,14 @@ def rank(results: Sequence[CellResult]) -> Ranking:
 
 
 def same_modes(by_mode: dict[str, list[CellResult]]) -> list[tuple[str, ...]]:
-    """Modes in groups whose finished runs had equal rewards and equal held-out accuracies at every step."""
+    """Modes in groups whose finished runs were equal: rewards, held-out accuracies, entropies and gradient norms.
+
+    A small reward shows no difference of the weights, the last two show any.
+    """
     groups: dict[object, list[str]] = {}
     for mode, results in by_mode.items():
         finished = sorted((result for result in results if result.finished), key=lambda result: result.seed)
-        course = [(result.seed, *result.curves["reward"], *result.curves["heldout"]) for result in finished]
+        course = [(result.seed, *(point for name in _COURSE for point in result.curves[name])) for result in finished]
         groups.setdefault(tuple(course), []).append(mode)
     return [tuple(modes) for modes in groups.values()]
 

@@ -1,0 +1,219 @@
+"""LoRA against training all weights, on one rank of SmolLM2-135M-Instruct: seconds, memory, bytes, and its arithmetic.
+
+    python benchmarks/lora.py [--rank 16] [--steps 4] [--dtype bfloat16]
+
+Each variant runs in a process of its own, one rank without Ray or an engine: 12 prompts of 55 tokens x 8 responses of
+24, micro-batches of 2,048 tokens. Prints Markdown:
+
+step        forward, backward and update, median of the steps after the first
+peak        most memory of the process, less what it took before the model was loaded
+beyond      the peak without the bytes of the weights that the model has anyway
+checkpoint  bytes on the disk
+sync        seconds in which the weights are gathered, added up and written for an engine of the same type
+gradient    largest difference from the gradients of peft under plain autograd, float32, over their largest number
+merged      largest difference between log-probs of the adapter beside the weights and added to them, float32, nats
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollout.config import DType, TorchEngineConfig
+from rollout.types import FinishReason, Sample
+from trainer.batch.packing import pack
+from trainer.compose.compose import resolve
+from trainer.config.paths import recipe_dir
+from trainer.policy.host_copy import local_part
+from trainer.policy.lora import B_ENDING, is_adapter
+from trainer.policy.model import full_tensors, load_causal_lm
+from trainer.policy.worker import PolicySetup, PolicyWorker
+from trainer.run.task import resolve_model
+
+PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 12, 8, 55, 24
+SCORED = 4
+"""Samples whose gradients and log-probs are compared with peft's."""
+
+
+def samples(count: int, group: int) -> list[Sample]:
+    """Random tokens in groups that share a prompt; every second sample is rewarded."""
+    generator = np.random.default_rng(0)
+    found = []
+    for prompt in range(count):
+        shared = generator.integers(100, 40_000, PROMPT_TOKENS)
+        for index in range(group):
+            tokens = np.concatenate([shared, generator.integers(100, 40_000, RESPONSE_TOKENS)])
+            found.append(
+                Sample(
+                    prompt_id=prompt,
+                    sample_index=index,
+                    token_ids=tokens,
+                    response_mask=np.arange(len(tokens)) >= PROMPT_TOKENS,
+                    rollout_logprobs=np.full(len(tokens), -10.0),
+                    token_versions=np.zeros(len(tokens), dtype=np.int64),
+                    finish_reason=FinishReason.length,
+                    reward=float(index % 2),
+                )
+            )
+    return found
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def start_worker(rank: int, dtype: str, directory: Path) -> PolicyWorker:
+    """One rank of the recipe's model; the adapter has numbers in B, so that everything has a gradient."""
+    words = ("policy.num_workers=1", f"policy.lora.rank={rank}", f"policy.dtype={dtype}", "optim.lr=1e-6")
+    [run] = resolve(recipe_dir() / "smollm2_grpo.yaml", words, own_dir=None, multirun=False).runs
+    assert run.config is not None, run.problems
+    config, model_path = run.config, resolve_model(run.config, progress=lambda done, total, detail: None)
+    config.rollout = TorchEngineConfig(dtype=DType[dtype])
+    worker = PolicyWorker(
+        PolicySetup(
+            config=config,
+            model_path=model_path,
+            rank=0,
+            init_method=f"file://{directory / 'meeting'}",
+            device="cpu",
+            num_threads=torch.get_num_threads(),
+            log_dir=directory,
+        )
+    )
+    worker.setup()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in worker._policy.model.causal_lm.named_parameters():
+        if name.endswith(B_ENDING):
+            local_part(parameter.data).normal_(std=0.02, generator=generator)
+    return worker
+
+
+def measure(rank: int, dtype: str, steps: int, directory: Path) -> dict[str, float]:
+    """One variant; rank 0 trains all weights."""
+    before = peak_bytes()
+    worker = start_worker(rank, dtype, directory)
+    batch = pack([samples(PROMPTS, GROUP)], num_ranks=1, max_tokens=2048, policy_version=0)
+    seconds = []
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        worker.train(batch.ranks[0], batch.samples, step)
+        seconds.append(time.perf_counter() - began)
+    peak = peak_bytes() - before
+    parameters = dict(worker._policy.model.named_parameters())
+    weights = sum(each.numel() * each.element_size() for name, each in parameters.items() if not is_adapter(name))
+    began = time.perf_counter()
+    shared = worker.publish_weights(1)
+    sync_s = time.perf_counter() - began
+    assert shared is not None
+    (directory / "saved").mkdir()
+    worker.save_checkpoint(directory / "saved", False)
+    written = sum(path.stat().st_size for path in (directory / "saved").iterdir())
+    dist.destroy_process_group()
+    return {
+        "trained": float(sum(each.numel() for each in parameters.values() if each.requires_grad)),
+        "step_s": statistics.median(seconds[1:]),
+        "peak": float(peak),
+        "beyond": float(peak - weights),
+        "checkpoint": float(written),
+        "sync_s": sync_s,
+    }
+
+
+def compare(rank: int, directory: Path) -> dict[str, float]:
+    """The same adapter in peft, with plain autograd, and added to the weights; all in float32."""
+    import peft
+
+    worker = start_worker(rank, "float32", directory)
+    model, few = worker._policy.model, samples(SCORED, 1)
+    batch = pack([few], num_ranks=1, max_tokens=10_000, policy_version=0)
+    [micro] = batch.ranks[0][0].micro_batches
+    scores = model(micro, temperature=1.0)
+    worker._policy.zero_grad()
+    worker._policy.backward(scores.logprobs[micro.response_index].mean())
+    model.reshard()  # type: ignore[operator]  # a rank alone has whole matrices
+    trained = {name: each for name, each in model.causal_lm.named_parameters() if is_adapter(name)}
+    found = {name: local_part(each.grad) for name, each in trained.items() if each.grad is not None}
+    own = {name: local_part(each.data) for name, each in trained.items()}
+    merged = dict(full_tensors(model))
+    dist.destroy_process_group()
+    base = load_causal_lm(worker._setup.model_path)
+    base.set_attn_implementation("sdpa")
+    lora = worker._config.policy.lora
+    described = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    plain = peft.get_peft_model(base, described)
+    parameters = {name.removeprefix("base_model.model."): each for name, each in plain.named_parameters()}
+    for name, tensor in own.items():
+        parameters[name].data.copy_(tensor)
+
+    def logprobs(scorer: torch.nn.Module) -> torch.Tensor:
+        rows = torch.tensor(np.stack([sample.token_ids for sample in few]))
+        every = torch.log_softmax(scorer(input_ids=rows).logits[:, :-1].float(), -1)
+        return every.gather(-1, rows[:, 1:, None])[:, PROMPT_TOKENS - 1 :, 0].flatten()
+
+    expected = logprobs(plain)
+    expected.mean().backward()
+    theirs = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+    largest = max(float(each.abs().max()) for each in theirs.values())
+    gradient = max(float((each - found[name]).abs().max()) for name, each in theirs.items()) / largest
+    whole = load_causal_lm(worker._setup.model_path)
+    whole.set_attn_implementation("sdpa")
+    whole.load_state_dict(merged, strict=False)
+    with torch.no_grad():
+        difference = float((logprobs(whole) - expected).abs().max())
+    return {"gradient": gradient, "merged": difference}
+
+
+def child(arguments: list[str]) -> dict[str, float]:
+    """The numbers of this script in another process, whose memory is its own."""
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--part", choices=["full", "lora", "peft"], help="for the script's own processes")
+    args = parser.parse_args()
+    shared = ["--rank", str(args.rank), "--steps", str(args.steps), "--dtype", args.dtype]
+    if args.part is not None:
+        with tempfile.TemporaryDirectory() as made:
+            if args.part == "peft":
+                numbers = compare(args.rank, Path(made))
+            else:
+                numbers = measure(args.rank if args.part == "lora" else 0, args.dtype, args.steps, Path(made))
+        sys.stdout.write(json.dumps(numbers) + "\n")
+        return
+    full, lora, peft = (child([*shared, "--part", part]) for part in ("full", "lora", "peft"))
+    lines = [f"| {args.dtype} | all weights | rank {args.rank} | ratio |", "|---|--:|--:|--:|"]
+    for key, name, unit, form in (
+        ("trained", "trained parameters", 1.0, ",.0f"),
+        ("step_s", "step, s", 1.0, ".2f"),
+        ("peak", "peak, GiB", 2.0**30, ".2f"),
+        ("beyond", "beyond the weights, GiB", 2.0**30, ".2f"),
+        ("checkpoint", "checkpoint, MB", 1e6, ",.1f"),
+        ("sync_s", "sync, s", 1.0, ".2f"),
+    ):
+        cells = [format(numbers[key] / unit, form) for numbers in (full, lora)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {lora[key] / full[key]:.2g} |")
+    lines += ["", f"Gradients against peft: {peft['gradient']:.1e}. Merged against beside: {peft['merged']:.1e} nats."]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
