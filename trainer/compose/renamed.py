@@ -94,7 +94,7 @@ _NAMES: Final[dict[str, str]] = {
     "policy.num_workers, the ranks, and policy.gpus_per_worker": "verl n_gpus_per_node",
     "policy.offload=optimizer": "verl optimizer_offload",
     "policy.offload=parameters": "verl param_offload",
-    "policy.lora.alpha": "verl lora_alpha; TRL lora_alpha",
+    "policy.lora.alpha": "verl lora_alpha",
     "policy.lora.rank": "verl lora_rank; TRL lora_r",
     "policy.lora.targets": "verl target_modules; TRL lora_target_modules",
     "policy.torch_compile": "verl use_torch_compile; TRL torch_compile",
