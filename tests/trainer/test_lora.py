@@ -36,7 +36,15 @@ from trainer.policy.worker import PolicyWorker
 from trainer.run.adapter_check import AdapterFacts, read_adapter
 from trainer.run.export import write_adapter, write_merged, write_model
 from trainer.run.task_check import task_problems
-from trainer.rundir.checkpoint import POLICY, Checkpoint, RunState, begin_checkpoint, commit_checkpoint
+from trainer.rundir.checkpoint import (
+    POLICY,
+    Checkpoint,
+    CheckpointError,
+    RunState,
+    begin_checkpoint,
+    commit_checkpoint,
+)
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import flat_config, other_run
 
 
@@ -251,7 +259,7 @@ def saved_run(path: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[
         worker.save_checkpoint(unfinished / POLICY, asynchronous=False)
         merged = {name: tensor.clone() for name, tensor in full_tensors(worker._policy.model)}
     stream = StreamState(seed=0, epoch=0, position=0, digest="")
-    state = RunState(step=1, policy_version=1, stream=stream, config=flat_config(config))
+    state = RunState(step=1, policy_version=1, stream=stream, config=flat_config(config), model_mark=model_mark(path))
     return config, commit_checkpoint(unfinished, state, keep=1), merged
 
 
@@ -290,6 +298,9 @@ def test_an_adapter_of_another_model_or_kind_is_refused(tmp_path: Path) -> None:
     assert "k_proj has shape [17, 32], the adapter is for [16, 32]" in str(
         read_adapter("checkpoint", tmp_path / "adapter", wide)
     )
+    wrong = replace(checkpoint, state=replace(checkpoint.state, model_mark="0"))
+    with pytest.raises(CheckpointError, match="holds an adapter of other weights than those in"):
+        write_model(config, wrong, tmp_path / "never")
     described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(described | {"use_dora": True}))
     problem = str(read_adapter("checkpoint", tmp_path / "adapter", shapes))

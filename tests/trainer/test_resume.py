@@ -526,4 +526,4 @@ def test_a_model_with_other_weights_is_another_run(tmp_path: Path) -> None:
 
     assert not problems(first, mark) and not problems(tmp_path / "moved", mark) and not problems(other.parent, None)
     [said] = problems(other.parent, mark)
-    assert said.startswith(f"model.path must hold the weights that the run began with, those of {first}, got ")
+    assert said.startswith(f"model.path must hold the weights that the run began with, got '{other.parent}'.")

@@ -32,6 +32,7 @@ from trainer.policy.shards import load_shards
 from trainer.run.adapter_check import A_IN_FILE, B_IN_FILE, FILE_PREFIX, read_adapter
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.resume import lora_of
 from trainer.rundir.weights_source import KEY
 
@@ -62,6 +63,8 @@ def write_model(
     lora = lora_of(checkpoint.state.config)
     source: _Source = _Weights(checkpoint)
     if lora.rank:
+        if checkpoint.state.model_mark not in (None, model_mark(start)):
+            raise CheckpointError(f"{checkpoint.path} holds an adapter of other weights than those in {start}")
         source = _Merged(start, _adapter(start, checkpoint), scale=lora.alpha / lora.rank)
     _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
 

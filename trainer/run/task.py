@@ -47,7 +47,7 @@ class Task:
     stop_token_ids: tuple[int, ...]
     scorer: Scorer
     model_mark: str | None = None
-    """Tells the weights of the model apart from others; None of a model that Parity makes."""
+    """Tells the weights of the model apart from others; None of a model that Parity makes and trains as a whole."""
 
 
 def resolve_model(config: TrainConfig, *, progress: Progress) -> Path:
@@ -158,6 +158,8 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
     def decode(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    # A model that Parity makes differs in its last bits from machine to machine. Only an adapter needs the very same.
+    has_mark = isinstance(config.model, HFModelConfig) or config.policy.lora.rank > 0
     return Task(
         model_path=model_path,
         critic_path=resolve_critic(config, model_path, tokenizer) if trains else model_path,
@@ -165,7 +167,10 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         dataset=dataset,
         stop_token_ids=stop_ids,
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
-        model_mark=model_mark(model_path) if isinstance(config.model, HFModelConfig) else None,
+        # A model that Parity makes differs in its last bits from machine to machine, and only an adapter lies on it.
+        model_mark=model_mark(model_path)
+        if isinstance(config.model, HFModelConfig) or config.policy.lora.rank
+        else None,
     )
 
 

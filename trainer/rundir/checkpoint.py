@@ -80,7 +80,7 @@ class RunState:
     config: Mapping[str, object] = field(default_factory=dict)
     """The config of the run by dotted key, secrets redacted."""
     model_mark: str | None = None
-    """`model_mark` of the model that the run began with, with model=hf; None in checkpoints of earlier versions."""
+    """`model_mark` of the model that the run began with, with model=hf or an adapter; None in earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

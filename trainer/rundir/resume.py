@@ -134,10 +134,13 @@ def other_model(state: RunState, config: TrainConfig, directory: Path) -> Iterat
 
     It would be the reference, or lie below the adapter. A directory may move; one that is not there is for others.
     """
-    mark = model_mark(directory) if directory.is_dir() else None
-    if isinstance(config.model, HFModelConfig) and state.model_mark and mark and mark != state.model_mark:
-        rule = f"must hold the weights that the run began with, those of {state.config['model.path']}"
-        yield config.broken("model.path", rule, "Or begin a new run in another run.dir.")
+    mark = model_mark(directory) if directory.is_dir() and state.model_mark else None
+    if mark not in (None, state.model_mark):
+        key, value = (
+            ("model.path", config.model.path) if isinstance(config.model, HFModelConfig) else ("model", directory)
+        )
+        rule = "must hold the weights that the run began with"
+        yield Problem(key=key, rule=rule, value=str(value), remedy="Or begin a new run in another run.dir.")
 
 
 def lora_of(saved: Mapping[str, object]) -> LoraConfig:
