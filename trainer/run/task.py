@@ -167,10 +167,7 @@ def load_task(config: TrainConfig, *, progress: Progress, model_path: Path | Non
         dataset=dataset,
         stop_token_ids=stop_ids,
         scorer=Scorer(config.reward, max_new_tokens=config.sampling.max_new_tokens, decode=decode),
-        # A model that Parity makes differs in its last bits from machine to machine, and only an adapter lies on it.
-        model_mark=model_mark(model_path)
-        if isinstance(config.model, HFModelConfig) or config.policy.lora.rank
-        else None,
+        model_mark=model_mark(model_path) if has_mark else None,
     )
 
 
