@@ -37,6 +37,8 @@ from trainer.rundir.yaml_text import load_yaml
 
 HYDRA_OPTIONS = ("basic", "default")
 """Options of Hydra's own groups that Hydra chooses by itself."""
+YamlFile = tuple[str, str, DictConfig]
+"""Path of a file, prefix of its keys, content."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,16 +96,17 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
     problems: list[Problem] = []
     root: DictConfig | None = None
     defaults: list[ResultDefault] = []
+    files: list[YamlFile] = []
     try:
-        root, defaults = _compose(recipe, overrides, loader=loader, found=problems)
+        root, defaults, files = _compose(recipe, overrides, loader=loader, found=problems)
     except Exception as error:  # Invalid YAML, a cycle: Hydra lets errors of other packages through.
         problems.append(_not_composed(error, recipe))
     config, model, output_dir, has_default_dir, chosen = None, None, None, False, _chosen(defaults)
     if root is not None:
-        _drop_replaced(root, chosen, overrides, list(_files(defaults, loader)))
+        _drop_replaced(root, chosen, overrides, files)
         config, unreadable, broken = build_config(root, chosen)
         named = {problem.key for problem in problems}
-        problems += _located([found for found in unreadable if found.key not in named], overrides, defaults, loader)
+        problems += _located([found for found in unreadable if found.key not in named], overrides, files)
         problems += [found for found in broken if found.key not in named]
         keys = [problem.key for problem in (*problems, *unreadable)]
         if "model" in chosen and not any(key.startswith("model") for key in keys):
@@ -129,8 +132,8 @@ def _compose_run(recipe: Path, words: tuple[str, ...], *, loader: ConfigLoader, 
 
 def _compose(
     recipe: Path, overrides: Sequence[Override], *, loader: ConfigLoader, found: list[Problem]
-) -> tuple[DictConfig | None, list[ResultDefault]]:
-    """Compose the recipe -> (tree, entries of the defaults list); the tree is None where `found` says why.
+) -> tuple[DictConfig | None, list[ResultDefault], list[YamlFile]]:
+    """Compose the recipe -> (tree, entries of the defaults list, their files); the tree is None where `found` says why.
 
     Raises errors of Hydra, OmegaConf, YAML and the file system, for example of an unreadable file. A misspelt option
     is reported and replaced with the nearest option, so that the keys below it can be checked.
@@ -139,11 +142,11 @@ def _compose(
     if not isinstance(document, dict | None):
         rule, remedy = "must be a mapping of keys to values", "Its first key is defaults: what the recipe starts from."
         found.append(Problem(key=str(recipe), rule=rule, value=document, remedy=remedy))
-        return None, []
+        return None, [], []
     shown = document.get("defaults") if document else None
     if isinstance(shown, list) and "_self_" not in shown:  # Hydra would warn, and put it at the end
         found.append(_of_defaults(recipe, shown))
-        return None, []
+        return None, [], []
     choices: dict[str, str] = {}
     for override in overrides:
         group, value = override.key_or_group, override.value()
@@ -164,15 +167,15 @@ def _compose(
     order = [default.config_path for default in defaults]
     if SCHEMA not in order or MAIN_CONFIG not in order or order.index(recipe.stem) < order.index(MAIN_CONFIG):
         found.append(_of_defaults(recipe, shown))
-        return None, []
+        return None, [], []
     files = list(_files(defaults, loader))
     found += _about_hydra(defaults, files)
     if flat := list(_not_sections(files)):  # Hydra could not merge it with the section
         found += flat
-        return None, list(defaults)
+        return None, list(defaults), files
     values = [lenient(override) for override in overrides if override.key_or_group not in GROUPS]
     words = [*choices.values(), *values, recipe_override(recipe_name(recipe))]
-    return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults)
+    return compose(recipe.stem, overrides=words, return_hydra_config=True), list(defaults), files
 
 
 def _of_defaults(recipe: Path, shown: object) -> Problem:
@@ -194,7 +197,7 @@ def hydra_problems(recipe: Path, words: Sequence[str], *, own_dir: Path | None) 
             return []
 
 
-def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[tuple[str, str, DictConfig]]) -> list[Problem]:
+def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[YamlFile]) -> list[Problem]:
     """Problems of `files`, as of `_files`, that set, or choose, a part of Hydra's own section, wherever they put it.
 
     That section can name any class or function for Hydra to call: callbacks, launchers, sweepers, log handlers.
@@ -212,7 +215,7 @@ def _about_hydra(defaults: Sequence[ResultDefault], files: Sequence[tuple[str, s
     return found
 
 
-def _not_sections(files: Sequence[tuple[str, str, DictConfig]]) -> Iterator[Problem]:
+def _not_sections(files: Sequence[YamlFile]) -> Iterator[Problem]:
     """Yield the problems of `files`, as of `_files`, that give a single value, or a list, for a section."""
     kinds = get_type_hints(TrainConfig)
     for file, prefix, content in files:
@@ -255,7 +258,7 @@ def _drop_replaced(
     root: DictConfig,
     chosen: Mapping[str, type],
     overrides: Sequence[Override],
-    files: Sequence[tuple[str, str, DictConfig]],
+    files: Sequence[YamlFile],
 ) -> None:
     """Where a recipe, or a word of the command line, chooses another option of a group than the recipe below it, drop
     the keys that the recipe below sets and that only other options of the group have.
@@ -285,9 +288,7 @@ def _overridden(content: DictConfig) -> set[str]:
     return {key.removeprefix("override ").strip().lstrip("/") for key in keys if key.startswith("override ")}
 
 
-def _located(
-    problems: Sequence[Problem], overrides: Sequence[Override], defaults: Sequence[ResultDefault], loader: ConfigLoader
-) -> list[Problem]:
+def _located(problems: Sequence[Problem], overrides: Sequence[Override], files: Sequence[YamlFile]) -> list[Problem]:
     """The `problems` in the order of the command line; problems of YAML files come first and name the file."""
     names = [f"{override.key_or_group}." for override in overrides]
     ordered: list[tuple[int, Problem]] = []
@@ -295,13 +296,13 @@ def _located(
         key = f"{problem.key.lstrip('~')}."
         by_word = [index for index, name in enumerate(names) if key.startswith(name) or name.startswith(key)]
         if not by_word:
-            files = [file for file, prefix, content in _files(defaults, loader) if _sets(content, key, prefix)]
-            problem = replace(problem, key=f"{files[-1]}: {problem.key}" if files else problem.key)
+            setting = [file for file, prefix, content in files if _sets(content, key, prefix)]
+            problem = replace(problem, key=f"{setting[-1]}: {problem.key}" if setting else problem.key)
         ordered.append((by_word[-1] if by_word else -1, problem))
     return [problem for _, problem in sorted(ordered, key=lambda pair: pair[0])]
 
 
-def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[tuple[str, str, DictConfig]]:
+def _files(defaults: Sequence[ResultDefault], loader: ConfigLoader) -> Iterator[YamlFile]:
     """Yield (path, prefix of the keys, content) of the YAML files in `defaults`; later files override earlier ones."""
     for default in defaults:
         name, package = default.config_path, (default.package or "").replace("_global_", "")

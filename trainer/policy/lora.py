@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rollout.torch.onednn_linear import use_fast_products
 from trainer.config.training import LoraConfig
 from trainer.limits.adapter_shape import chosen_layers
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
@@ -46,6 +47,7 @@ def add_adapter(causal_lm: PreTrainedModel, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(peft_config(causal_lm, config), causal_lm, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    use_fast_products(causal_lm)  # the layers of the adapter too
 
 
 def peft_config(causal_lm: PreTrainedModel, config: LoraConfig) -> PeftConfig:

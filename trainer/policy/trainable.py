@@ -37,9 +37,6 @@ LEAST_SCALE = 1.0
 NO_SCALE = torch.zeros(2, dtype=torch.float64)
 """State of a run that needs no loss scale."""
 
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""A checkpoint holds what is trained. Its names are compared where it is read: `load_shards` misses none."""
-
 StateDict = dict[str, Any]
 """Nested names to tensors and numbers, as torch.distributed.checkpoint takes it."""
 
@@ -144,6 +141,9 @@ class Trainable(Generic[ModelT]):
         self._config = config
         self._name = name
         self._optimizer = build_optimizer(model, config)
+        # A checkpoint holds what is trained. Beside an adapter that is not every parameter of the model.
+        is_whole = all(parameter.requires_grad for parameter in model.parameters())
+        self._trained = StateDictOptions(ignore_frozen_params=True, strict=is_whole)
         self._bad_steps = 0
         self._device = torch.device(next(model.parameters()).device)
         self._offload = offload
@@ -231,7 +231,7 @@ class Trainable(Generic[ModelT]):
     def state_dict(self) -> StateDict:
         """Trained weights, optimizer, counters and loss scale, sharded: what a checkpoint holds. Tensors are not
         copied."""
-        model, optimizer = get_state_dict(self._model, self._optimizer, options=TRAINED)
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=self._trained)
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 model.pop(name, None)  # torch leaves the second name of a tied one
@@ -248,7 +248,9 @@ class Trainable(Generic[ModelT]):
             self._scale.load(scale)
         self.wake()
         self._optimizer_on_host.give_back(device=self._device)
-        set_state_dict(self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
+        set_state_dict(
+            self.model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer, options=self._trained
+        )
         if self._offload is Offload.optimizer:
             self._move_optimizer_out()
 
@@ -284,7 +286,7 @@ class Trainable(Generic[ModelT]):
 
         A sleeping policy could not make them: its GPU is the engine's.
         """
-        get_state_dict(self._model, self._optimizer, options=TRAINED)
+        get_state_dict(self._model, self._optimizer, options=self._trained)
         for state in self._optimizer.state.values():
             state["step"].zero_()  # torch has counted an update that changed nothing
 

@@ -23,7 +23,6 @@ from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
 from rollout.sglang.expected import ExpectedDigests
 from rollout.sglang.fusing import FusionError
-from rollout.torch.onednn_linear import use_fast_products
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.packing import DTYPES
 from rollout.weights.quantization import weight_publisher
@@ -185,7 +184,6 @@ class PolicyWorker:
         model.requires_grad_(trained)
         if trained and policy.lora.rank:
             add_adapter(causal_lm, policy.lora)
-            use_fast_products(causal_lm)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)

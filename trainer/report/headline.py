@@ -99,15 +99,14 @@ def _cause(run: RunData) -> str:
     weights, arithmetic = run.values("mismatch/k3_weights"), run.values("mismatch/k3_arithmetic")
     if not weights or not arithmetic:
         return ""
-    explained = statistics.median(weights) + statistics.median(arithmetic)
-    if any(map(_OLDER.fullmatch, run.rows[-1])) and statistics.median(total) > 2 * explained:
-        return ", mostly from tokens of older weights"
-    if 2 * min(len(weights), len(arithmetic)) < len(total):
-        return ""
     parts = {
         "the rounding of the weights": statistics.median(weights),
         "the arithmetic": statistics.median(arithmetic),
     }
+    if any(map(_OLDER.fullmatch, run.rows[-1])) and statistics.median(total) > 2 * sum(parts.values()):
+        return ", mostly from tokens of older weights"
+    if 2 * min(len(weights), len(arithmetic)) < len(total):
+        return ""
     (larger, most), (_, least) = sorted(parts.items(), key=lambda part: -part[1])
     if most < 2 * least:
         return ", from weights and arithmetic alike"

@@ -68,7 +68,8 @@ def look_at_hardware(model_path: Path, policy: PolicyGroup, lora: LoraConfig) ->
     adapter = 0
     try:
         shape = directory_shape(model_path)
-        adapter = adapter_parameters(stored_linear_shapes(model_path), lora)
+        if lora.rank:
+            adapter = adapter_parameters(stored_linear_shapes(model_path), lora)
         if not shape.is_dense:
             logger.warning("a mixture of experts has no floors here: a token meets only some of its parameters")
             shape = None

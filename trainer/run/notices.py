@@ -52,10 +52,9 @@ class Notices:
         if self._warns_of_failures and any(failures.values()):
             self._warns_of_failures = False
             said = [f"{n} {_FAILURES[name].format('is' if n == 1 else 'are')}" for name, n in failures.items() if n]
-            text = (
-                f"the reward function failed on responses of this step: {'; '.join(said)}. Every step counts them in "
-            )
-            text += f"{', '.join(name for name, count in failures.items() if count)}"
+            counted = ", ".join(name for name, n in failures.items() if n)
+            text = f"the reward function failed on responses of this step: {'; '.join(said)}. "
+            text += f"Every step counts them in {counted}"
             found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
         if row["reward/generated_accuracy"]:
             self._correct_rule = ""

@@ -106,8 +106,9 @@ def _directory_problems(resolution: Resolution, *, trains: bool) -> list[Problem
     if directory is not None and (holder := lock_holder(directory)) is not None:
         remedy = f"Wait for that process, end it with kill {holder}, or use another {key}."
         return [Problem(key=key, rule=f"is in use by process {holder}", value=str(directory), remedy=remedy)]
-    above = [] if directory is None else [each for each in directory.parents if (each / ENVIRONMENT_FILE).is_file()]
-    if trains and any(map(is_run, above)):
+    parents = directory.parents if trains and directory is not None else ()
+    above = [each for each in parents if (each / ENVIRONMENT_FILE).is_file() and is_run(each)]
+    if above:
         remedy = f"Name a directory beside it, or leave {key} out."
         return [Problem(key=key, rule=f"must not lie in {above[0]}, a run", value=str(directory), remedy=remedy)]
     configs = [run.config for run in resolution.runs if run.config is not None and trains]

@@ -136,11 +136,9 @@ def other_model(state: RunState, config: TrainConfig, directory: Path) -> Iterat
     """
     mark = model_mark(directory) if directory.is_dir() and state.model_mark else None
     if mark not in (None, state.model_mark):
-        key, value = (
-            ("model.path", config.model.path) if isinstance(config.model, HFModelConfig) else ("model", directory)
-        )
-        rule = "must hold the weights that the run began with"
-        yield Problem(key=key, rule=rule, value=str(value), remedy="Or begin a new run in another run.dir.")
+        key = "model.path" if isinstance(config.model, HFModelConfig) else "model"
+        rule, remedy = "must hold the weights that the run began with", "Or begin a new run in another run.dir."
+        yield Problem(key=key, rule=rule, value=str(directory), remedy=remedy)
 
 
 def lora_of(saved: Mapping[str, object]) -> LoraConfig:
