@@ -31,11 +31,11 @@ import torch.distributed as dist
 
 from rollout.config import DType, TorchEngineConfig
 from rollout.types import FinishReason, Sample
+from rollout.weights.adapter import B_ENDING, is_adapter
 from trainer.batch.packing import pack
 from trainer.compose.compose import resolve
 from trainer.config.paths import recipe_dir
 from trainer.policy.host_copy import local_part
-from trainer.policy.lora import B_ENDING, is_adapter
 from trainer.policy.model import full_tensors, load_causal_lm
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.run.task import resolve_model

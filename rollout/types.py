@@ -225,6 +225,17 @@ class SampleGroup:
         return [reward for reward in rewards if reward is not None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterSpec:
+    """A LoRA adapter without its numbers: `rollout/weights/adapter.py` has the formula."""
+
+    rank: int
+    alpha: int
+    """The adapter is multiplied by alpha / rank."""
+    layers: tuple[str, ...]
+    """Names of the linear layers that have one, in the model's order."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TensorSpec:
     """Position and digest of one tensor in the packed weights."""
@@ -327,6 +338,8 @@ class SharedWeights:
     """Of the layouts that were known when the weights were published."""
     broadcast: BroadcastAddress | None = None
     """Address at which workers of other machines receive the weights; None without receivers."""
+    base: SharedWeights | None = None
+    """The frozen weights, if these are an adapter. They stay the same during a run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -340,4 +353,6 @@ class PackedWeights:
     region: RegionAddress | None = None
     """Region from which other processes of this machine can map `data`; None if `data` is private memory."""
     engine_digests: EngineDigests = field(default_factory=dict)
+    """As in SharedWeights."""
+    base: PackedWeights | None = None
     """As in SharedWeights."""

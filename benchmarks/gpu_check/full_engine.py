@@ -21,6 +21,7 @@ from gpu_check.rows import NotRunError, Row, judged, not_run, noted
 from rollout.config import SGLangConfig
 from rollout.engine import EngineError, WeightSyncError
 from rollout.sglang.engine import SGLangEngine
+from rollout.sglang.installation import ServerNeeds
 from rollout.types import GenerateRequest, PackedWeights, SamplingParams
 from rollout.weights.packing import TensorShape
 from rollout.weights.shared_weights import WeightPublisher, WeightReader
@@ -59,7 +60,7 @@ def started(
         device=host.device.type,
         log_dir=host.out / "logs",
         num_threads=None if host.is_cuda else host.threads,
-        sleeps=sleeps,
+        needs=ServerNeeds(sleeps=sleeps),
     )
     try:
         info = engine.start(path)

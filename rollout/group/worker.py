@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rollout.processes.inherited import allow_open_files, forget_allocator, forg
 from rollout.processes.process_marks import ProcessMark, mark_processes, wait_for_end
 from rollout.processes.process_memory import private_bytes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
-from rollout.types import Completion, GenerateRequest, PackedWeights, SharedWeights
+from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights, SharedWeights
 from rollout.weights.shared_weights import WeightReader
 from rollout.weights.weight_broadcast import WeightReceiver
 
@@ -50,6 +51,8 @@ class EngineSetup:
     """True if the engine must be able to free its GPU's memory, for which SGLang needs a special allocator."""
     cache_tokens: int | None = None
     """Tokens that the engine must be able to hold, because the one before it could; None leaves it to the engine."""
+    adapter: AdapterSpec | None = None
+    """The adapter that the engine gets beside the weights; None if it gets all weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,7 @@ def build_engine(setup: EngineSetup) -> Engine:
     """Make the engine of `setup.config`; imports only that kind of engine."""
     if isinstance(setup.config, SGLangConfig):
         from rollout.sglang.engine import SGLangEngine
+        from rollout.sglang.installation import ServerNeeds
 
         return SGLangEngine(
             setup.config,
@@ -77,13 +81,18 @@ def build_engine(setup: EngineSetup) -> Engine:
             device=setup.device,
             log_dir=setup.log_dir,
             num_threads=setup.num_threads,
-            sleeps=setup.sleeps,
-            cache_tokens=setup.cache_tokens,
+            needs=ServerNeeds(sleeps=setup.sleeps, cache_tokens=setup.cache_tokens, adapter=setup.adapter),
         )
     if isinstance(setup.config, TorchEngineConfig):
         from rollout.torch.engine import TorchEngine
 
-        return TorchEngine(setup.config, index=setup.index, device=setup.device, num_threads=setup.num_threads)
+        return TorchEngine(
+            setup.config,
+            index=setup.index,
+            device=setup.device,
+            num_threads=setup.num_threads,
+            adapter=setup.adapter,
+        )
     raise ValueError(f"rollout={setup.config.kind!r} is not an engine; use rollout=sglang or rollout=torch")
 
 
@@ -101,7 +110,7 @@ class RolloutWorker:
         self._setup = setup
         self._engine = build_engine(setup)
         self._pids: tuple[int, ...] = ()
-        self._shared = WeightReader()
+        self._shared, self._base = WeightReader(), WeightReader()
         self._receiver = WeightReceiver()
 
     def start(self, lost: LostEngine | None = None) -> tuple[EngineInfo, tuple[ProcessMark, ...]]:
@@ -150,12 +159,15 @@ class RolloutWorker:
     def load_weights(self, weights: SharedWeights | PackedWeights) -> WeightReport:
         """Load weights from the memory of this machine, or from copies sent by another machine."""
         if isinstance(weights, SharedWeights):
-            with self._shared.opened(weights) as packed:
-                report = self._engine.load_weights(packed)
+            with ExitStack() as within:
+                base = None if weights.base is None else within.enter_context(self._base.opened(weights.base))
+                packed = within.enter_context(self._shared.opened(weights))
+                report = self._engine.load_weights(replace(packed, base=base))
         else:
             report = self._engine.load_weights(weights)
         if not (report.in_place and isinstance(weights, SharedWeights)):
             self._shared.release()
+            self._base.release()
         return replace(report, private_bytes=private_bytes(self._pids))
 
     def sleep(self) -> None:
@@ -167,4 +179,5 @@ class RolloutWorker:
     def stop(self) -> None:
         self._engine.stop()
         self._shared.close()
+        self._base.close()
         self._receiver.close()

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,18 @@ from rollout.engine import (
     whole_response,
 )
 from rollout.sglang.client import ClientError, SGLangClient
-from rollout.sglang.expected import fusion_of
+from rollout.sglang.expected import fusion_of, part_of
 from rollout.sglang.external import ExternalServer
-from rollout.sglang.fusing import FusionError, checkpoint_names
-from rollout.sglang.installation import check_installation, server_args, server_environment
+from rollout.sglang.fusing import FusionError, checkpoint_names, plan_fusion
+from rollout.sglang.installation import ServerNeeds, check_installation, server_args, server_environment
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import engine_quantization, sent_names
 from rollout.sglang.replies import ReplyError, body_of, generation_of, parse_version
 from rollout.sglang.request_stream import Answer, Job, RequestStream, window_of
 from rollout.sglang.server import SGLangServer
-from rollout.sglang.weight_update import CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
+from rollout.sglang.weight_update import ADAPTER_NAME, CACHE_TAGS, WEIGHT_TAGS, WeightUpdate
 from rollout.types import Completion, GenerateRequest, PackedWeights
+from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.packing import DTYPES, check_weights
 
 INFO_TIMEOUT_S = 30.0
@@ -68,14 +70,9 @@ class SGLangEngine(Engine):
         device: str,
         log_dir: Path,
         num_threads: int | None,
-        sleeps: bool = False,
-        cache_tokens: int | None = None,
+        needs: ServerNeeds | None = None,
     ) -> None:
-        """`num_threads` bounds the compute threads of the server; None leaves the number to the server.
-
-        `sleeps` makes the server allocate memory so that `sleep` can release it. `cache_tokens` is the number of tokens
-        that an earlier server in this place could hold.
-        """
+        """`num_threads` bounds the compute threads of the server; None leaves the number to the server."""
         if device not in ("cpu", "cuda"):
             raise EngineError(f"engine {index} (sglang): device must be cpu or cuda, got {device!r}")
         self._config = config
@@ -85,13 +82,13 @@ class SGLangEngine(Engine):
         self._device = device
         self._log_dir = log_dir
         self._num_threads = num_threads
-        self._sleeps = sleeps
+        self._needs = needs or ServerNeeds()
         self._server: SGLangServer | ExternalServer | None = None
         self._requests: RequestStream | None = None
         self._weights: WeightUpdate
         self._context_length = 0
         self._vocab_size = 0
-        self._cache_tokens = cache_tokens
+        self._cache_tokens = self._needs.cache_tokens
         """Tokens whose keys and values the server can hold, as it, or one before it, reports them."""
         self._version = 0
         """Policy version of the weights that were verified last."""
@@ -140,7 +137,7 @@ class SGLangEngine(Engine):
             if problem := request_problem(request, vocab_size=self._vocab_size, context_length=self._context_length):
                 where = f"prompt {request.prompt_id}/{request.sample_index}"
                 raise ValueError(f"{self._name} generate, {where}: {problem}")
-            jobs.append(Job(ticket=ticket, request=request, body=body_of(continuation(request))))
+            jobs.append(Job(ticket=ticket, request=request, body=self._body(request)))
         stream.submit(jobs)
 
     def poll(self, timeout_s: float) -> list[Completion]:
@@ -295,20 +292,19 @@ class SGLangEngine(Engine):
             self._broken = "none have been sent to this server yet"
             return ExternalServer(self._config.servers[self._index], index=self._index)
         try:
-            check_installation(device=self._device, sleeps=self._sleeps)
+            check_installation(device=self._device, sleeps=self._needs.sleeps)
         except EngineError as error:
             raise EngineError(f"{self._name} start: {error}") from error
         environment = server_environment(
-            self._config, device=self._device, num_threads=self._num_threads, sleeps=self._sleeps
+            self._config, device=self._device, num_threads=self._num_threads, needs=self._needs
         )
         arguments = server_args(
             self._config,
             model_path,
             device=self._device,
             random_seed=self._seed + self._index,
-            sleeps=self._sleeps,
+            needs=replace(self._needs, cache_tokens=self._cache_tokens),
             quantization=self._quantization,
-            cache_tokens=self._cache_tokens,
         )
         return SGLangServer(index=self._index, log_dir=self._log_dir, environment=environment, server_args=arguments)
 
@@ -326,7 +322,11 @@ class SGLangEngine(Engine):
                 # SGLang tries this call itself, before its own port is open, and fails. Without it every cache flush,
                 # which collects garbage on a CPU, walks through a million objects.
                 client.call("/freeze_gc", body={}, timeout_s=INFO_TIMEOUT_S)
-            fusion_of(self._weights.layout, sent=sent_names(checkpoint_names(model_path), self._quantization))
+            of_weights = part_of(self._weights.layout, adapter=False)
+            fusion_of(of_weights, sent=sent_names(checkpoint_names(model_path), self._quantization))
+            if self._needs.adapter is not None:
+                sent = [f"{layer}{end}" for layer in self._needs.adapter.layers for end in (A_SENT, B_SENT)]
+                plan_fusion(part_of(self._weights.layout, adapter=True).parameters, sent=sent)
             self._requests = RequestStream(
                 client,
                 window=window_of(info),
@@ -354,7 +354,12 @@ class SGLangEngine(Engine):
             timeout_s=self._config.sync_timeout_s,
             maps_memory=not is_external or _maps_memory(client, info),
             quantization=self._quantization,
+            adapter=self._needs.adapter,
         )
+
+    def _body(self, request: GenerateRequest) -> dict[str, Any]:
+        """The body of /generate for the rest of a response, with the adapter if there is one."""
+        return body_of(continuation(request), adapter=None if self._needs.adapter is None else ADAPTER_NAME)
 
     def _completion(self, answer: Answer) -> Completion:
         """The Completion of an answer. Raises EngineError, and ends all requests, if reply and request do not match."""

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from rollout.engine import WeightSyncError
 from rollout.sglang.fusing import DIGESTS, Fusion, Share, finished, plan_fusion, raw_bytes
 from rollout.sglang.quantized import held_pieces, parts_of, plan_quantized
 from rollout.types import WeightLayout
+from rollout.weights.adapter import A_SENT, B_SENT
 from rollout.weights.packing import listed, num_threads
 
 
@@ -28,6 +30,12 @@ def fusion_of(layout: WeightLayout, *, sent: Iterable[str]) -> Fusion:
     if layout.quantization is Quantization.none:
         return plan_fusion(layout.parameters, sent=sent)
     return plan_quantized(layout.parameters, sent=sent, quantization=layout.quantization)
+
+
+def part_of(layout: WeightLayout, *, adapter: bool) -> WeightLayout:
+    """The layout of the adapter alone, or that of the other weights: each is sent, and verified, without the other."""
+    own = tuple(name for name in layout.parameters if name.endswith((A_SENT, B_SENT)) is adapter)
+    return replace(layout, parameters=own)
 
 
 class ExpectedDigests:

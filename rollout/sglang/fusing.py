@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from rollout.sglang.stacked import STACKED
+from rollout.weights.adapter import A_SENT, B_SENT, last_part
 from rollout.weights.packing import listed
-
-STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Fused module of SGLang -> modules of the Hugging Face model, in the order in which their rows are stacked."""
 
 VOCABULARY_PARAMETERS = ("embed_tokens.weight", "lm_head.weight")
 VOCABULARY_MULTIPLE = 64
@@ -109,10 +108,14 @@ class Share:
 
     def of(self, source: str, tensor: torch.Tensor) -> torch.Tensor:
         """The rank's part of the HF tensor `source`; the vocabulary is padded before the split."""
-        module, _, kind = source.rpartition(".")
-        layer = module.rpartition(".")[2]
+        # The rows of B are those of the layer's weight, the columns of A are its columns.
+        is_a, is_b = source.endswith(A_SENT), source.endswith(B_SENT)
+        module, _, kind = source.replace(A_SENT, ".weight").replace(B_SENT, ".weight").rpartition(".")
+        layer = last_part(module)
         if source.endswith(VOCABULARY_PARAMETERS):
             return _padded_vocabulary(tensor, self.size).chunk(self.size)[self.rank]
+        if (is_a and layer not in COLUMN_SPLIT) or (is_b and layer not in ROW_SPLIT):
+            return tensor
         if layer in ROW_SPLIT:
             ranks_per_part = max(1, self.size // self.num_kv_heads) if layer in KV_MODULES else 1
             return tensor.chunk(self.size // ranks_per_part)[self.rank // ranks_per_part]
@@ -218,6 +221,8 @@ def _looks_plain(name: str, parts: Sequence[str]) -> bool:
         "_proj.bias",
         "layernorm.weight",
         "_norm.weight",
+        A_SENT,
+        B_SENT,
         *VOCABULARY_PARAMETERS,
     )
     return len(parts) > 1 or f".{name}".endswith(plain)

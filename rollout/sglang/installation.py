@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout.config import SGLANG_REMEDY, Quantization, SGLangConfig
 from rollout.engine import EngineError
+from rollout.sglang.adapter_server import ACTIVE, NUM_SLOTS
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem
 from rollout.sglang.loader import LOADER
 from rollout.sglang.quantized import quantized_server_args
+from rollout.types import AdapterSpec
+from rollout.weights.adapter import last_part
 
 MINIMUM_SGLANG = (0, 5, 23)
 """Minimum release; earlier releases execute code sent to their weight-update routes."""
@@ -25,6 +29,7 @@ CPU_SERVER_ARGS: dict[str, Any] = {
     "attention_backend": ATTENTION_BACKEND,
     "sampling_backend": "pytorch",
     "disable_cuda_graph": True,
+    "lora_backend": "torch_native",
     # Without a limit SGLang takes most of the machine's memory for the cache: 65536 tokens of a 0.5B model are 0.8 GB
     # in bf16.
     "max_total_tokens": 65536,
@@ -36,6 +41,18 @@ SLEEPING_SHARE = 0.80
 """Share of a GPU for weights and cache of a server while the rank sleeps; graphs and activations take the rest."""
 RESTARTED_SHARE = 0.95
 """The same for a server that is started anew beside a rank, and whose cache is limited in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerNeeds:
+    """What a run needs of a server that it starts, besides the user's settings."""
+
+    sleeps: bool = False
+    """The server must allocate memory of its GPU so that it can release it."""
+    cache_tokens: int | None = None
+    """Tokens that an earlier server in this place could hold."""
+    adapter: AdapterSpec | None = None
+    """The server gets the frozen weights once, and this adapter at every sync."""
 
 
 def check_release(version: str) -> None:
@@ -70,7 +87,7 @@ def check_installation(*, device: str, sleeps: bool = False) -> str:
 
 
 def server_environment(
-    config: SGLangConfig, *, device: str, num_threads: int | None, sleeps: bool = False
+    config: SGLangConfig, *, device: str, num_threads: int | None, needs: ServerNeeds
 ) -> dict[str, str]:
     """Environment variables of the server, in addition to this process's environment."""
     environment = {
@@ -79,6 +96,7 @@ def server_environment(
         "TOKENIZERS_PARALLELISM": "false",
         # FastAPI prints dozens of warnings about SGLang's route names.
         "PYTHONWARNINGS": "ignore::UserWarning",
+        ACTIVE: "0" if needs.adapter is None else "1",
     }
     if device == "cpu":
         environment |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
@@ -92,14 +110,14 @@ def server_environment(
     if device == "cuda" and config.gpu_share < 1:
         # The ranks need not hold the same on every GPU of the engine; SGLang takes what all of them have free.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "false"
-    if device == "cuda" and sleeps:
+    if device == "cuda" and needs.sleeps:
         environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "true"  # else several GiB of graphs stay on the GPU
     if num_threads is not None:
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads))
     return environment
 
 
-def shared_gpu_args(config: SGLangConfig, *, sleeps: bool, cache_tokens: int | None) -> dict[str, Any]:
+def shared_gpu_args(config: SGLangConfig, needs: ServerNeeds) -> dict[str, Any]:
     """ServerArgs that limit the memory of a server on a GPU that it shares with a rank. Not yet run on a GPU.
 
     SGLang's share is one of the memory that is free when it starts. A server that sleeps is alone on the GPU while it
@@ -107,16 +125,28 @@ def shared_gpu_args(config: SGLangConfig, *, sleeps: bool, cache_tokens: int | N
     free, up to the tokens that the first could hold.
     """
     arguments: dict[str, Any] = {"mem_fraction_static": config.gpu_share}
-    if sleeps:
+    if needs.sleeps:
         arguments = {
             "mem_fraction_static": SLEEPING_SHARE,
             "enable_memory_saver": True,
             # SGLang's graphs of prefills cannot be freed, and refuse an allocator that frees.
             "cuda_graph_backend_prefill": "disabled",
         }
-    elif cache_tokens is not None:
-        arguments = {"mem_fraction_static": RESTARTED_SHARE, "max_total_tokens": cache_tokens}
+    elif needs.cache_tokens is not None:
+        arguments = {"mem_fraction_static": RESTARTED_SHARE, "max_total_tokens": needs.cache_tokens}
     return arguments
+
+
+def adapter_args(adapter: AdapterSpec | None) -> dict[str, Any]:
+    """ServerArgs for one LoRA adapter beside the weights."""
+    if adapter is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": adapter.rank,
+        "lora_target_modules": sorted({last_part(name) for name in adapter.layers}),
+        "max_loras_per_batch": NUM_SLOTS,
+    }
 
 
 def server_args(
@@ -125,23 +155,22 @@ def server_args(
     *,
     device: str,
     random_seed: int,
-    sleeps: bool,
+    needs: ServerNeeds,
     quantization: Quantization = Quantization.none,
-    cache_tokens: int | None = None,
 ) -> dict[str, Any]:
     """SGLang's ServerArgs by name, without host, port and keys; `quantization` is the format of its weights.
 
-    On a part of a GPU the memory is limited, also that of a server in the place of one that could hold `cache_tokens`.
-    `sleeps` selects an allocator that can release memory.
+    On a part of a GPU the memory is limited, also that of a server in the place of an earlier one.
     """
     shares_gpu = device == "cuda" and config.gpu_share < 1
     return {
         **(CPU_SERVER_ARGS if device == "cpu" else {}),
         "log_level_http": "warning",
         "skip_server_warmup": True,
-        **(shared_gpu_args(config, sleeps=sleeps, cache_tokens=cache_tokens) if shares_gpu else {}),
+        **(shared_gpu_args(config, needs) if shares_gpu else {}),
         **config.engine_args,
         **quantized_server_args(quantization),
+        **adapter_args(needs.adapter),
         "custom_weight_loader": [LOADER],
         "device": device,
         "dtype": config.dtype.value,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rollout.sglang.adapter_server import load_adapter
 from rollout.sglang.fusing import COLUMN_SPLIT
 from rollout.sglang.quantized import open_layers
 from rollout.types import RegionAddress
@@ -28,7 +29,7 @@ LOADER = "rollout.sglang.loader.load_shared"
 
 def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load tensors of one region; `named_tensors` holds a single tensor [n] uint8, a JSON text with region, version,
-    tensors and a flag for values and scales of quantised weights.
+    tensors, a flag for values and scales of quantised weights, and peft's description if they are an adapter.
 
     The engine that sent the request holds the region's lock. An error in this function ends the server, with the
     traceback in its log: a half-loaded model must not serve.
@@ -41,8 +42,12 @@ def load_shared(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -
         open_layers(model)
     # A rank of a tensor parallel engine takes some columns of a matrix. From the host, torch would gather them in
     # pageable memory first, so the whole matrix goes to the GPU. Not yet run on a GPU.
-    columns_on = torch.device("cuda") if uses_cuda() else None
-    model.load_weights(_views(torch.from_numpy(region.data), request["tensors"], columns_on=columns_on))
+    columns_on = torch.device("cuda") if uses_cuda() and not request["adapter"] else None
+    tensors = _views(torch.from_numpy(region.data), request["tensors"], columns_on=columns_on)
+    if request["adapter"]:
+        load_adapter(model, dict(tensors), request["adapter"])
+    else:
+        model.load_weights(tensors)
 
 
 @functools.lru_cache(maxsize=2)

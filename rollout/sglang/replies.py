@@ -17,10 +17,14 @@ class ReplyError(ValueError):
     """The server's reply does not match the request."""
 
 
-def body_of(request: GenerateRequest) -> dict[str, Any]:
-    """The body of /generate; `request` must have no resumed part: see `rollout.engine.continuation`."""
+def body_of(request: GenerateRequest, *, adapter: str | None = None) -> dict[str, Any]:
+    """The body of /generate; `request` must have no resumed part: see `rollout.engine.continuation`.
+
+    `adapter` is SGLang's name of the adapter with which it samples; None for the weights alone.
+    """
     sampling = request.sampling
     return {
+        **({} if adapter is None else {"lora_path": adapter}),
         "input_ids": request.prompt_token_ids,
         "return_logprob": True,
         "sampling_params": {

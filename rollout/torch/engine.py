@@ -22,24 +22,42 @@ from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import Decoder, round_inputs
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
-from rollout.types import Completion, GenerateRequest, PackedWeights
-from rollout.weights.packing import DTYPES, check_weights, dtype_name, listed, tensor_digest, unpack
+from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights
+from rollout.weights.adapter import add_adapter, is_adapter, name_without_adapter, sent_name
+from rollout.weights.packing import DTYPES, check_weights, content_mark, dtype_name, listed, tensor_digest, unpack
 
 STOP_TIMEOUT_S = 10.0
 """Seconds of waiting for the current token when the engine is stopped or put to sleep."""
+
+_Part = tuple[PackedWeights, dict[str, torch.nn.Parameter]]
+"""Weights that are sent, and the parameters that they replace, by name."""
 
 
 class TorchEngine(Engine):
     """One model, with continuous batched sampling in its own thread."""
 
-    def __init__(self, config: TorchEngineConfig, *, index: int, device: str, num_threads: int | None) -> None:
-        """`index` names the engine in errors; `num_threads` applies to the whole process, None leaves it unchanged."""
+    def __init__(
+        self,
+        config: TorchEngineConfig,
+        *,
+        index: int,
+        device: str,
+        num_threads: int | None,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
+        """`index` names the engine in errors; `num_threads` applies to the whole process, None leaves it unchanged.
+
+        With an `adapter` the engine gets the frozen weights once, and the adapter at every sync.
+        """
         self._config = config
+        self._adapter = adapter
         self._index = index
         self._device = torch.device(device)
         self._num_threads = num_threads
         self._model: PreTrainedModel | None = None
         self._version = 0
+        self._base_mark = ""
+        """`content_mark` of the frozen weights that the engine has verified; "" before them, or without an adapter."""
         self._broken = ""
         self._loop = DecodeLoop(
             name=f"engine {index} (torch)", num_slots=config.max_batch_size, request_timeout_s=config.generate_timeout_s
@@ -74,9 +92,11 @@ class TorchEngine(Engine):
             raise EngineError(f"{self._name} start: {model_path} lacks tensors of its architecture: {listed(absent)}")
         if altered := altered_logits(model.config):
             raise EngineError(f"{self._name} start: {model_path}: {altered} in config.json is not supported")
+        if self._adapter is not None:
+            add_adapter(model, self._adapter)
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._version = 0
-        self._broken = ""
+        self._base_mark = self._broken = ""
         use_fast_products(model)
         round_inputs(model, self._config.quantization)
         self._loop.load(Decoder(model), policy_version=0)
@@ -112,51 +132,69 @@ class TorchEngine(Engine):
     def load_weights(self, weights: PackedWeights) -> WeightReport:
         """Replace all parameters with bytes whose digests equal the sent digests; then set the version.
 
-        No parameter changes unless version, names, shapes, dtypes and digests are right. On a CPU, weights in shared
-        memory become the parameters in place. Other weights are copied, read back and compared. Sampling pauses only
-        after the checks. Raises WeightSyncError; if the read-back disagrees, unfinished requests are lost and the
-        engine refuses requests until a later sync succeeds.
+        Of an adapter's parts the frozen weights are replaced only if the engine does not hold them yet. No parameter
+        changes unless version, names, shapes, dtypes and digests are right. On a CPU, weights in shared memory become
+        the parameters in place. Other weights are copied, read back and compared. Sampling pauses only after the
+        checks. Raises WeightSyncError; if the read-back disagrees, unfinished requests are lost and the engine refuses
+        requests until a later sync succeeds.
         """
         model = self._started_model("load_weights")
         begin = time.monotonic()
         check_weights(weights, held_version=self._version)
-        version, parameters = weights.policy_version, dict(model.named_parameters())
-        self._check_names(weights, parameters)
+        parts = [(weights, self._parameters(model, of_adapter=self._adapter is not None))]
+        base = weights.base
+        if base is not None and content_mark(base.tensors) != self._base_mark:
+            check_weights(base, held_version=base.policy_version)
+            parts.insert(0, (base, self._parameters(model, of_adapter=False)))
+        for part, parameters in parts:
+            self._check_names(part, parameters)
         checked = time.monotonic()
         with self._loop.paused(self._config.sync_timeout_s):
             try:
-                in_place, loaded = self._replace(weights, model, begin=begin)
+                in_place, loaded = self._replace(parts, model, begin=begin)
             finally:
                 if self._broken:
                     self._loop.fail(f"{self._name} load_weights: the weights are unusable: {self._broken}")
         return WeightReport(
-            policy_version=version,
-            num_tensors=len(parameters),
-            num_bytes=sum(spec.num_bytes for spec in weights.tensors),
+            policy_version=weights.policy_version,
+            num_tensors=len(weights.tensors),
+            num_bytes=sum(spec.num_bytes for part, _ in parts for spec in part.tensors),
             load_s=loaded - checked,
             verify_s=(checked - begin) + (time.monotonic() - loaded),
             in_place=in_place,
         )
 
-    def _replace(self, weights: PackedWeights, model: PreTrainedModel, *, begin: float) -> tuple[bool, float]:
+    def _replace(self, parts: Sequence[_Part], model: PreTrainedModel, *, begin: float) -> tuple[bool, float]:
         """Put checked weights into the model -> (True if the bytes are used in place, time.monotonic() then)."""
-        parameters, version = dict(model.named_parameters()), weights.policy_version
+        weights = parts[-1][0]
+        version = weights.policy_version
         self._broken = f"the sync of policy version {version} did not complete"
-        in_place = self._device.type == "cpu" and weights.region is not None
+        in_place = self._device.type == "cpu" and all(part.region is not None for part, _ in parts)
         with torch.no_grad():
-            for spec, tensor in unpack(weights):
-                if in_place:
-                    parameters[spec.name].data = tensor
-                else:
-                    self._check_sync_deadline(begin, version=version)
-                    parameters[spec.name].copy_(tensor)
+            for part, parameters in parts:
+                for spec, tensor in unpack(part):
+                    if in_place:
+                        parameters[spec.name].data = tensor
+                    else:
+                        self._check_sync_deadline(begin, version=version)
+                        parameters[spec.name].copy_(tensor)
         loaded = time.monotonic()
         if not in_place:
-            self._read_back(weights, parameters, begin=begin)
+            for part, parameters in parts:
+                self._read_back(part, parameters, begin=begin)
         self._loop.load(Decoder(model), policy_version=version)
         self._version = version
+        self._base_mark = "" if weights.base is None else content_mark(weights.base.tensors)
         self._broken = ""
         return in_place, loaded
+
+    def _parameters(self, model: PreTrainedModel, *, of_adapter: bool) -> dict[str, torch.nn.Parameter]:
+        """The parameters of the adapter, or the other ones, under the names with which they are sent."""
+        return {
+            sent_name(name) if of_adapter else name_without_adapter(name): parameter
+            for name, parameter in model.named_parameters()
+            if is_adapter(name) is of_adapter
+        }
 
     def sleep(self) -> None:
         """Move the model to the host; the model keeps its weights. Raises EngineError while requests are unfinished."""

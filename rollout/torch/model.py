@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rollout.config import Quantization
 from rollout.torch.kv_cache import Prefill, Step
+from rollout.weights.adapter import BASE_LAYER
 
 FP8_GROUP = 128
 """Neighbouring features of a token that share one fp8 scale."""
@@ -69,7 +70,10 @@ def per_group_fp8(states: Tensor) -> Tensor:
 
 
 def round_inputs(model: nn.Module, quantization: Quantization) -> None:
-    """Round the inputs of the model's projections, the modules named *_proj, from now on, if the format rounds them."""
+    """Round the inputs of the model's projections, the modules named *_proj, from now on, if the format rounds them.
+
+    An adapter beside a projection gets the inputs as they are, as in SGLang.
+    """
     rounding = {Quantization.int8: per_token_int8, Quantization.fp8: per_group_fp8}.get(quantization)
     if rounding is None:
         return
@@ -78,7 +82,7 @@ def round_inputs(model: nn.Module, quantization: Quantization) -> None:
         return (rounding(inputs[0]), *inputs[1:])
 
     for name, module in model.named_modules():
-        if name.endswith("_proj"):
+        if name.removesuffix(BASE_LAYER).endswith("_proj") and not hasattr(module, "base_layer"):
             module.register_forward_pre_hook(before)
 
 

@@ -192,6 +192,12 @@ def check_weights(weights: PackedWeights, *, held_version: int) -> None:
                 )
 
 
+def content_mark(tensors: Iterable[TensorSpec]) -> str:
+    """A digest of names, types, shapes and digests of tensors: equal for equal weights, wherever they lie."""
+    content = repr([(each.name, each.dtype, each.shape, each.digest) for each in tensors])
+    return xxhash.xxh3_64_hexdigest(content.encode())
+
+
 def _place_problem(spec: TensorSpec, *, size: int) -> str:
     if spec.dtype not in DTYPES:
         return f"has unknown dtype {spec.dtype!r}; known: {sorted(DTYPES)}"

@@ -317,7 +317,8 @@ def copy_of(shared: SharedWeights) -> PackedWeights:
     region = MappedRegion(shared.address)
     try:
         region.lock(shared.policy_version)
-        return replace(_in_place(shared, region), data=region.data.copy(), region=None)
+        base = None if shared.base is None else copy_of(shared.base)
+        return replace(_in_place(shared, region), data=region.data.copy(), region=None, base=base)
     finally:
         region.close()
 

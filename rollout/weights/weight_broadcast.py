@@ -64,23 +64,33 @@ class WeightReceiver:
     """A group member that receives weights for all engines of its machine."""
 
     def __init__(self) -> None:
-        self._pool = RegionPool()
+        self._pool, self._base_pool = RegionPool(), RegionPool()
         self._group: _Group | None = None
         self._address: BroadcastAddress | None = None
+        self._base: SharedWeights | None = None
+        """The frozen weights of an adapter in the memory of this machine, once they have come through the group."""
 
     def receive(self, announced: SharedWeights, address: BroadcastAddress, *, rank: int, host: str) -> SharedWeights:
         """Receive the weights that rank 0 announced -> the weights in local memory, with the digests of rank 0.
 
-        `rank` is 1 .. num_receivers, `host` the address of this machine for other machines. This method does not verify
-        the bytes; an engine does. Raises BroadcastError, and WeightSyncError if engines hold all regions.
+        `rank` is 1 .. num_receivers, `host` the address of this machine for other machines. The frozen weights of an
+        adapter come before the first adapter. This method does not verify the bytes; an engine does. Raises
+        BroadcastError, and WeightSyncError if engines hold all regions.
         """
+        if self._address != address:
+            self._group, self._address, self._base = None, address, None
+        if announced.base is not None and self._base is None:
+            self._base = self._received(announced.base, address, self._base_pool, rank=rank, host=host)
+        return replace(self._received(announced, address, self._pool, rank=rank, host=host), base=self._base)
+
+    def _received(
+        self, announced: SharedWeights, address: BroadcastAddress, pool: RegionPool, *, rank: int, host: str
+    ) -> SharedWeights:
         deadline = time.monotonic() + address.timeout_s
         version = announced.policy_version
-        region = self._pool.locked_region(announced.address.num_bytes, policy_version=version)
+        region = pool.locked_region(announced.address.num_bytes, policy_version=version)
         with region.writing(version) as data:
-            if self._group is None or self._address != address:
-                self._group, self._address = None, address
-                self._group = _Group(_join_store(address), address, rank=rank, host=host)
+            self._group = self._group or _Group(_join_store(address), address, rank=rank, host=host)
             self._group.broadcast(data, deadline=deadline)
         return replace(announced, address=region.address)
 
@@ -88,6 +98,7 @@ class WeightReceiver:
         """Leave the group and free all memory that no engine uses."""
         self._group = None
         self._pool.close()
+        self._base_pool.close()
 
 
 def _join_store(address: BroadcastAddress) -> dist.Store:

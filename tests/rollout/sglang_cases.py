@@ -203,8 +203,8 @@ def poll_all(engine: SGLangEngine, count: int, *, into: dict[int, Generation] | 
 def without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on no token ends a response: each takes all its `max_new_tokens`."""
 
-    def endless(request: GenerateRequest) -> dict[str, Any]:
-        body = body_of(request)
+    def endless(request: GenerateRequest, *, adapter: str | None = None) -> dict[str, Any]:
+        body = body_of(request, adapter=adapter)
         body["sampling_params"]["ignore_eos"] = True
         return body
 

@@ -14,7 +14,7 @@ import torch
 from rollout.config import SGLangConfig
 from rollout.sglang.cpu.platform import ATTENTION_BACKEND, PLATFORM_NAME
 from rollout.sglang.cpu.torchvision import make_torchvision_importable
-from rollout.sglang.installation import server_args
+from rollout.sglang.installation import ServerNeeds, server_args
 
 pytestmark = pytest.mark.sglang
 
@@ -223,7 +223,8 @@ def test_blocks_pad_little(make_driver: Any) -> None:
 def test_it_is_the_default_on_a_cpu_and_an_option_of_the_engine_overrides_it() -> None:
     def chosen(engine_args: dict[str, Any], device: str) -> object:
         config = SGLangConfig(engine_args=engine_args)
-        return server_args(config, Path("model"), device=device, random_seed=0, sleeps=False).get("attention_backend")
+        found = server_args(config, Path("model"), device=device, random_seed=0, needs=ServerNeeds())
+        return found.get("attention_backend")
 
     assert chosen({}, "cpu") == ATTENTION_BACKEND
     assert chosen({"attention_backend": "torch_native"}, "cpu") == "torch_native"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from policy_cases import move_adapter
 import trainer.policy.model
 from rollout.config import EngineConfig
 from rollout.types import PackedWeights
-from rollout.weights.quantization import weight_publisher
 from rollout.weights.shared_weights import copy_of
 from trainer.config.train import TrainConfig
-from trainer.policy.model import full_tensors, tensor_shapes
+from trainer.policy.model import full_tensors
+from trainer.policy.publisher import PolicyPublisher
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 DEADLINE_S = 300.0
@@ -75,14 +76,15 @@ def _rank(
     dist.all_gather_into_tensor = recorded
     found = {}
     for name, engine in engines.items():
-        worker._publisher = publisher = weight_publisher(tensor_shapes(worker._policy.model), engine)
+        own = replace(config, rollout=engine)
+        worker._publisher = PolicyPublisher(worker._policy.model, own, host="127.0.0.1")
         sent.clear()
         shared = worker.publish_weights(1, publishes=rank == 0)
         if shared is None:
             assert rank > 0
             continue
         found[name] = copy_of(shared), list(sent)
-        publisher.close()
+        worker._publisher._weights.close()
     # Without types every tensor comes as it lies.
     assert all(tensor.dtype == torch.float32 for _, tensor in full_tensors(worker._policy.model))
     if rank == 0:

@@ -35,6 +35,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.group_member import Published
 from rollout.task_config import ArithmeticDataConfig
 from rollout.types import GenerateRequest, Generation, Sample, SamplingParams, SharedWeights, TensorSpec
+from rollout.weights.adapter import B_ENDING
 from rollout.weights.shared_weights import DATA_START
 from trainer.config.train import TrainConfig
 from trainer.config.training import (
@@ -44,7 +45,6 @@ from trainer.config.training import (
     PolicyConfig,
 )
 from trainer.policy.host_copy import local_part, own_rows
-from trainer.policy.lora import B_ENDING
 from trainer.policy.worker import PolicySetup, PolicyWorker
 
 MODES: dict[str, CorrectionConfig] = {

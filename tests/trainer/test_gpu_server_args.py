@@ -14,7 +14,7 @@ from compose_cases import config_of
 from transformers import AutoConfig
 
 from rollout.config import SGLangConfig
-from rollout.sglang.installation import server_args
+from rollout.sglang.installation import ServerNeeds, server_args
 from rollout.sglang.quantized import engine_quantization
 from trainer.compose.catalog import recipe_files
 from trainer.config.paths import recipe_dir
@@ -69,7 +69,7 @@ def test_sglang_resolves_the_arguments_of_every_gpu_recipe(tmp_path: Path) -> No
     models = {model: write_config(model, tmp_path) for model, _, _ in engines.values()}
     arguments = [
         server_args(
-            rollout, models[model], device="cuda", random_seed=7, sleeps=sleeps,
+            rollout, models[model], device="cuda", random_seed=7, needs=ServerNeeds(sleeps=sleeps),
             quantization=engine_quantization(rollout),
         )
         for model, rollout, sleeps in engines.values()

@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from algorithms.config import ConfigError
 from rollout.config import DType, TorchEngineConfig
 from rollout.data.dataset import StreamState
+from rollout.sglang.fusing import checkpoint_names
 from rollout.types import Sample
+from rollout.weights.adapter import is_adapter
 from rollout.weights.packing import DTYPES
 from trainer.batch.packing import pack
 from trainer.config.train import TrainConfig
@@ -29,7 +31,7 @@ from trainer.config.training import LoraConfig, SmolLM2ModelConfig
 from trainer.limits.adapter_shape import adapter_parameters, linear_shapes, stored_linear_shapes
 from trainer.limits.floors import GroupLengths, training_flops
 from trainer.limits.model_shape import SMOLLM2_SHAPE
-from trainer.policy.lora import NoAdapterError, is_adapter
+from trainer.policy.lora import NoAdapterError
 from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.shard_reader import DataReader
 from trainer.policy.worker import PolicyWorker
@@ -233,7 +235,7 @@ def test_several_ranks_draw_and_publish_what_one_does(tmp_path: Path, num_ranks:
     path = save_odd(tmp_path, tied=True)
     engines = {name: TorchEngineConfig(dtype=DType[name]) for name in ("float32", "bfloat16")}
     one, several = (
-        published_by_ranks(with_lora(path, num_workers=number), path, engines, bucket_bytes=10_000)
+        published_by_ranks(with_lora(path, num_workers=number, merge=True), path, engines, bucket_bytes=10_000)
         for number in (1, num_ranks)
     )
     for name in engines:
@@ -246,6 +248,22 @@ def test_several_ranks_draw_and_publish_what_one_does(tmp_path: Path, num_ranks:
             ]
             # The product of a few rows of B with A may round in another order.
             torch.testing.assert_close(*numbers, atol=1e-6 if name == "float32" else 2e-3, rtol=0)
+
+
+def test_several_ranks_publish_the_adapter_and_the_frozen_weights_that_one_does(tmp_path: Path) -> None:
+    path = save_odd(tmp_path, tied=True)
+    engines = {name: TorchEngineConfig(dtype=DType[name]) for name in ("float32", "bfloat16")}
+    one, several = (
+        published_by_ranks(with_lora(path, num_workers=number), path, engines, bucket_bytes=10_000) for number in (1, 3)
+    )
+    for name in engines:
+        found, expected = several[name][0], one[name][0]
+        assert found.base is not None
+        assert expected.base is not None
+        assert found.tensors == expected.tensors  # names, places and digests
+        assert {each.name.rpartition(".lora_")[2] for each in found.tensors} == {"A.weight", "B.weight"}
+        assert found.base.tensors == expected.base.tensors
+        assert {each.name for each in found.base.tensors} == checkpoint_names(path)
 
 
 def saved_run(path: Path, run_dir: Path) -> tuple[TrainConfig, Checkpoint, dict[str, Tensor]]:

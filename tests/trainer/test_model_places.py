@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from compose_cases import config_of, resolved
 
+from rollout.processes.network import use_interface_towards
 from trainer.cluster.model_places import hub_name, place_here
-from trainer.policy.network import use_interface_towards
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

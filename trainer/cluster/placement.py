@@ -25,6 +25,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.group.residency import SharedGpu
 from rollout.group.worker import CONCURRENCY_GROUPS, EngineSetup, RolloutWorker
 from rollout.processes.inherited import ALLOCATOR_VARIABLES
+from rollout.types import AdapterSpec
 from trainer.cluster.bundles import Place, PlacementError, bundle_places, required_bundles, worker_gpus, worker_places
 from trainer.cluster.deadline import ray_answer
 from trainer.cluster.model_places import model_places
@@ -165,8 +166,10 @@ class Cluster:
         self._ends.callback(self._policy.stop)
         return self._policy
 
-    def spawn_engines(self, model_path: Path) -> EngineGroup:
+    def spawn_engines(self, model_path: Path, *, adapter: AdapterSpec | None = None) -> EngineGroup:
         """Begin to start the rollout engines; `wait_ready` of the group returns when all are ready.
+
+        They hold the weights of the model, and an `adapter` beside them if there is one.
 
         On GPUs that they share with ranks this waits for the policy, because an engine takes a share of the memory that
         is free when it starts. Where they take turns, it puts the policy to sleep first.
@@ -190,6 +193,7 @@ class Cluster:
                 model_path=models[places[index].node],
                 gpus=places[index].gpus,
                 sleeps=takes_turns,
+                adapter=adapter,
             )
             # The type stubs know neither the argument nor the threads of its verbs.
             actor: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RolloutWorker)  # type: ignore[call-overload]

@@ -74,6 +74,8 @@ class PolicyGroup:
         """Number of calls that every rank has answered."""
         self._given_up = ""
         """Reason for which the watchdog has ended a rank; "" if it has ended none."""
+        self._have_base: set[int] = set()
+        """Ranks that have published weights, and so the frozen ones of an adapter."""
         self._failed: tuple[Receiver, ...] = ()
         """Receivers whose last broadcast failed; they get copies until one of them is replaced."""
 
@@ -113,10 +115,24 @@ class PolicyGroup:
         reports: list[DryRunReport] = self._all("dry_run", list(groups), phase="dry run")
         return max(reports, key=lambda report: report.peak_bytes)
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:
-        """Trainer log-probs [T] of each micro-batch under the current weights, at `sampling.temperature` or another."""
-        answers: list[list[Tensor]] = self._all("logprobs", list(micro_batches), temperature, phase="logprobs")
+    def logprobs(
+        self, micro_batches: Sequence[MicroBatch], *, temperature: float | None = None, adapter_factor: float = 1.0
+    ) -> list[Tensor]:
+        """Trainer log-probs [T] of each micro-batch under the current weights, at `sampling.temperature` or another.
+
+        With `adapter_factor` times the adapter: 0 leaves it out.
+        """
+        arguments = (list(micro_batches), temperature, adapter_factor)
+        answers: list[list[Tensor]] = self._all("logprobs", *arguments, phase="logprobs")
         return answers[0]
+
+    def begin_adapter_probe(self, *, seed: int, size: float) -> None:
+        """Put random numbers in the place of the adapter on all ranks, until `end_adapter_probe`."""
+        self._all("begin_adapter_probe", seed, size, phase="adapter probe")
+
+    def end_adapter_probe(self) -> None:
+        """Take the adapter back that was there before."""
+        self._all("end_adapter_probe", phase="adapter probe")
 
     def ceilings(self) -> tuple[Ceilings | None, Ceilings | None]:
         """Return the ceilings of one rank and one engine, as rank 0 measures them while the other ranks rest."""
@@ -142,13 +158,15 @@ class PolicyGroup:
         joining = () if receivers == self._failed else receivers
         first = {node: rank for rank, node in reversed(list(enumerate(self._nodes)))}
         publishing = {0} | {rank for node, rank in first.items() if node in nodes}
+        with_base = not publishing <= self._have_base
         refs = [
             worker.publish_weights.remote(
-                policy_version, rank in publishing, () if rank else joining, () if rank else layouts
+                policy_version, rank in publishing, with_base, () if rank else joining, () if rank else layouts
             )
             for rank, worker in enumerate(self._workers)
         ]
         answers: list[SharedWeights | None] = self._gather(refs, phase="weight gather")
+        self._have_base |= publishing
         (_, shared), *others = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
         by_ranks = {self._nodes[rank]: _same_weights(shared, there, rank) for rank, there in others}
         return Published(shared=shared, node=self.node, by_ranks=by_ranks)
@@ -251,4 +269,7 @@ def _same_weights(shared: SharedWeights, there: SharedWeights, rank: int) -> Sha
                 f"phase weight gather: policy version {shared.policy_version}: rank {rank} has other bytes of "
                 f"{spec.name} than rank 0 after the gather"
             )
-    return replace(shared, address=there.address)
+    base = None
+    if shared.base is not None and there.base is not None:
+        base = _same_weights(shared.base, there.base, rank)
+    return replace(shared, address=there.address, base=base)

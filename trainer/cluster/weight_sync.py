@@ -4,7 +4,8 @@ The ranks gather the weights, over NCCL where they have GPUs. On every machine t
 writes them into shared memory, with a digest per tensor, and the engines of the machine read them there. To machines
 without a rank, rank 0 broadcasts the bytes, once per machine, into shared memory of theirs. Every engine proves that
 what it holds is bitwise what rank 0 published; what SGLang's own digests must be, rank 0 computes once for all engines.
-A wrong byte, name or version ends the run with the tensor's name.
+A wrong byte, name or version ends the run with the tensor's name. Of a run that trains an adapter the engines get the
+frozen weights once, and then the adapter alone, in the same way.
 
 A broadcast that fails does not: engines on other machines are sent copies as Ray objects then, as is one that joins
 later, started anew. A group of receivers that has failed is not used again; where one was replaced, or serves no more,
@@ -31,7 +32,7 @@ class SyncReport:
     policy_version: int
     num_tensors: int
     num_bytes: int
-    """Bytes of one copy of the weights."""
+    """Bytes of one copy of what was sent: with the first adapter the frozen weights too."""
     num_engines: int
     num_mapped: int
     """Engines on machines of ranks, which read the weights in shared memory."""
@@ -45,6 +46,8 @@ class SyncReport:
     """Seconds of the slowest engine's load."""
     verify_s: float
     """Seconds of the slowest engine's verification."""
+    is_adapter: bool = False
+    """True if an adapter was sent, not all weights."""
     quantization: QuantizationReport | None = None
     """Error of the weights that the engines hold, if the engines are quantised."""
 
@@ -73,7 +76,8 @@ class SyncReport:
     def __str__(self) -> str:
         grid = "" if self.quantization is None else f"; the engines hold {self.quantization}"
         return (
-            f"weights verified: version {self.policy_version}, {self.num_tensors} tensors, "
+            f"{'adapter' if self.is_adapter else 'weights'} verified: version {self.policy_version}, "
+            f"{self.num_tensors} tensors, "
             f"{self.num_bytes / 2**20:.1f} MiB to {self.num_engines} engine(s) through {self.transport} "
             f"in {self.seconds:.2f} s, digests equal{grid}"
         )
@@ -114,6 +118,7 @@ def sync_weights(policy: PolicyGroup, engines: EngineGroup, *, policy_version: i
         gather_s=gathered - started + sent_s,
         load_s=max(report.load_s for report in reports),
         verify_s=max(report.verify_s for report in reports),
+        is_adapter=shared.base is not None,
         quantization=shared.quantization,
     )
 

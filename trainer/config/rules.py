@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from algorithms.config.rules import as_yaml
-from rollout.config import DynamicCollectConfig
+from rollout.config import DynamicCollectConfig, SGLangConfig
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import WandbMode
 from trainer.config.training import Residency
@@ -179,6 +179,16 @@ def reference_problems(config: TrainConfig) -> Iterator[Problem]:
         )
 
 
+def adapter_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield broken rules about an adapter that the engines get by itself."""
+    if config.sends_adapter and isinstance(config.rollout, SGLangConfig) and config.rollout.servers:
+        yield config.broken(
+            "policy.lora.merge",
+            "must be true with rollout.servers: servers that Parity did not start have no adapter to be verified",
+            "Set it, or let Parity start the servers (rollout.servers=[]).",
+        )
+
+
 LEAST_LORA_RATE = 1e-5
 """Learning rate below which an adapter hardly moves: verl's guide to LoRA advises ten times that of all weights."""
 _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ...] = (
@@ -194,7 +204,10 @@ _IDLE: tuple[tuple[str, tuple[str, ...], Callable[[TrainConfig], bool], str], ..
         "tracking", ("project", "entity", "tags", "notes"),  # a sweep sets name and group by itself
         lambda c: c.tracking.wandb is WandbMode.disabled, "tracking.wandb=disabled turns W&B off",
     ),
-    ("policy.lora", ("alpha", "targets"), lambda c: not c.policy.lora.rank, "policy.lora.rank=0 trains all weights"),
+    (
+        "policy.lora", ("alpha", "targets", "merge"), lambda c: not c.policy.lora.rank,
+        "policy.lora.rank=0 trains all weights",
+    ),
     ("reference", ("estimator", "placement"), lambda c: not c.reference.coef, "reference.coef=0 turns the KL off"),
 )  # fmt: skip
 """(section, keys, when they are without effect, why)."""

@@ -43,6 +43,7 @@ from trainer.config.guard import GuardConfig, MismatchGuardConfig, NoGuardConfig
 from trainer.config.outputs import CheckpointConfig, DumpConfig, EvalConfig, TrackingConfig
 from trainer.config.rules import (
     BASELINE_ESTIMATORS,
+    adapter_problems,
     advantage_problems,
     checkpoint_problems,
     critic_problems,
@@ -156,6 +157,11 @@ class TrainConfig(Checked):
         return self.reference.coef > 0
 
     @property
+    def sends_adapter(self) -> bool:
+        """True if the engines hold the frozen weights and get an adapter; otherwise they get all weights."""
+        return self.policy.lora.rank > 0 and not self.policy.lora.merge
+
+    @property
     def has_kl_in_reward(self) -> bool:
         """True if the KL to the reference is subtracted from the reward."""
         return self.has_reference and self.reference.placement is KLPlacement.reward
@@ -217,6 +223,7 @@ class TrainConfig(Checked):
         if self.batch.samples_per_step < self.policy.num_workers:
             samples = f"batch.prompts_per_step x batch.group_size = {self.batch.samples_per_step} samples per step"
             yield self.broken("policy.num_workers", f"must be <= {samples}")
+        yield from adapter_problems(self)
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (

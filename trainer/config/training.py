@@ -230,6 +230,9 @@ class LoraConfig(Checked):
     targets: str = ruled("all", Rule("must be all, attention or a regular expression", _is_pattern))
     """Linear layers that get an adapter: `all` of the decoder layers, those of `attention`, or a regular expression for
     whole names, for example '.*(q|v)_proj'."""
+    merge: bool = False
+    """Send the engines all weights with the adapter added to them, instead of the adapter alone: slower, and rounded to
+    `rollout.dtype` after the sum."""
 
 
 @dataclass(kw_only=True, slots=True)

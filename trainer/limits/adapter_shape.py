@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rollout.types import AdapterSpec
 from trainer.config.train import TrainConfig
 from trainer.config.training import ArithmeticModelConfig, HFModelConfig, LoraConfig, SmolLM2ModelConfig
 from trainer.limits.model_shape import (
@@ -62,6 +63,15 @@ def stored_linear_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         raise UnknownShapeError(f"{directory}: {error}") from error
     weights = {name.removesuffix(".weight"): shape for name, shape in stored.items() if name.endswith(".weight")}
     return {name: shape for name, shape in weights.items() if len(shape) == 2 and layer_of(f"{name}.") is not None}
+
+
+def sent_adapter(config: TrainConfig, model_path: Path) -> AdapterSpec | None:
+    """The adapter that the engines of a run get, for the model in a directory; None if they get all weights."""
+    if not config.sends_adapter:
+        return None
+    lora = config.policy.lora
+    layers = chosen_layers(stored_linear_shapes(model_path), lora.targets)
+    return AdapterSpec(rank=lora.rank, alpha=lora.alpha, layers=tuple(layers))
 
 
 def adapter_parameters(shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig) -> int:

@@ -10,7 +10,7 @@ alone, and from the engines' by the arithmetic alone (kernels, order of sums, ty
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +19,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rollout.config import DType, EngineConfig, Quantization
+from rollout.weights.adapter import is_adapter, name_without_adapter
 from rollout.weights.quantization import GRIDS, held_weight
 from trainer.batch.packing import chosen_sequences, token_places
 from trainer.batch.train_batch import HeldScores, MicroBatch
 from trainer.config.train import TrainConfig
 from trainer.policy.host_copy import full_tensor, local_part, own_rows
-from trainer.policy.lora import adapter_off, is_adapter, name_without_adapter, updates
+from trainer.policy.lora import adapter_scaled, updates
 
 if TYPE_CHECKING:  # `parity replay` needs no transformers
     from trainer.policy.forward import ScoringModel
@@ -56,7 +57,7 @@ def held_scores(model: ScoringModel, micro: MicroBatch, lags: Tensor, *, config:
     """
     chosen = _few_fresh(micro, lags)
     few = chosen_sequences(micro, chosen)
-    with torch.no_grad(), _held_weights(model, config.rollout):
+    with torch.no_grad(), _held_weights(model, config):
         logprobs = model(few, temperature=config.sampling.temperature).logprobs
     return HeldScores(token_places(micro, chosen)[few.response_index], logprobs[few.response_index])
 
@@ -77,26 +78,26 @@ def _few_fresh(micro: MicroBatch, lags: Tensor) -> list[int]:
 
 
 @contextmanager
-def _held_weights(model: ScoringModel, config: EngineConfig) -> Iterator[None]:
+def _held_weights(model: ScoringModel, config: TrainConfig) -> Iterator[None]:
     """While the context lasts, the parameters of `model` are what an engine computes with; then the old bits again.
 
     Takes the memory of one more copy of this rank's weights, as the gradients do later in the step.
     """
     before: list[tuple[Tensor, Tensor]] = []
-    added = updates(model.causal_lm)
+    # Engines that get no adapter hold the sum of a weight and its adapter.
+    added = {} if config.sends_adapter else updates(model.causal_lm)
     try:
         for full_name, parameter in model.causal_lm.named_parameters():
-            if is_adapter(full_name):
+            if is_adapter(full_name) and not config.sends_adapter:
                 continue
             name, weight = name_without_adapter(full_name), parameter.detach()
             own = local_part(weight)
-            # The engines hold the sum of a weight and its adapter, and no adapter.
             summed = added[name].to(weight) if name in added and isinstance(weight, DTensor) else weight
-            held = _held_rows(name, summed, config)
+            held = _held_rows(name, summed, config.rollout)
             before.append((own, own.clone()))
             own.copy_(held)
         _forget_gathered(model)
-        with adapter_off(model):
+        with nullcontext() if config.sends_adapter else adapter_scaled(model, 0.0):
             yield
     finally:
         for own, kept in before:

@@ -1,8 +1,7 @@
-"""LoRA: the weights of the model are frozen, and small matrices beside its linear layers are trained.
+"""LoRA in the policy: the weights of the model are frozen, and small matrices beside its linear layers are trained.
 
-A layer y = x W^T becomes y = x W^T + s x A^T B^T with A [r, in], B [out, r] and s = alpha / r (Hu et al.,
-arXiv:2106.09685, section 4.1). Layers, names and formats are those of the library peft, with one adapter, ADAPTER. A
-starts as peft draws it and B as zero, so that a run begins with the model itself.
+`rollout/weights/adapter.py` has the formula and the names. A starts as peft draws it and B as zero, so that a run
+begins with the model itself.
 
 Everything here works on a model as `trainer/policy/model.py` makes and shards it. Nothing has dropout: the engine has
 none, and the policy that is trained must be the policy that sampled.
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,69 +20,46 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollout.torch.onednn_linear import use_fast_products
+from rollout.types import AdapterSpec
+from rollout.weights.adapter import A_ENDING, ADAPTER, B_ENDING, add_adapter, is_adapter
 from trainer.config.training import LoraConfig
 from trainer.limits.adapter_shape import chosen_layers
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 
-if TYPE_CHECKING:  # peft takes seconds to import, and most runs need none of it
-    from peft import LoraConfig as PeftConfig
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER = "default"
-"""Name of the adapter, which peft puts into the names of its parameters."""
-A_ENDING, B_ENDING = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-"""Ends of the names of A and B, after that of their layer."""
-_BASE = ".base_layer."
+
+class Part(Enum):
+    """The parameters that engines get at once."""
+
+    whole = "whole"
+    """All weights of the model; with an adapter, with what it adds to them."""
+    frozen = "frozen"
+    """The weights beside an adapter, as the run began with them."""
+    adapter = "adapter"
 
 
 class NoAdapterError(ValueError):
     """policy.lora fits no layer of the model."""
 
 
-def add_adapter(causal_lm: PreTrainedModel, config: LoraConfig) -> None:
+def freeze_beside_adapter(causal_lm: PreTrainedModel, config: LoraConfig) -> None:
     """Put an adapter beside the chosen linear layers, in place, and freeze everything else.
 
     `causal_lm` is without memory (device meta), and so is the adapter. Raises NoAdapterError if no layer is chosen.
     """
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(peft_config(causal_lm, config), causal_lm, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    add_adapter(causal_lm, adapter_spec(causal_lm, config), on_meta=True)
     use_fast_products(causal_lm)  # the layers of the adapter too
 
 
-def peft_config(causal_lm: PreTrainedModel, config: LoraConfig) -> PeftConfig:
-    """The adapter as peft describes it. Raises NoAdapterError if no layer of the model is chosen."""
-    from peft import LoraConfig as PeftConfig
-
+def adapter_spec(causal_lm: nn.Module, config: LoraConfig) -> AdapterSpec:
+    """The adapter of `config` for a model. Raises NoAdapterError if no layer of it is chosen."""
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
-    targets = chosen_layers(linear, config.targets)
-    if not targets:
+    layers = chosen_layers(linear, config.targets)
+    if not layers:
         raise NoAdapterError(f"policy.lora.targets={config.targets} is the name of no linear layer of the decoder")
-    # The last parts of the names say the same in a few words, where they mean no other layer.
-    ends = sorted({name.rpartition(".")[2] for name in targets})
-    is_same = {name for name in linear if name.rpartition(".")[2] in ends} == set(targets)
-    return PeftConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        target_modules=ends if is_same else targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
-
-
-def is_adapter(name: str) -> bool:
-    """True for the name of a parameter that belongs to the adapter."""
-    return name.endswith((A_ENDING, B_ENDING))
-
-
-def name_without_adapter(name: str) -> str:
-    """The name that a parameter of the frozen model has in its files."""
-    return name.replace(_BASE, ".")
-
-
-def peft_name(name: str) -> str:
-    """The name that a parameter of the adapter has in peft's files, below their prefix."""
-    return name.replace(f".{ADAPTER}.", ".")
+    return AdapterSpec(rank=config.rank, alpha=config.alpha, layers=tuple(layers))
 
 
 def added(a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -133,17 +110,16 @@ def updates(causal_lm: nn.Module) -> dict[str, Update]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
-    """While the context lasts the model computes without its adapter: with the weights that the run began with.
+def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
+    """While the context lasts the model computes with `factor` times its adapter, with 0 as the run began.
 
-    The adapter is multiplied by 0. Turning it off as peft does would also freeze and thaw its parameters, which FSDP
-    has noted down.
+    Turning the adapter off as peft does would also freeze and thaw its parameters, which FSDP has noted down.
     """
     scales: list[dict[str, float]] = [module.scaling for module in model.modules() if hasattr(module, "lora_A")]  # type: ignore[misc]
     before = [scale[ADAPTER] for scale in scales]
     try:
         for scale in scales:
-            scale[ADAPTER] = 0.0
+            scale[ADAPTER] *= factor
         yield
     finally:
         for scale, value in zip(scales, before, strict=True):
@@ -154,7 +130,37 @@ def without_adapter(model: Callable[..., Any]) -> Callable[..., Any]:
     """The frozen model inside `model` as a function with the same arguments: the reference policy of a LoRA run."""
 
     def score(*arguments: Any, **options: Any) -> Any:
-        with adapter_off(model):  # type: ignore[arg-type]
+        with adapter_scaled(model, 0.0):  # type: ignore[arg-type]
             return model(*arguments, **options)
 
     return score
+
+
+class ProbeAdapter:
+    """An adapter of random numbers in the place of the policy's, until `end`: its effect is seen on any token.
+
+    That of a run has none at the start, where B is zero.
+    """
+
+    def __init__(self, causal_lm: nn.Module, *, seed: int, size: float) -> None:
+        """B is normal, so that the root mean square of s B A is `size` / sqrt(in), as A is at the start.
+
+        Every rank draws the whole matrices, which are small, and takes its own rows.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        self._before: list[tuple[Tensor, Tensor]] = []
+        for name, parameter in causal_lm.named_parameters():
+            if name.endswith(B_ENDING):
+                module: Any = causal_lm.get_submodule(name.removesuffix(B_ENDING))
+                deviation = size * math.sqrt(3 / parameter.shape[1]) / module.scaling[ADAPTER]
+                drawn = torch.randn(parameter.shape, generator=generator).mul_(deviation)
+                start, stop = own_rows(parameter.data)  # type: ignore[arg-type]  # sharded, so a DTensor
+                own = local_part(parameter.detach())
+                self._before.append((own, own.clone()))
+                own.copy_(drawn[start:stop])
+
+    def end(self) -> None:
+        """Give the policy its adapter back, bit by bit."""
+        for own, kept in self._before:
+            own.copy_(kept)
+        self._before = []

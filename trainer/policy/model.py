@@ -33,12 +33,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from rollout.config import DType
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
+from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
 from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.limits.model_shape import tensor_shapes as stored_shapes
 from trainer.policy.attention import PACKED_ATTENTION, packed_attention
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
-from trainer.policy.lora import Update, fill_adapter, is_adapter, name_without_adapter, updates
+from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.rundir.sealed import inside
 
 logger = logging.getLogger(__name__)
@@ -257,36 +258,34 @@ def weight_files(path: Path) -> dict[str, Path]:
         return dict.fromkeys(tensors.keys(), single)
 
 
-def tensor_shapes(model: ScoringModel) -> list[TensorShape]:
+def tensor_shapes(model: ScoringModel, part: Part = Part.whole) -> list[TensorShape]:
     """List name, dtype and shape of every tensor that `full_tensors` yields, in the same order."""
-    added = updates(model.causal_lm)
-    found = []
-    for full_name, parameter in model.causal_lm.named_parameters():
-        name = name_without_adapter(full_name)
-        if not is_adapter(full_name):  # the sum of a weight and its adapter is float32
-            dtype = torch.float32 if name in added else parameter.dtype
-            found.append(TensorShape(name, dtype, tuple(parameter.shape)))
-    return found
+    added = updates(model.causal_lm) if part is Part.whole else {}
+    return [
+        # The sum of a weight and its adapter is float32.
+        TensorShape(name, torch.float32 if name in added else parameter.dtype, tuple(parameter.shape))
+        for name, parameter in _named_parameters(model, part)
+    ]
 
 
 def full_tensors(
-    model: ScoringModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    model: ScoringModel,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    part: Part = Part.whole,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face name and whole tensor of every parameter, in order, on the ranks' device. Tied parameters come once.
-    What an adapter adds to a weight is part of the tensor.
+    """Name and whole tensor of every parameter of `part`, in order, on the ranks' device. Tied parameters come once.
 
-    Gathering is a collective: every rank must walk the iterator to its end. Several ranks cast their rows to the type
-    that `dtypes` names for a tensor before they gather it, so that no more bytes travel than are wanted; a rank that is
-    alone gathers nothing and yields tensors as they are. Tensors are gathered by the bucket, and the next bucket
-    is under way while the caller works on those of the last.
+    The names are those in the model's files, or peft's for an adapter. Gathering is a collective: every rank must walk
+    the iterator to its end. Several ranks cast their rows to the type that `dtypes` names for a tensor before they
+    gather it, so that no more bytes travel than are wanted; a rank that is alone gathers nothing and yields tensors as
+    they are. Tensors are gathered by the bucket, and the next bucket is under way while the caller works on those of
+    the last.
     """
     if isinstance(model, FSDPModule):
         model.reshard()  # after a forward without backward the root still holds gathered copies in the compute dtype
-    rows, added = [], updates(model.causal_lm)
-    for full_name, parameter in model.causal_lm.named_parameters():
-        if is_adapter(full_name):
-            continue
-        name, tensor = name_without_adapter(full_name), parameter.detach()
+    rows, added = [], updates(model.causal_lm) if part is Part.whole else {}
+    for name, parameter in _named_parameters(model, part):
+        tensor = parameter.detach()
         if not isinstance(tensor, DTensor) or tensor.placements != (Shard(0),):
             raise TypeError(f"{name} is not sharded by rows: its bytes are not those of the master weights")
         own = torch.float32 if name in added else tensor.dtype
@@ -302,6 +301,13 @@ def full_tensors(
         under_way = following
     if under_way is not None:
         yield from under_way.tensors()
+
+
+def _named_parameters(model: ScoringModel, part: Part) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of `part` under the names with which they are sent."""
+    for name, parameter in model.causal_lm.named_parameters():
+        if is_adapter(name) is (part is Part.adapter):
+            yield sent_name(name) if part is Part.adapter else name_without_adapter(name), parameter
 
 
 class _Rows(NamedTuple):

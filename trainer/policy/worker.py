@@ -1,14 +1,15 @@
 """The FSDP worker: one data-parallel rank of the policy, hosted in a Ray actor by `trainer/cluster/policy_group.py`.
 
-Verbs: setup, dry_run, ceilings, train, logprobs, publish_weights, send_weights, save_checkpoint, saved_checkpoint,
-compare_files, load_checkpoint, sleep, wake. All ranks must be called together where a verb contains their collectives:
-all but ceilings, send_weights and compare_files. What `train` does stands in `trainer/policy/step.py`.
+Verbs: setup, dry_run, ceilings, train, logprobs, begin_adapter_probe, end_adapter_probe, publish_weights, send_weights,
+save_checkpoint, saved_checkpoint, compare_files, load_checkpoint, sleep, wake. All ranks must be called together where
+a verb contains their collectives: all but ceilings, send_weights and compare_files. What `train` does stands in
+`trainer/policy/step.py`.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,16 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rollout.engine import WeightSyncError
 from rollout.processes.inherited import forget_launcher
+from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
 from rollout.processes.stacks import STACKS_FILE, write_stack_when_asked
-from rollout.sglang.expected import ExpectedDigests
-from rollout.sglang.fusing import FusionError
 from rollout.types import SharedWeights, WeightLayout
 from rollout.weights.packing import DTYPES
-from rollout.weights.quantization import weight_publisher
-from rollout.weights.weight_broadcast import Receiver, WeightSender
+from rollout.weights.weight_broadcast import Receiver
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, StepSamples
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
@@ -37,17 +35,15 @@ from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
 from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
-from trainer.policy.lora import add_adapter, without_adapter
+from trainer.policy.lora import ProbeAdapter, adapter_scaled, freeze_beside_adapter, without_adapter
 from trainer.policy.model import (
     checkpoint_activations,
     compile_layers,
     empty_causal_lm,
-    full_tensors,
     load_rows,
     shard,
-    tensor_shapes,
 )
-from trainer.policy.network import use_interface_towards
+from trainer.policy.publisher import PolicyPublisher
 from trainer.policy.shards import REJECTED_STEPS, ShardReport, ShardWriter, load_rng, load_shards
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
@@ -167,9 +163,8 @@ class PolicyWorker:
             config, self._policy, reference=reference, critic=self._critic, device=self._device
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
-        self._publisher = weight_publisher(tensor_shapes(model), config.rollout)
-        self._receivers: tuple[Receiver, ...] = ()
-        self._sender: WeightSender | None = None
+        self._probe_adapter: ProbeAdapter | None = None
+        self._publisher = PolicyPublisher(model, config, host=setup.host)
         return PolicyInfo(
             process=mark_processes([os.getpid()])[0],
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
@@ -183,7 +178,7 @@ class PolicyWorker:
         model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=policy.fp32_head)
         model.requires_grad_(trained)
         if trained and policy.lora.rank:
-            add_adapter(causal_lm, policy.lora)
+            freeze_beside_adapter(causal_lm, policy.lora)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)
@@ -214,55 +209,50 @@ class PolicyWorker:
         """
         return dry_run(self._policy, self._config, groups, device=self._device)
 
-    def logprobs(self, micro_batches: list[MicroBatch], temperature: float | None = None) -> list[Tensor]:
+    def logprobs(
+        self, micro_batches: list[MicroBatch], temperature: float | None = None, adapter_factor: float = 1.0
+    ) -> list[Tensor]:
         """Log-probs [T] float32 (CPU) of each micro-batch under the current weights, without gradient.
 
-        At `sampling.temperature`, or at another one.
+        At `sampling.temperature`, or at another one; with `adapter_factor` times the adapter.
         """
         used = self._config.sampling.temperature if temperature is None else temperature
-        with torch.no_grad():
+        with torch.no_grad(), adapter_scaled(self._policy.model, adapter_factor):
             micros = (micro.to(self._device) for micro in micro_batches)
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
+
+    def begin_adapter_probe(self, seed: int, size: float) -> None:
+        """Put random numbers in the place of the adapter; see `trainer/run/adapter_probe.py`."""
+        self._probe_adapter = ProbeAdapter(self._policy.model.causal_lm, seed=seed, size=size)
+
+    def end_adapter_probe(self) -> None:
+        """Take the adapter back that was there before."""
+        if self._probe_adapter is not None:
+            self._probe_adapter.end()
+            self._probe_adapter = None
 
     def publish_weights(
         self,
         policy_version: int,
         publishes: bool = True,
+        with_base: bool = True,
         receivers: tuple[Receiver, ...] = (),
         layouts: tuple[WeightLayout, ...] = (),
     ) -> SharedWeights | None:
         """Gather all weights; if this rank `publishes`, write them into memory of this machine as the engines hold them
         -> where they are, None if it does not publish.
 
-        `receivers` take them to machines without a rank: they meet this rank for `send_weights`. The weights are also
-        digested for engines of these `layouts`.
+        Where engines get an adapter, only the adapter is gathered, and `with_base` the frozen weights too. `receivers`
+        take them to machines without a rank: they meet this rank for `send_weights`. The weights are also digested for
+        engines of these `layouts`.
         """
-        # Sharded master weights, whatever ran before.
-        tensors = full_tensors(self._policy.model, self._publisher.input_dtypes)
-        if not publishes:
-            for _ in tensors:
-                continue  # gathering is a collective: every rank walks the same parameters
-            return None
-        try:
-            digests = {layout: ExpectedDigests(layout, sent=self._publisher.names) for layout in layouts}
-            shared = self._publisher.publish(
-                tensors, policy_version=policy_version, watchers=[each.add for each in digests.values()]
-            )
-        except FusionError as error:
-            raise WeightSyncError(f"policy version {policy_version}: {error}") from error
-        shared.engine_digests = {layout: each.result() for layout, each in digests.items()}
-        if receivers != self._receivers:
-            timeout_s = self._config.rollout.sync_timeout_s
-            self._receivers, self._sender = receivers, None
-            if receivers:
-                self._sender = WeightSender(self._setup.host, num_receivers=len(receivers), timeout_s=timeout_s)
-        return replace(shared, broadcast=None if self._sender is None else self._sender.address)
+        return self._publisher.publish(
+            policy_version, publishes=publishes, with_base=with_base, receivers=receivers, layouts=layouts
+        )
 
     def send_weights(self) -> None:
         """Broadcast the weights that were published last; a collective of rank 0 and their receivers."""
-        if self._sender is None:
-            raise RuntimeError("the weights were published without receivers")
-        self._sender.send(self._publisher.published())
+        self._publisher.send()
 
     def save_checkpoint(self, path: Path, asynchronous: bool) -> None:
         """Write all that this rank holds to the directory `path`; if `asynchronous`, only copy it before returning."""

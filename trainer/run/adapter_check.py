@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from algorithms.config import Problem
+from rollout.weights.adapter import A_SENT, B_SENT
 from trainer.limits.model_shape import tensor_shapes
 from trainer.rundir.weights_source import ADAPTER_CONFIG
 
@@ -23,7 +24,6 @@ PLAIN: dict[str, tuple[object, ...]] = {
 """Settings of peft -> the values with which an adapter is y = x W^T + (alpha / r) x A^T B^T and nothing else."""
 FILE_PREFIX = "base_model.model."
 """What peft puts before the names of the model's layers."""
-A_IN_FILE, B_IN_FILE = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,15 +56,15 @@ def read_adapter(key: str, directory: Path, shapes: Mapping[str, tuple[int, ...]
         return wrong(
             f"must be a plain LoRA adapter, without {', '.join(other)}", "Merge it with peft, and name the model."
         )
-    layers = [name.removeprefix(FILE_PREFIX).removesuffix(A_IN_FILE) for name in stored if name.endswith(A_IN_FILE)]
-    expected = {f"{FILE_PREFIX}{layer}{end}" for layer in layers for end in (A_IN_FILE, B_IN_FILE)}
+    layers = [name.removeprefix(FILE_PREFIX).removesuffix(A_SENT) for name in stored if name.endswith(A_SENT)]
+    expected = {f"{FILE_PREFIX}{layer}{end}" for layer in layers for end in (A_SENT, B_SENT)}
     if not layers or expected != set(stored):
-        return wrong(f"must hold {A_IN_FILE} and {B_IN_FILE} of linear layers, and nothing else")
+        return wrong(f"must hold {A_SENT} and {B_SENT} of linear layers, and nothing else")
     for layer in layers if shapes is not None else ():
         assert shapes is not None
         if layer not in shapes:
             return wrong(f"must be of this model, which has no linear layer {layer}", "Name the recipe of its run.")
-        found = (stored[f"{FILE_PREFIX}{layer}{B_IN_FILE}"][0], stored[f"{FILE_PREFIX}{layer}{A_IN_FILE}"][1])
+        found = (stored[f"{FILE_PREFIX}{layer}{B_SENT}"][0], stored[f"{FILE_PREFIX}{layer}{A_SENT}"][1])
         if found != shapes[layer]:
             rule = f"must be of this model: {layer} has shape {list(shapes[layer])}, the adapter is for {list(found)}"
             return wrong(rule, "Name the recipe of its run.")

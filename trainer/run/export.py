@@ -22,14 +22,15 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from algorithms.config import Problem
 from rollout.data.tokenizer import copy_tokenizer
+from rollout.weights.adapter import A_ENDING, A_SENT, B_ENDING, B_SENT, is_adapter, peft_config, sent_name
 from rollout.weights.packing import DTYPES
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import stored_linear_shapes
-from trainer.policy.lora import A_ENDING, B_ENDING, add_adapter, added, is_adapter, peft_config, peft_name
+from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
 from trainer.policy.model import INDEX_FILE, WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
-from trainer.run.adapter_check import A_IN_FILE, B_IN_FILE, FILE_PREFIX, read_adapter
+from trainer.run.adapter_check import FILE_PREFIX, read_adapter
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
@@ -81,7 +82,7 @@ def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: 
     tensors: dict[str, Tensor] = {}
     for file in adapter.glob("*.safetensors"):
         tensors |= {name.removeprefix(FILE_PREFIX): each.float() for name, each in load_file(file).items()}
-    named = {name.replace(A_IN_FILE, A_ENDING).replace(B_IN_FILE, B_ENDING): each for name, each in tensors.items()}
+    named = {name.replace(A_SENT, A_ENDING).replace(B_SENT, B_ENDING): each for name, each in tensors.items()}
     source = _Merged(start, named, scale=found.alpha / found.rank)
     _write_whole(start, source, directory, dtype=dtype, max_shard_bytes=MAX_SHARD_BYTES)
 
@@ -104,10 +105,11 @@ def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) 
     float32, as it was trained. Raises CheckpointError if the checkpoint does not fit the model.
     """
     start = resolve_model(config, progress=lambda done, total, detail: None)
-    described = peft_config(empty_causal_lm(start), lora_of(checkpoint.state.config))
+    model = empty_causal_lm(start)
+    described = peft_config(model, adapter_spec(model, lora_of(checkpoint.state.config)))
     described.inference_mode = True
     described.base_model_name_or_path = config.model.path if isinstance(config.model, HFModelConfig) else str(start)
-    tensors = {f"{FILE_PREFIX}{peft_name(name)}": each for name, each in _adapter(start, checkpoint).items()}
+    tensors = {f"{FILE_PREFIX}{sent_name(name)}": each for name, each in _adapter(start, checkpoint).items()}
     with _whole_or_nothing(directory) as unfinished:
         described.save_pretrained(str(unfinished))
         save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
@@ -168,7 +170,7 @@ _Source = _Weights | _Merged
 def _adapter(start: Path, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """The whole adapter in a checkpoint of a LoRA run by name, float32; `start` is the model that it began with."""
     model = empty_causal_lm(start)
-    add_adapter(model, lora_of(checkpoint.state.config))
+    freeze_beside_adapter(model, lora_of(checkpoint.state.config))
     described = {name: each for name, each in model.named_parameters() if is_adapter(name)}
     tensors = {name: torch.empty(each.shape, dtype=torch.float32) for name, each in described.items()}
     _Weights(checkpoint).fill(tensors)

@@ -38,10 +38,12 @@ from trainer.cluster.watchdog import Watchdog, longest_call_s
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.schedule import RolloutSchedule
 from trainer.config.train import TrainConfig
+from trainer.limits.adapter_shape import sent_adapter
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.memory_plan import gpu_bytes, memory_plan
 from trainer.report.page import write_report
 from trainer.run.accounting import StepAccounting, look_at_hardware
+from trainer.run.adapter_probe import probe_adapter
 from trainer.run.dumper import StepDumper
 from trainer.run.evaluation import evaluate_sets, evaluation_metrics
 from trainer.run.guard import Guard, build_guard
@@ -168,6 +170,9 @@ def run_steps(
             tracker.console.line(str(sync_weights(run.policy, run.engines, policy_version=policy_version)))
             probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
             tracker.console.line(str(probe))
+            if config.sends_adapter:
+                used = probe_adapter(config, task, run.policy, run.engines, policy_version=policy_version)
+                tracker.console.line(str(used))
             # The evaluation before training, or one that a request gave up.
             owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)
             try:
@@ -195,7 +200,7 @@ def open_run(
     saver = within.enter_context(Saver(config.checkpoint, run_dir=run_dir, tracker=tracker))
     within.enter_context(closing(task.scorer))
     policy = cluster.spawn_policy(task.model_path, task.critic_path)
-    engines = cluster.spawn_engines(task.model_path)
+    engines = cluster.spawn_engines(task.model_path, adapter=sent_adapter(config, task.model_path))
     policy.wait_ready()
     for info in engines.wait_ready():
         tracker.console.line(f"engine ready: {info.name} at {info.address} in {info.start_s:.1f} s")

@@ -18,6 +18,7 @@ from rollout.data.dataset import first_row, load_dataset
 from rollout.episodes.running import try_rollout_function
 from rollout.processes.custom_code import is_custom
 from rollout.rewards import try_reward
+from rollout.sglang.stacked import parts_apart
 from rollout.task_config import ArithmeticDataConfig, FileDataConfig
 from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig, ModelConfig
@@ -158,6 +159,11 @@ def _adapter_problems(config: TrainConfig) -> Iterator[Problem]:
         yield config.broken(
             "policy.lora.rank", rule, f"Lower it, or choose larger layers with policy.lora.targets.{more}"
         )
+    if isinstance(config.rollout, SGLangConfig) and config.sends_adapter and chosen:
+        apart = parts_apart(chosen, among=shapes)
+        if apart:
+            rule = f"must choose {apart} in all layers or none: SGLang holds them as one matrix"
+            yield config.broken("policy.lora.targets", rule, "Choose them, or set policy.lora.merge=true.")
 
 
 def _model_problems(config: TrainConfig) -> Iterator[Problem]:
