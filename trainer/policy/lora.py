@@ -67,8 +67,13 @@ def added(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return (b @ a).mul_(scale)
 
 
+def drawn_a(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """A new A [r, in], float32, uniform within 1 / sqrt(in), as peft draws it."""
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+
+
 def fill_adapter(model: nn.Module, *, seed: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """This rank's rows of a new adapter by name: A uniform within 1/sqrt(in), as peft draws it, B zero.
+    """This rank's rows of a new adapter by name: A random, B zero.
 
     Every rank draws the whole matrices, which are small, so that the numbers do not depend on the number of ranks.
     """
@@ -76,9 +81,8 @@ def fill_adapter(model: nn.Module, *, seed: int, device: torch.device) -> dict[s
     filled: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            whole = torch.zeros(parameter.shape)
-            if name.endswith(A_ENDING):
-                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            is_a = name.endswith(A_ENDING)
+            whole = drawn_a(parameter.shape, generator) if is_a else torch.zeros(parameter.shape)
             start, stop = own_rows(parameter.data)  # type: ignore[arg-type]  # sharded, so a DTensor
             rows = whole[start:stop].to(device)
             filled[name] = nn.Parameter(with_local_part(parameter.data, rows))  # type: ignore[arg-type]
@@ -143,21 +147,25 @@ class ProbeAdapter:
     """
 
     def __init__(self, causal_lm: nn.Module, *, seed: int, size: float) -> None:
-        """B is normal, so that the root mean square of s B A is `size` / sqrt(in), as A is at the start.
+        """A is drawn like that of a new adapter; B is normal, so that s B A has the root mean square `size` / sqrt(in).
 
         Every rank draws the whole matrices, which are small, and takes its own rows.
         """
         generator = torch.Generator().manual_seed(seed)
         self._before: list[tuple[Tensor, Tensor]] = []
         for name, parameter in causal_lm.named_parameters():
-            if name.endswith(B_ENDING):
+            if not is_adapter(name):
+                continue
+            if name.endswith(A_ENDING):
+                whole = drawn_a(parameter.shape, generator)
+            else:
                 module: Any = causal_lm.get_submodule(name.removesuffix(B_ENDING))
                 deviation = size * math.sqrt(3 / parameter.shape[1]) / module.scaling[ADAPTER]
-                drawn = torch.randn(parameter.shape, generator=generator).mul_(deviation)
-                start, stop = own_rows(parameter.data)  # type: ignore[arg-type]  # sharded, so a DTensor
-                own = local_part(parameter.detach())
-                self._before.append((own, own.clone()))
-                own.copy_(drawn[start:stop])
+                whole = torch.randn(parameter.shape, generator=generator).mul_(deviation)
+            start, stop = own_rows(parameter.data)  # type: ignore[arg-type]  # sharded, so a DTensor
+            own = local_part(parameter.detach())
+            self._before.append((own, own.clone()))
+            own.copy_(whole[start:stop])
 
     def end(self) -> None:
         """Give the policy its adapter back, bit by bit."""

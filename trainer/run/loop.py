@@ -171,7 +171,9 @@ def run_steps(
             probe = probe_logprobs(config, task, run.policy, run.engines, policy_version=policy_version)
             tracker.console.line(str(probe))
             if config.sends_adapter:
-                used = probe_adapter(config, task, run.policy, run.engines, policy_version=policy_version)
+                used = probe_adapter(
+                    config, task, run.policy, run.engines, policy_version=policy_version, noise=probe.mean_gap
+                )
                 tracker.console.line(str(used))
             # The evaluation before training, or one that a request gave up.
             owed = checkpoint is None or (is_evaluated(config, done) and not checkpoint.state.evaluation)

@@ -99,6 +99,10 @@ def probe_logprobs(
         answers = policy.logprobs(micros, temperature=temperature)
         return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
 
+    def without_adapter() -> list[Tensor]:
+        answers = policy.logprobs(micros, adapter_factor=0.0)
+        return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
+
     with policy.resident():
         deltas = judge(
             [micro.rollout_logprobs[micro.response_index] for micro in micros],
@@ -106,6 +110,7 @@ def probe_logprobs(
             temperature=config.sampling.temperature,
             tolerance=tolerance_of(config),
             lowest=coarser(config.rollout.dtype, config.policy.dtype),
+            without_adapter=without_adapter if config.policy.lora.rank else None,
         )
     if engines.takes_turns:  # they gave their weights up while the ranks scored
         sync_weights(policy, engines, policy_version=policy_version)
@@ -158,7 +163,15 @@ def rounding_tolerance(dtype: DType, temperature: float) -> float:
     return max(FLOAT32_TOLERANCE, roundings) / min(1.0, temperature)
 
 
-def judge(reported: Sequence[Tensor], scores: Scores, *, temperature: float, tolerance: float, lowest: DType) -> Tensor:
+def judge(
+    reported: Sequence[Tensor],
+    scores: Scores,
+    *,
+    temperature: float,
+    tolerance: float,
+    lowest: DType,
+    without_adapter: Callable[[], list[Tensor]] | None = None,
+) -> Tensor:
     """Trainer minus engine, [all tokens], if the two agree; raises ProbeError naming what disagrees.
 
     Args:
@@ -167,6 +180,7 @@ def judge(reported: Sequence[Tensor], scores: Scores, *, temperature: float, tol
         temperature: at which the responses were sampled.
         tolerance: largest mean |difference|.
         lowest: the coarser of the types in which the two compute.
+        without_adapter: the trainer's log-probs without its adapter, if it has one.
     """
     scored = scores(temperature)
     gap, deltas = mean_gap(reported, scored), torch.cat(scored) - torch.cat(list(reported))
@@ -176,15 +190,18 @@ def judge(reported: Sequence[Tensor], scores: Scores, *, temperature: float, tol
     if gap <= tolerance / CLEARLY_BETTER and worst <= tolerance:
         return deltas
     found, best = _best_explanation(reported, scored, scores, temperature=temperature)
+    if without_adapter is not None and (gap_without := mean_gap(reported, without_adapter())) < best:
+        found, best = "These are log-probs of the model without its adapter: the engine leaves it out", gap_without
     is_explained = best * CLEARLY_BETTER < gap
     if gap <= tolerance and worst <= 2 * tolerance and not is_explained:
         return deltas
-    what = _unexplained(gap, worst, tolerance, lowest=lowest, temperature=temperature)
+    what = _unexplained(gap, tolerance, lowest=lowest, temperature=temperature)
     if is_explained:
         what = f"{found} (then they differ by {best:.1e})"
     raise ProbeError(
         "phase probe: the engine's log-probs are not those of the trainer for the same tokens and weights: they differ "
-        f"by {gap:.2g} on average over {sum(map(len, reported))} tokens, {worst:.2g} over the worst response; "
+        f"by {gap:.2g} on average over {sum(map(len, reported))} tokens"
+        f"{f', {worst:.2g} over the worst response' if worst > gap else ''}; "
         f"rollout.probe_tolerance allows {tolerance:.2g}. {what}. Nothing is trained: every correction would be wrong"
     )
 
@@ -210,13 +227,18 @@ def _best_explanation(
     return min(found.items(), key=lambda item: item[1])
 
 
-def _unexplained(gap: float, worst: float, tolerance: float, *, lowest: DType, temperature: float) -> str:
+def _unexplained(gap: float, tolerance: float, *, lowest: DType, temperature: float) -> str:
     if gap <= tolerance:
         return "Some responses agree and some do not: one engine of several differs; look at engine_args and its log"
+    if gap <= (usual := rounding_tolerance(lowest, temperature)):
+        return (
+            f"That is rounding in {lowest.name}, for which {usual:.2g} is allowed where rollout.probe_tolerance is not "
+            "set: raise it, or leave it out"
+        )
     if lowest is DType.float32 and gap <= rounding_tolerance(DType.bfloat16, temperature):
         return (
-            "That is rounding to 16 bits where both should compute in float32: look at the engine's head, attention "
-            "backend and cache dtype"
+            "It may be rounding to 16 bits where both should compute in float32: look at the engine's head, attention "
+            "backend and cache dtype. Or the engine holds slightly other weights"
         )
     return (
         "No other temperature and no shift explains it: the engine holds other weights or another model, adds special "
