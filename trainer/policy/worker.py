@@ -222,7 +222,8 @@ class PolicyWorker:
             return [self._policy.model(micro, temperature=used).logprobs.cpu() for micro in micros]
 
     def begin_adapter_probe(self, seed: int, size: float) -> None:
-        """Put random numbers in the place of the adapter; see `trainer/run/adapter_probe.py`."""
+        """Put random numbers in the place of the adapter, or others; see `trainer/run/adapter_probe.py`."""
+        self.end_adapter_probe()
         self._probe_adapter = ProbeAdapter(self._policy.model.causal_lm, seed=seed, size=size)
 
     def end_adapter_probe(self) -> None:
