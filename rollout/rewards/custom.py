@@ -144,7 +144,8 @@ def reply_of(result: object) -> Reply:
         if correct is not None and not isinstance(correct, bool):
             raise TypeError(f"'correct' must be a bool, got {type(correct).__name__}")
         metrics = {plain_text(str(key)): _number(value, key) for key, value in result.items() if key not in VERDICT}
-        if taken := RESERVED_METRICS & metrics.keys():
+        # Metrics of a further evaluation set have its name in front: <set>/accuracy.
+        if taken := [key for key in metrics if key.rpartition("/")[2] in RESERVED_METRICS]:
             raise ValueError(f"the key {min(taken)!r} is the name of a metric of Parity's: give it another name")
         return {"score": _number(result["score"], "score"), "correct": correct, "metrics": metrics}
     except Exception as error:  # what the user's own types raise when they become numbers or text

@@ -363,6 +363,7 @@ def test_a_function_that_always_hangs_ends_the_run_before_the_step_does(write, m
             (f"{{'score': 1.0, {name!r}: 0.5}}", f"the key {name!r} is the name of a metric of Parity's")
             for name in sorted(RESERVED_METRICS)
         ),
+        ("{'score': 1.0, 'hard/accuracy': 0.5}", "the key 'hard/accuracy' is the name of a metric of Parity's"),
         ("1e39", "the result must lie in [-1e+15, 1e+15], got 1e+39"),
         ("-1e300", "the result must lie in"),
         ("{'score': 1.0, 'length': 1e300}", "length must lie in"),

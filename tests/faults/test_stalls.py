@@ -93,7 +93,7 @@ def test_a_loss_that_is_no_number_on_one_of_two_ranks_skips_the_step_on_both(
     assert weights(3).isfinite().all() and not torch.equal(weights(4), before)
     for step in (3, 4):
         policy.train(batch(is_bad=True), step=step)
-    with pytest.raises(WorkerError, match="3 optimizer steps of the policy in a row had a non-finite gradient norm"):
+    with pytest.raises(WorkerError, match=r"3 optimizer steps of the policy in a row .* norm; lower optim\.lr"):
         policy.train(batch(is_bad=True), step=5)
 
 

@@ -312,5 +312,8 @@ def test_keys_without_effect_and_a_rate_that_is_not_met_are_told() -> None:
         "optim.warmup_rollout_steps=100 lasts until the end, run.num_steps=40: optim.lr is not met",
     ):
         assert said in notes
+    few = config_of("collect=dynamic", "collect.min_prompts=50", "batch.prompts_per_step=16")
+    assert "without effect: collect.min_prompts=50, because a step has batch.prompts_per_step=16" in few.notes()
+    assert not list(config_of("collect=dynamic", "collect.min_prompts=2").notes())
     on = ("checkpoint.every=5", "dump.every=2", "reward.overlong_buffer_tokens=4", "episode.function=calculator")
     assert not list(config_of(*words[1:5], words[6], *on).notes())

@@ -19,12 +19,14 @@ from trainer.compose.catalog import find_recipe
 from trainer.compose.compose import Resolution, resolve
 from trainer.compose.outcome import BEST_FLAG, DONE, refuse, report
 from trainer.config.train import TrainConfig
+from trainer.config.training import HFModelConfig
 from trainer.limits.adapter_shape import linear_shapes
 from trainer.limits.model_shape import UnknownShapeError
 from trainer.run.adapter_check import read_adapter
 from trainer.run.start import start_problems
 from trainer.run.task_check import find_model, policy_problems
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError, best_problem
+from trainer.rundir.model_mark import model_mark
 from trainer.rundir.termination import RunTerminated, termination_requests
 from trainer.rundir.text import to_stderr, to_stdout
 from trainer.rundir.weights_source import BASE, KEY, SourceKind, WeightsSource, checkpoint_of, find_source
@@ -120,7 +122,10 @@ def _weights_problems(config: TrainConfig, source: WeightsSource) -> Iterator[Pr
                 shapes: Mapping[str, tuple[int, ...]] | None = linear_shapes(config)
             except UnknownShapeError:
                 shapes = None
-            if isinstance(read := read_adapter(KEY, source.path, shapes), Problem):
+            model = config.model
+            directory = Path(model.path).expanduser() if isinstance(model, HFModelConfig) else None
+            mark = model_mark(directory) if directory is not None and directory.is_dir() else None
+            if isinstance(read := read_adapter(KEY, source.path, shapes, mark=mark), Problem):
                 yield read
     elif isinstance(found := find_model(KEY, str(source.path), None), Problem):
         yield found

@@ -62,6 +62,9 @@ def wrong_value(key: str, value: object, hint: Any, *, default: object = "") -> 
         remedy += f"Its keys: {', '.join(f'{key}.{name}' for name in field_names(hint))}."
     elif get_origin(hint) is list and isinstance(value, str | int | float) and "[" not in str(value):
         remedy = f"Write {key}=[{value}]."
+    elif hint is str and isinstance(value, list):
+        either = "|".join(map(str, value))
+        remedy = f"Write one text, or where the key takes a regular expression {key}='.*({either})'. {remedy}".rstrip()
     return Problem(key=key, rule=f"must be {accepted(hint)}", value=value, remedy=remedy)
 
 

@@ -222,6 +222,10 @@ def idle_notes(config: TrainConfig) -> Iterator[str]:
         if changed and is_idle(config):
             named = " and ".join(f"{name}.{key}={as_yaml(getattr(section, key))}" for key in changed)
             yield f"without effect: {named}, because {why}"
+    if isinstance(config.collect, DynamicCollectConfig) and config.collect.min_prompts is not None:
+        least, prompts = config.collect.min_prompts, config.batch.prompts_per_step
+        if least >= prompts:
+            yield f"without effect: collect.min_prompts={least}, because a step has batch.prompts_per_step={prompts}"
     if config.policy.lora.rank and config.optim.lr < LEAST_LORA_RATE:
         yield f"optim.lr={config.optim.lr:g} is low for an adapter, which takes about ten times the rate of all weights"
     warmup, steps = config.optim.warmup_rollout_steps, config.run.num_steps

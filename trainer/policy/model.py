@@ -238,7 +238,9 @@ def read_shard(
             rows: Tensor = view[start:stop]
             local.copy_(rows)
             if not torch.isfinite(local).all():
-                raise ValueError(f"{file}: {name} holds numbers that are not finite: the weights are of no use")
+                raise ValueError(
+                    f"{file}: {name} holds numbers that are not finite: name another model, or copy the file again"
+                )
     return with_local_part(whole, local)
 
 

@@ -145,6 +145,8 @@ class Trainable(Generic[ModelT]):
         is_whole = all(parameter.requires_grad for parameter in model.parameters())
         self._trained = StateDictOptions(ignore_frozen_params=True, strict=is_whole)
         self._bad_steps = 0
+        self._rate_key = "optim.lr" if name == "policy" else f"{name}.lr"
+        self._other_type = "" if dtype is DType.float32 else " or set policy.dtype=float32"
         self._device = torch.device(next(model.parameters()).device)
         self._offload = offload
         self._asleep = False
@@ -216,7 +218,7 @@ class Trainable(Generic[ModelT]):
             if self._bad_steps >= MAX_CONSECUTIVE_BAD_STEPS:
                 raise RuntimeError(
                     f"phase train: {self._bad_steps} optimizer steps of the {self._name} in a row had a non-finite "
-                    "gradient norm; lower its learning rate or set policy.dtype=float32"
+                    f"gradient norm; lower {self._rate_key}{self._other_type}"
                 )
             return False
         self._bad_steps = 0

@@ -30,7 +30,7 @@ from trainer.limits.adapter_shape import stored_linear_shapes
 from trainer.policy.lora import adapter_spec, added, freeze_beside_adapter
 from trainer.policy.model import INDEX_FILE, WEIGHT_FILE, empty_causal_lm, names_in_files, weight_files
 from trainer.policy.shards import load_shards
-from trainer.run.adapter_check import FILE_PREFIX, read_adapter
+from trainer.run.adapter_check import FILE_PREFIX, MODEL_MARK, read_adapter
 from trainer.run.task import resolve_model
 from trainer.rundir.checkpoint import Checkpoint, CheckpointError
 from trainer.rundir.model_mark import model_mark
@@ -76,7 +76,7 @@ def write_merged(config: TrainConfig, adapter: Path, directory: Path, *, dtype: 
     Otherwise like `write_model`. Raises CheckpointError if the adapter is not one of this model.
     """
     start = resolve_model(config, progress=lambda done, total, detail: None)
-    found = read_adapter(KEY, adapter, stored_linear_shapes(start))
+    found = read_adapter(KEY, adapter, stored_linear_shapes(start), mark=model_mark(start))
     if isinstance(found, Problem):
         raise CheckpointError(str(found))
     tensors: dict[str, Tensor] = {}
@@ -110,9 +110,10 @@ def write_adapter(config: TrainConfig, checkpoint: Checkpoint, directory: Path) 
     described.inference_mode = True
     described.base_model_name_or_path = config.model.path if isinstance(config.model, HFModelConfig) else str(start)
     tensors = {f"{FILE_PREFIX}{sent_name(name)}": each for name, each in _adapter(start, checkpoint).items()}
+    metadata = {"format": "pt", MODEL_MARK: model_mark(start) or ""}
     with _whole_or_nothing(directory) as unfinished:
         described.save_pretrained(str(unfinished))
-        save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
+        save_file(tensors, unfinished / ADAPTER_FILE, metadata=metadata)
 
 
 @contextmanager

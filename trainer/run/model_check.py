@@ -13,6 +13,7 @@ from typing import Any
 from algorithms.config import Problem
 from rollout.similar_file import similar_directory
 from trainer.limits.model_shape import EXPERT_NAME, layer_of, tensor_shapes
+from trainer.rundir.weights_source import ADAPTER_CONFIG
 
 HUB_TIMEOUT_S = 3.0
 """Seconds for the hub to say whether it has a model; without an answer the run asks again when it fetches the model."""
@@ -64,12 +65,14 @@ def _incomplete(key: str, directory: Path) -> Problem | None:
     if not missing and "model_type" in described(directory):
         return None
     lacks = f"with {', '.join(missing)}" if missing else _wrong_description(directory)
-    return Problem(
-        key=key,
-        rule=f"must be the directory of a Hugging Face model, {lacks}",
-        value=str(directory),
-        remedy=f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR.",
-    )
+    remedy = f"model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one; then {key}=DIR."
+    if (directory / ADAPTER_CONFIG).is_file():
+        remedy = (
+            "It is an adapter: parity export <run> DIR, without --adapter, writes the whole model, and parity eval "
+            f"<recipe> checkpoint={directory} evaluates it."
+        )
+    rule = f"must be the directory of a Hugging Face model, {lacks}"
+    return Problem(key=key, rule=rule, value=str(directory), remedy=remedy)
 
 
 def _wrong_description(directory: Path) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from algorithms.config import Problem
 from rollout.config import SGLANG_REMEDY, SGLangConfig
 from rollout.sglang.cuda_packages import CUDA_REMEDY, cuda_problem, torch_without_cuda
 from trainer.compose.compose import Resolution
-from trainer.config.outputs import WANDB_RUN_ID
+from trainer.config.outputs import WANDB_RUN_ID, WandbMode
 from trainer.config.train import TrainConfig
 from trainer.config.training import Resume
 from trainer.limits.machine import this_machine
@@ -27,6 +27,9 @@ from trainer.rundir.run_dir import ENVIRONMENT_FILE, is_run, lock_holder, steps_
 from trainer.rundir.sealed import SealError
 from trainer.rundir.time_limit import job_problems
 
+WANDB_MODE = "WANDB_MODE"
+WANDB_MODES = ("online", "offline", "disabled", "dryrun", "run", "shared")
+"""Values that the library wandb takes for it."""
 TENSORBOARD_PACKAGE = "tensorboardX"
 
 
@@ -43,6 +46,7 @@ def start_problems(resolution: Resolution, *, trains: bool = True) -> list[Probl
             Problem(key="rollout", rule="must be an engine that is installed", value="sglang", remedy=remedy)
         )
     configs = [run.config for run in resolution.runs if run.config is not None]
+    problems += [problem for problem in [wandb_mode_problem(configs)] if problem is not None]
     if any(config.tracking.tensorboard for config in configs):
         problems += [problem for problem in [missing_tensorboard()] if problem is not None]
     found = [problem for config in configs for problem in gpu_package_problems(config, trains=trains)]
@@ -83,6 +87,15 @@ def shared_id_problems(num_runs: int) -> list[Problem]:
         return []
     rule = f"must not be set for {num_runs} runs: each would overwrite the one before in W&B"
     return [Problem(key=f"${WANDB_RUN_ID}", rule=rule, value=value, remedy="Unset it.")]
+
+
+def wandb_mode_problem(configs: Sequence[TrainConfig]) -> Problem | None:
+    """The Problem of a mode in the environment that the library wandb would refuse; None if nothing reads it."""
+    value = os.environ.get(WANDB_MODE)
+    if not value or value in WANDB_MODES or all(config.tracking.wandb is WandbMode.disabled for config in configs):
+        return None
+    remedy = f"Unset it, or {WANDB_MODE}={WandbMode.offline.name}."
+    return Problem(key=f"${WANDB_MODE}", rule=f"must be one of {', '.join(WANDB_MODES)}", value=value, remedy=remedy)
 
 
 def missing_tensorboard() -> Problem | None:

@@ -86,7 +86,10 @@ def _machine_problems(config: TrainConfig, machine: Machine, *, trains: bool) ->
         yield config.broken(key, rule, remedy)
     if cpus > max(machine.cpus, os.cpu_count() or 1):  # Ray counts the cores of the machine
         rule = f"must fit on this machine: the workers need {cpus:g} CPU, and it has {machine.cpus}"
-        yield config.broken("policy.num_workers", rule, f"Lower it, or rollout.num_engines, {elsewhere}")
+        keys = ["policy.num_workers", "rollout.num_engines"]
+        if rollout.num_engines * rollout.tp_size > ranks:
+            keys.reverse()
+        yield config.broken(keys[0], rule, f"Lower it, or {keys[1]}, {elsewhere}")
     if not trains:
         return
     yield from _memory_problems(config, machine, uses_gpus=gpus > 0)
