@@ -1,15 +1,18 @@
 """LoRA against training all weights, on one rank of SmolLM2-135M-Instruct: seconds, memory, bytes, and its arithmetic.
 
-    python benchmarks/lora.py [--rank 16] [--steps 4] [--dtype bfloat16]
+    python benchmarks/lora.py [--rank 16] [--steps 4] [--dtype bfloat16] [--checkpoint-every 0]
 
-Each variant runs in a process of its own, one rank without Ray or an engine: 12 prompts of 55 tokens x 8 responses of
-24, micro-batches of 2,048 tokens. Prints Markdown:
+Each variant runs in a process of its own, one rank without Ray: 12 prompts of 55 tokens x 8 responses of 24,
+micro-batches of 2,048 tokens, every k-th layer checkpointed. The engine is embedded and starts after the training, so
+that it has no part in the memory. Prints Markdown:
 
 step        forward, backward and update, median of the steps after the first
 peak        most memory of the process, less what it took before the model was loaded
 beyond      the peak without the bytes of the weights that the model has anyway
 checkpoint  bytes on the disk
-sync        seconds in which the weights are gathered, added up and written for an engine of the same type
+sync        seconds from the gather to the verified engine of the same type, median of the syncs after the first; of an
+            adapter alone, and merged, of all weights with the adapter added to them
+bytes       what one sync moves
 gradient    largest difference from the gradients of peft under plain autograd, float32, over their largest number
 merged      largest difference between log-probs of the adapter beside the weights and added to them, float32, nats
 """
@@ -30,17 +33,20 @@ import torch
 import torch.distributed as dist
 
 from rollout.config import DType, TorchEngineConfig
+from rollout.group.worker import EngineSetup, RolloutWorker
 from rollout.types import FinishReason, Sample
 from rollout.weights.adapter import B_ENDING, is_adapter
 from trainer.batch.packing import pack
 from trainer.compose.compose import resolve
 from trainer.config.paths import recipe_dir
+from trainer.limits.adapter_shape import sent_adapter
 from trainer.policy.host_copy import local_part
 from trainer.policy.model import full_tensors, load_causal_lm
 from trainer.policy.worker import PolicySetup, PolicyWorker
 from trainer.run.task import resolve_model
 
 PROMPTS, GROUP, PROMPT_TOKENS, RESPONSE_TOKENS = 12, 8, 55, 24
+SYNCS = 6
 SCORED = 4
 """Samples whose gradients and log-probs are compared with peft's."""
 
@@ -74,9 +80,9 @@ def peak_bytes() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def start_worker(rank: int, dtype: str, directory: Path) -> PolicyWorker:
+def start_worker(rank: int, dtype: str, directory: Path, *words: str) -> PolicyWorker:
     """One rank of the recipe's model; the adapter has numbers in B, so that everything has a gradient."""
-    words = ("policy.num_workers=1", f"policy.lora.rank={rank}", f"policy.dtype={dtype}", "optim.lr=1e-6")
+    words = ("policy.num_workers=1", f"policy.lora.rank={rank}", f"policy.dtype={dtype}", "optim.lr=1e-6", *words)
     [run] = resolve(recipe_dir() / "smollm2_grpo.yaml", words, own_dir=None, multirun=False).runs
     assert run.config is not None, run.problems
     config, model_path = run.config, resolve_model(run.config, progress=lambda done, total, detail: None)
@@ -100,10 +106,37 @@ def start_worker(rank: int, dtype: str, directory: Path) -> PolicyWorker:
     return worker
 
 
-def measure(rank: int, dtype: str, steps: int, directory: Path) -> dict[str, float]:
+def sync_into_engine(worker: PolicyWorker, directory: Path) -> tuple[float, float]:
+    """(median seconds of a sync after the first, bytes that it moves) into an embedded engine."""
+    config, model_path = worker._config, worker._setup.model_path
+    engine = RolloutWorker(
+        EngineSetup(
+            config=config.rollout,
+            index=0,
+            seed=0,
+            device="cpu",
+            num_threads=torch.get_num_threads(),
+            log_dir=directory,
+            model_path=model_path,
+            adapter=sent_adapter(config, model_path),
+        )
+    )
+    engine.start()
+    seconds, moved = [], 0
+    for number in range(SYNCS):
+        began = time.perf_counter()
+        shared = worker.publish_weights(number, with_base=number == 0)
+        assert shared is not None
+        moved = engine.load_weights(shared).num_bytes
+        seconds.append(time.perf_counter() - began)
+    engine.stop()
+    return statistics.median(seconds[1:]), float(moved)
+
+
+def measure(rank: int, dtype: str, steps: int, directory: Path, *words: str) -> dict[str, float]:
     """One variant; rank 0 trains all weights."""
     before = peak_bytes()
-    worker = start_worker(rank, dtype, directory)
+    worker = start_worker(rank, dtype, directory, *words)
     batch = pack([samples(PROMPTS, GROUP)], num_ranks=1, max_tokens=2048, policy_version=0)
     seconds = []
     for step in range(1, steps + 1):
@@ -113,13 +146,10 @@ def measure(rank: int, dtype: str, steps: int, directory: Path) -> dict[str, flo
     peak = peak_bytes() - before
     parameters = dict(worker._policy.model.named_parameters())
     weights = sum(each.numel() * each.element_size() for name, each in parameters.items() if not is_adapter(name))
-    began = time.perf_counter()
-    shared = worker.publish_weights(1)
-    sync_s = time.perf_counter() - began
-    assert shared is not None
     (directory / "saved").mkdir()
     worker.save_checkpoint(directory / "saved", False)
     written = sum(path.stat().st_size for path in (directory / "saved").iterdir())
+    sync_s, moved = sync_into_engine(worker, directory)
     dist.destroy_process_group()
     return {
         "trained": float(sum(each.numel() for each in parameters.values() if each.requires_grad)),
@@ -128,6 +158,7 @@ def measure(rank: int, dtype: str, steps: int, directory: Path) -> dict[str, flo
         "beyond": float(peak - weights),
         "checkpoint": float(written),
         "sync_s": sync_s,
+        "moved": moved,
     }
 
 
@@ -188,29 +219,37 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--part", choices=["full", "lora", "peft"], help="for the script's own processes")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--part", choices=["full", "lora", "merged", "peft"], help="for the script's own processes")
     args = parser.parse_args()
     shared = ["--rank", str(args.rank), "--steps", str(args.steps), "--dtype", args.dtype]
+    shared += ["--checkpoint-every", str(args.checkpoint_every)]
     if args.part is not None:
         with tempfile.TemporaryDirectory() as made:
             if args.part == "peft":
                 numbers = compare(args.rank, Path(made))
             else:
-                numbers = measure(args.rank if args.part == "lora" else 0, args.dtype, args.steps, Path(made))
+                words = [f"policy.activation_checkpoint_every={args.checkpoint_every}"]
+                words += ["policy.lora.merge=true"] * (args.part == "merged")
+                rank = 0 if args.part == "full" else args.rank
+                numbers = measure(rank, args.dtype, args.steps, Path(made), *words)
         sys.stdout.write(json.dumps(numbers) + "\n")
         return
-    full, lora, peft = (child([*shared, "--part", part]) for part in ("full", "lora", "peft"))
-    lines = [f"| {args.dtype} | all weights | rank {args.rank} | ratio |", "|---|--:|--:|--:|"]
+    full, lora, merged, peft = (child([*shared, "--part", part]) for part in ("full", "lora", "merged", "peft"))
+    lines = [f"| {args.dtype} | all weights | rank {args.rank} | ratio | merged | ratio |", "|---|--:|--:|--:|--:|--:|"]
     for key, name, unit, form in (
         ("trained", "trained parameters", 1.0, ",.0f"),
         ("step_s", "step, s", 1.0, ".2f"),
         ("peak", "peak, GiB", 2.0**30, ".2f"),
         ("beyond", "beyond the weights, GiB", 2.0**30, ".2f"),
         ("checkpoint", "checkpoint, MB", 1e6, ",.1f"),
-        ("sync_s", "sync, s", 1.0, ".2f"),
+        ("sync_s", "sync, s", 1.0, ".3f"),
+        ("moved", "bytes of a sync, MB", 1e6, ",.1f"),
     ):
-        cells = [format(numbers[key] / unit, form) for numbers in (full, lora)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {lora[key] / full[key]:.2g} |")
+        cells = [format(full[key] / unit, form)]
+        for numbers in (lora, merged):
+            cells += [format(numbers[key] / unit, form), f"{numbers[key] / full[key]:.2g}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", f"Gradients against peft: {peft['gradient']:.1e}. Merged against beside: {peft['merged']:.1e} nats."]
     sys.stdout.write("\n".join(lines) + "\n")
 
