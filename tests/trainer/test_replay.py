@@ -353,7 +353,7 @@ def test_a_dump_cannot_name_a_file_outside_it(
 
 
 def test_the_shell_completes_steps_and_modes(one_step: Path) -> None:
-    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "out="]
+    assert replay_completions(["replay", str(one_step), ""]) == ["step=", "modes=", "out=", "bundle="]
     assert replay_completions(["replay", str(one_step), "step="]) == ["step=3"]
     assert "modes=tis,mis" in replay_completions(["replay", str(one_step), "modes=tis,m"])
 

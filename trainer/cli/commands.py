@@ -117,7 +117,11 @@ USAGES = {
         "parity replay <run.dir> step=N [modes=NAME,...] [out=DIR]\n\n"
         "  step=N               a step that the run wrote down (dump.every=<steps>)\n"
         "  modes=tis,mis        modes and presets to score it under; without it all of them\n"
-        "  out=DIR              where replay.json and replay.html go; without it <run.dir>/replay/step_<N>\n\n"
+        "  out=DIR              where replay.json and replay.html go; without it <run.dir>/replay/step_<N>\n"
+        "  bundle=FILE          write the step as a bundle too: one file for other people\n\n"
+        "parity replay <bundle> [modes=NAME,...] [out=DIR]\n\n"
+        "  A step of any trainer in one safetensors file (docs/bundle.md): its mismatch, by probability and position,\n"
+        "  and every correction with its defaults.\n\n"
         "  One process on the CPU: no Ray, no engine. The row of the run's own correction is what it logged, to the\n"
         "  last bit. See docs/replay.md.\n"
     ),

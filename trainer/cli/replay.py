@@ -1,4 +1,4 @@
-"""`parity replay <run.dir> step=N [key=value ...]`: a dumped step under every correction, as a table.
+"""`parity replay <run.dir> step=N [key=value ...]`, or `parity replay <bundle>`: a step under every correction.
 
 All problems are reported together before torch is loaded. Called by `commands.py`.
 """
@@ -17,7 +17,7 @@ from trainer.compose.keys import nearest
 from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
-from trainer.replay.modes import all_names, name_problems
+from trainer.replay.modes import all_names, name_problems, of_bundle
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.rundir.text import to_stdout
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 NAME = "parity replay"
 OUTPUT = "replay"
 """Directory in run.dir for the results, unless out= names another directory."""
-KEYS = ("step", "modes", "out")
+KEYS = ("step", "modes", "out", "bundle")
+OF_BUNDLE = ("modes", "out")
+"""Words that go with a bundle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +42,25 @@ class ReplayArguments:
     modes: tuple[str, ...]
     """Names of modes and presets; all names if none was given."""
     out: Path
+    bundle: Path | None = None
+    """File to which the step is written as a bundle; None if it is not asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleArguments:
+    """Arguments of `parity replay` for a file."""
+
+    file: Path
+    modes: tuple[str, ...]
+    out: Path
 
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
+    file = next((Path(word).expanduser() for word in words if "=" not in word and Path(word).is_file()), None)
+    if file is not None:
+        of_file, problems = parse_bundle(file, words)
+        return report(problems, command=NAME) if of_file is None else _replay_bundle(of_file)
     arguments, problems = parse_replay(words)
     if arguments is None:
         return report(problems, command=NAME)
@@ -83,7 +100,28 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
     out = Path(given["out"]).expanduser() if given.get("out") else run_dir / OUTPUT / f"step_{int(step):06d}"
     if (unusable := unusable_problem("out", out)) is not None:
         return None, [unusable]
-    return ReplayArguments(run_dir=run_dir, step=int(step), modes=tuple(names or all_names()), out=out), []
+    bundle = Path(given["bundle"]).expanduser() if given.get("bundle") else None
+    if bundle is not None and (unusable := unusable_problem("bundle", bundle.parent)) is not None:
+        return None, [unusable]
+    modes = tuple(names or all_names())
+    return ReplayArguments(run_dir=run_dir, step=int(step), modes=modes, out=out, bundle=bundle), []
+
+
+def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | None, list[Problem]]:
+    """Parse the words after `parity replay` with a file among them -> (arguments or None, problems)."""
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    problems = [_unknown(key, value, known=OF_BUNDLE) for key, value in given.items() if key not in OF_BUNDLE]
+    others = [word for word in words if "=" not in word and Path(word).expanduser() != file]
+    if others:
+        problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
+    names = [name for name in given.get("modes", "").split(",") if name]
+    problems += name_problems(names, known=of_bundle())
+    out = Path(given["out"]).expanduser() if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
+    if (unusable := unusable_problem("out", out)) is not None:
+        problems.append(unusable)
+    if problems:
+        return None, problems
+    return BundleArguments(file=file, modes=tuple(names or of_bundle()), out=out), []
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:
@@ -97,16 +135,18 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
     return [f"{key}=" for key in KEYS]
 
 
-def _unknown(key: str, value: str) -> Problem:
-    close = nearest(key, KEYS)
+def _unknown(key: str, value: str, *, known: Sequence[str] = KEYS) -> Problem:
+    close = nearest(key, known)
     hint = f"Did you mean {close}? " if close else ""
-    keys = ", ".join(f"{name}=" for name in KEYS)
+    keys = ", ".join(f"{name}=" for name in known)
     return Problem(key=key, rule=f"is not a word of {NAME}", value=value, remedy=f"{hint}It takes {keys}.")
 
 
 def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
+    from trainer.replay.bundle import write_bundle
+    from trainer.replay.bundle_step import bundle_of
     from trainer.replay.results import replay_step, write_replay
 
     try:
@@ -114,6 +154,31 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
         to_stdout(render_replay(replay))
         arguments.out.mkdir(parents=True, exist_ok=True)
         result, page = write_replay(replay, arguments.out)
+        if arguments.bundle is not None:
+            arguments.bundle.parent.mkdir(parents=True, exist_ok=True)
+            write_bundle(bundle_of(replay.step, dump.description), arguments.bundle)
+    except Exception as error:
+        return failed(error, arguments.out, command=NAME)
+    to_stdout(f"{result}\n{page}\n" + ("" if arguments.bundle is None else f"{arguments.bundle}\n"))
+    return DONE
+
+
+def _replay_bundle(arguments: BundleArguments) -> int:
+    # Imported late, because these lines import torch.
+    from trainer.cli.job import failed
+    from trainer.replay.bundle import BundleError, read_bundle
+    from trainer.replay.bundle_results import mismatch_rows, mode_rows, replay_bundle, write_bundle_replay
+
+    try:
+        bundle = read_bundle(arguments.file)
+    except BundleError as error:
+        return report([str(error)], command=f"{NAME} {arguments.file}")
+    try:
+        replay = replay_bundle(bundle, arguments.modes)
+        facts = "\n".join(replay.facts())
+        to_stdout(f"{facts}\n\n{rows_text(mismatch_rows(replay))}\n{rows_text(mode_rows(replay))}")
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        result, page = write_bundle_replay(replay, arguments.out)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
     to_stdout(f"{result}\n{page}\n")
@@ -122,8 +187,8 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
 
 def render_replay(replay: Replay) -> str:
     """Text with facts about the step, one row per mode, and the refused modes with their reasons."""
-    from trainer.replay.results import mode_rows
+    from trainer.replay.results import mode_table
 
     facts = "\n".join(replay.facts())
     refused = (f"{mode.name} is refused: {mode.refusal}\n" for mode in replay.refused)
-    return f"{facts}\n\n{rows_text(mode_rows(replay))}{''.join(refused)}"
+    return f"{facts}\n\n{rows_text(mode_table(replay.scores))}{''.join(refused)}"

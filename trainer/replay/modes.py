@@ -65,9 +65,14 @@ def all_names() -> list[str]:
     return [RUN, *MODES, *PRESETS]
 
 
-def name_problems(names: Sequence[str]) -> list[Problem]:
-    """A problem for every unknown name."""
-    known = all_names()
+def of_bundle() -> list[str]:
+    """The names for a bundle, whose own correction nobody knows."""
+    return [*MODES, *PRESETS]
+
+
+def name_problems(names: Sequence[str], *, known: Sequence[str] | None = None) -> list[Problem]:
+    """A problem for every name that is not among the `known`, without them among all names."""
+    known = all_names() if known is None else known
     problems = []
     for name in names:
         if name not in known:

@@ -42,7 +42,7 @@ COLUMNS: Mapping[str, str] = {
     "K3": "mismatch/k3",
 }
 """Column title -> metric."""
-_HOW_TO_READ = """
+HOW_TO_READ = """
 loss: what is minimised, with its denominators. weight: mean importance weight of the tokens, 0 where rejected; max: the
 largest of a kept token. ESS: share of the tokens (seq: of the responses) that count; raw: of pi_old / mu before any
 bound, applied: of the weights in the loss. kept: share of the response tokens in the loss. clip mass: share of the
@@ -165,7 +165,7 @@ def record(replay: Replay) -> dict[str, object]:
             {
                 "name": score.name,
                 "objective": objective_of(mode.config),
-                "metrics": {key: _finite(value) for key, value in score.metrics.items()},
+                "metrics": {key: finite(value) for key, value in score.metrics.items()},
             }
             for mode, score in zip(replay.modes, replay.scores, strict=True)
         ],
@@ -183,12 +183,13 @@ def _reproduction(own: ModeScore, path: Path, step: int) -> Reproduction:
     rows = read_rows(path) if path.is_file() else []
     of_step = [row for row in rows if row.get("step") == step]
     logged: dict[str, float | None] = {key: value for row in of_step for key, value in row.items()}
-    mine = {key: _finite(value) for key, value in own.metrics.items() if key in logged}
+    mine = {key: finite(value) for key, value in own.metrics.items() if key in logged}
     different = {key: (logged[key], value) for key, value in mine.items() if logged[key] != value}
     return Reproduction(against=path.name, compared=len(mine), different=different)
 
 
-def _finite(value: float | None) -> float | None:
+def finite(value: float | None) -> float | None:
+    """The number as JSON has it: None for what is not finite."""
     return value if value is None or math.isfinite(value) else None
 
 
@@ -210,7 +211,7 @@ def render(replay: Replay) -> str:
     refused = [(mode.name, mode.refusal) for mode in replay.refused]
     objectives = [(mode.name, objective_of(mode.config)) for mode in replay.modes]
     parts: list[_Part] = [
-        ("Modes", mode_rows(replay), 1, _HOW_TO_READ),
+        ("Modes", mode_table(replay.scores), 1, HOW_TO_READ),
         ("Refused", [("mode", "reason"), *refused], 2, ""),
         ("What each mode minimises", [("mode", "objective"), *objectives], 2, ""),
     ]
@@ -222,11 +223,12 @@ def render(replay: Replay) -> str:
     return render_page("tables.html", sections=(), tables={}, context=context)
 
 
-def mode_rows(replay: Replay) -> list[tuple[str, ...]]:
-    """The table of modes as text, titles first."""
+def mode_table(scores: Sequence[ModeScore], *, hidden: Sequence[str] = ()) -> list[tuple[str, ...]]:
+    """The table of modes as text, titles first; the columns `hidden` have dashes."""
     rows: list[tuple[str, ...]] = [("mode", *COLUMNS)]
-    for score in replay.scores:
-        rows.append((score.name, *(shown(score.metrics.get(key)) for key in COLUMNS.values())))
+    for score in scores:
+        cells = (None if title in hidden else score.metrics.get(key) for title, key in COLUMNS.items())
+        rows.append((score.name, *map(shown, cells)))
     return rows
 
 

@@ -1,0 +1,211 @@
+"""Bundles: what is written is read, what does not fit is refused, and a dump says the same as a bundle of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from policy_cases import save_policy
+from safetensors.torch import load_file, save_file
+from test_replay import config_of, replayed, trained
+from test_style import ROOT
+from torch import Tensor
+
+from algorithms.kl import k1, k3
+from trainer.cli.commands import run
+from trainer.replay import bundle_step
+from trainer.replay.bundle import FORMAT, Bundle, BundleError, read_bundle, write_bundle
+from trainer.replay.bundle_results import mode_rows, replay_bundle
+from trainer.replay.bundle_step import bundle_of
+from trainer.replay.modes import of_bundle
+
+LENGTHS = [3, 1, 5, 2]
+TOKENS = sum(LENGTHS)
+
+
+def tensors(**changed: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -torch.rand(TOKENS, generator=generator)
+    found: dict[str, Any] = {
+        "lengths": torch.tensor(LENGTHS, dtype=torch.int32),
+        "rollout_logprobs": rollout,
+        "old_logprobs": rollout + 0.2 * torch.randn(TOKENS, generator=generator) - 0.5,
+        "advantages": torch.randn(TOKENS, generator=generator),
+        "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+        "groups": torch.tensor([7, 7, 9, 9]),
+    } | changed
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def deltas(made: dict[str, Tensor]) -> Tensor:
+    return made["old_logprobs"].double() - made["rollout_logprobs"].double()
+
+
+def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
+    metadata = {"producer": "my trainer", "step": "12", "temperature": "0.7"}
+    more = {"mask": torch.ones(TOKENS, dtype=torch.uint8), "versions": torch.full((TOKENS,), 3)}
+    written = Bundle(**tensors(**more), metadata=metadata)
+    write_bundle(written, tmp_path / "b.safetensors")
+    found = read_bundle(tmp_path / "b.safetensors")
+    assert found.metadata == metadata
+    assert found.number("step") == 12
+    assert found.number("version") is None
+    assert dict(found.tensors()).keys() == dict(written.tensors()).keys()
+    for name, tensor in written.tensors():
+        assert torch.equal(getattr(found, name), tensor.to(getattr(found, name).dtype)), name
+
+
+def test_the_mismatch_of_a_bundle_is_that_of_its_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tensors()
+    for size in (1 << 17, 4):  # all at once, and response by response
+        monkeypatch.setattr(bundle_step, "MICRO_TOKENS", size)
+        metrics = replay_bundle(Bundle(**made), ["tis", "recompute"]).metrics
+        assert metrics["mismatch/num_tokens"] == TOKENS
+        assert metrics["mismatch/k3"] == pytest.approx(float(k3(deltas(made)).mean()), rel=1e-6)
+        assert metrics["mismatch/k1"] == pytest.approx(float(k1(deltas(made)).mean()), rel=1e-6)
+        weights = deltas(made).exp()
+        assert metrics["mismatch/is/raw_mean"] == pytest.approx(float(weights.mean()), rel=1e-6)
+        ess = float(weights.sum() ** 2 / weights.square().sum()) / TOKENS
+        assert metrics["mismatch/ess/raw_token"] == pytest.approx(ess, rel=1e-6)
+
+
+def test_masked_tokens_do_not_count_and_broken_ones_are_counted() -> None:
+    made = tensors()
+    mask = torch.ones(TOKENS, dtype=torch.uint8)
+    mask[[0, 4]] = 0
+    made["old_logprobs"][[0, 4]] = math.nan  # of tools: nobody scored them
+    made["rollout_logprobs"][7] = math.nan
+    metrics = replay_bundle(Bundle(**made, mask=mask), ["tis"]).metrics
+    assert metrics["mismatch/num_tokens"] == TOKENS - 2
+    assert metrics["mismatch/invalid_tokens"] == 1
+    rest = [n for n in range(TOKENS) if n not in (0, 4, 7)]
+    assert metrics["mismatch/k3"] == pytest.approx(float(k3(deltas(made)[rest]).mean()), rel=1e-6)
+
+
+def test_lags_are_those_of_the_versions() -> None:
+    made = tensors(versions=torch.tensor([5] * 3 + [4] * 1 + [5] * 5 + [3] * 2))
+    metrics = replay_bundle(Bundle(**made, metadata={"version": "5"}), ["tis"]).metrics
+    assert metrics["mismatch/by_lag/0/k3"] == pytest.approx(float(k3(deltas(made)[[0, 1, 2, *range(4, 9)]]).mean()))
+    assert metrics["mismatch/by_lag/1/k3"] == pytest.approx(float(k3(deltas(made)[3])))
+    assert metrics["mismatch/by_lag/2/k3"] == pytest.approx(float(k3(deltas(made)[9:]).mean()))
+
+
+def test_the_policy_after_a_step_is_not_the_one_before() -> None:
+    made = tensors()
+    moved = Bundle(**made, logprobs=made["old_logprobs"] + 0.4)
+    for name in ("recompute", "tis", "bypass"):
+        still, after = (replay_bundle(each, [name]) for each in (Bundle(**made), moved))
+        assert after.metrics["mismatch/k3"] == still.metrics["mismatch/k3"]
+        assert after.scores[0].metrics["loss/policy"] != still.scores[0].metrics["loss/policy"]
+        assert any("no pi_old" in fact for fact in after.facts()) is (name == "bypass")
+    [recompute] = replay_bundle(moved, ["recompute"]).scores
+    assert recompute.metrics["loss/approx_kl"] == pytest.approx(float(k3(torch.tensor(0.4))), rel=1e-4)
+
+
+@pytest.mark.parametrize("mini_batch_prompts", [None, 2])
+def test_a_bundle_of_a_dump_says_what_the_dump_says(tmp_path: Path, mini_batch_prompts: int | None) -> None:
+    model_path = save_policy(tmp_path / "model")
+    config = config_of(model_path, mini_batch_prompts=mini_batch_prompts)
+    (tmp_path / "run").mkdir()
+    trained(config, model_path, tmp_path / "run")
+    replay = replayed(config, tmp_path / "run")
+    write_bundle(bundle_of(replay.step, replay.dump.description), tmp_path / "b.safetensors")
+    bundle = read_bundle(tmp_path / "b.safetensors")
+    assert bundle.metadata["producer"] == "parity"
+    assert bundle.number("step") == replay.dump.description.step
+    found = replay_bundle(bundle, of_bundle())
+    if mini_batch_prompts is not None:  # the bundle has the first of two optimizer steps
+        assert found.metrics["mismatch/num_tokens"] == bundle.lengths.sum()
+        return
+    expected = {score.name: score.metrics for score in replay.scores}
+    assert {score.name for score in found.scores} == expected.keys() - {"run"}
+    for score in found.scores:
+        for key in ("k3", "ess/raw_token", "ess/applied_seq", "kept_frac", "is/applied_mean", "eff_lr_pos"):
+            assert score.metrics[f"mismatch/{key}"] == pytest.approx(expected[score.name][f"mismatch/{key}"], rel=1e-6)
+
+
+def test_without_advantages_nothing_is_said_of_the_loss() -> None:
+    replay = replay_bundle(Bundle(**tensors(advantages=None)), of_bundle())
+    titles, *rows = mode_rows(replay)
+    assert len(rows) > 15
+    assert {row[titles.index(name)] for row in rows for name in ("loss", "lr A>0", "lr A<0")} == {"-"}
+    assert any("no advantages" in fact for fact in replay.facts())
+
+
+@pytest.mark.parametrize(
+    ("changed", "metadata", "words"),
+    [
+        ({"old_logprobs": None}, {}, "the tensor old_logprobs is missing"),
+        ({"logits": torch.zeros(3)}, {}, "logits is not known; a bundle has rollout_logprobs, old_logprobs"),
+        ({"advantages": torch.zeros(4)}, {}, "advantages has 4 entries, the sum of lengths is 11"),
+        ({"rewards": torch.zeros(11)}, {}, "rewards has 11 entries, the number of lengths is 4"),
+        ({"old_logprobs": torch.zeros(1, 11)}, {}, r"old_logprobs must have one dimension, not shape [1, 11]"),
+        ({"lengths": torch.tensor([11.0])}, {}, "lengths must be of type torch.int32 or one of its kind"),
+        ({"lengths": torch.tensor([12, -1])}, {}, "lengths must be of one response at least, and none below 0"),
+        ({"lengths": torch.tensor([], dtype=torch.int32)}, {}, "lengths must be of one response at least"),
+        ({}, {"step": "twelve"}, "step in the metadata must be a number, not 'twelve'"),
+        ({}, {"format": "parity-bundle-9"}, f"is no bundle: its metadata have no format={FORMAT}"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], metadata: dict[str, str], words: str
+) -> None:
+    path = tmp_path / "b.safetensors"
+    save_file(tensors(**changed), path, metadata={"format": FORMAT} | metadata)
+    with pytest.raises(BundleError, match=re.escape(words)):
+        read_bundle(path)
+    assert run(["replay", str(path)]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_all_that_is_wrong_is_told_at_once_and_nothing_is_executed(tmp_path: Path) -> None:
+    path = tmp_path / "b.safetensors"
+    save_file({"old_logprobs": torch.zeros(2), "x": torch.zeros(2)}, path, metadata={"format": FORMAT})
+    with pytest.raises(BundleError, match=r"lengths is missing; .*rollout_logprobs is missing; x is not known"):
+        read_bundle(path)
+    path.write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
+    with pytest.raises(BundleError, match="is no safetensors file that can be read"):
+        read_bundle(path)
+    with pytest.raises(BundleError, match="was not written: advantages has 4 entries"):
+        write_bundle(Bundle(**tensors(advantages=torch.zeros(4))), tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_writer_of_the_docs_writes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "bundle.md").read_text(), re.DOTALL)
+    assert len(code.splitlines()) <= 30
+    names: dict[str, Any] = {}
+    exec(code, names)
+    responses = [
+        {
+            "rollout_logprobs": [-0.5, -1.0], "old_logprobs": [-0.4, -1.1], "advantages": [1.0, 1.0],
+            "reward": 1.0, "prompt": 3,
+        },
+        {"rollout_logprobs": [-0.2], "old_logprobs": [-0.2], "advantages": [-1.0], "reward": 0.0, "prompt": 3},
+    ]  # fmt: skip
+    names["write_bundle"](tmp_path / "b.safetensors", responses, producer="mine")
+    assert run(["replay", str(tmp_path / "b.safetensors"), "modes=tis,mis", f"out={tmp_path / 'out'}"]) == 0
+    out = capsys.readouterr().out
+    assert "2 responses, 3 response tokens, written by mine" in out
+    found = json.loads((tmp_path / "out" / "replay.json").read_text())
+    expected = k3(torch.tensor([0.1, -0.1, 0.0], dtype=torch.float64)).mean()
+    assert found["mismatch"]["mismatch/k3"] == pytest.approx(float(expected), rel=1e-5)
+    assert [mode["name"] for mode in found["modes"]] == ["tis", "mis"]
+    assert sum(found["by_position"]["counts"]) == 3
+    assert "By probability of the token" in (tmp_path / "out" / "replay.html").read_text()
+
+
+def test_wrong_words_beside_a_bundle_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "b.safetensors"
+    write_bundle(Bundle(**tensors()), path)
+    assert run(["replay", str(path), "step=3", "modes=tsi,run", "other"]) == 2
+    said = capsys.readouterr().err
+    for words in ("step is not a word of parity replay", "Did you mean tis?", "got 'run'", "must be one file"):
+        assert words in said
+    assert set(load_file(path)) == set(tensors())

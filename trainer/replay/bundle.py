@@ -1,0 +1,141 @@
+"""A bundle: the tokens of one step of any trainer, in one safetensors file, from which the mismatch can be judged.
+
+    lengths           [N] int32      response tokens of each response
+    rollout_logprobs  [R] float32    log-prob of each token from the engine, nats, at the sampling temperature
+    old_logprobs      [R] float32    log-prob of the same token from the trainer, with the weights that sampled it
+
+All other tensors are optional:
+
+    mask              [R] uint8      1 where the model sampled the token; without it everywhere
+    advantages        [R] float32    what the loss multiplies with; without it the loss is not judged
+    logprobs          [R] float32    log pi_theta of the loss, where it is not old_logprobs: after an optimizer step
+    versions          [R] int32      optimizer steps of the weights that sampled each token
+    token_ids         [R] int32
+    rewards           [N] float32
+    groups            [N] int64      equal for the responses to one prompt
+
+The metadata of the file are texts: `format` (FORMAT), `producer`, and where known `step`, `version` (optimizer steps of
+the weights at the start of the step) and `temperature`. R: response tokens of all responses, one after the other; N:
+responses. A token takes 8 bytes, and 29 with everything. Nothing in the file is executed. docs/bundle.md shows how to
+write one in another trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = "parity-bundle-1"
+"""Value of `format`; other versions are refused."""
+REQUIRED = ("lengths", "rollout_logprobs", "old_logprobs")
+OF_TOKENS = {
+    "rollout_logprobs": torch.float32, "old_logprobs": torch.float32, "mask": torch.uint8,
+    "advantages": torch.float32, "logprobs": torch.float32, "versions": torch.int32, "token_ids": torch.int32,
+}  # fmt: skip
+"""Tensor [R] -> the type in which it is written; another one of the same kind is read too."""
+OF_RESPONSES = {"lengths": torch.int32, "rewards": torch.float32, "groups": torch.int64}
+"""Tensor [N] -> the type in which it is written."""
+NUMBERS = ("step", "version", "temperature")
+"""Metadata that are numbers."""
+
+
+class BundleError(ValueError):
+    """A file is no bundle: the message names the file and all that is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Bundle:
+    """The tensors of a bundle, on the host; None where the file has none."""
+
+    lengths: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor | None = None
+    advantages: Tensor | None = None
+    logprobs: Tensor | None = None
+    versions: Tensor | None = None
+    token_ids: Tensor | None = None
+    rewards: Tensor | None = None
+    groups: Tensor | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the file, without `format`."""
+
+    def number(self, name: str) -> float | None:
+        """A number of the metadata; None if the file does not have it."""
+        text = self.metadata.get(name)
+        return None if text is None else float(text)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of everything that is there."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                yield each.name, value
+
+
+def write_bundle(bundle: Bundle, path: Path) -> None:
+    """Write `bundle` to the file `path`, which is replaced. Raises BundleError if its tensors do not fit each other."""
+    tensors = dict(bundle.tensors())
+    if problems := list(_problems(tensors, bundle.metadata)):
+        raise BundleError(f"{path} was not written: {'; '.join(problems)}")
+    kinds = OF_TOKENS | OF_RESPONSES
+    written = {name: tensor.detach().cpu().to(kinds[name]).contiguous().clone() for name, tensor in tensors.items()}
+    save_file(written, path, metadata={**bundle.metadata, "format": FORMAT})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it, and a bundle is for others
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read the bundle in the file `path`. Raises BundleError with everything that is wrong with it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (OSError, SafetensorError) as error:
+        raise BundleError(f"{path} is no safetensors file that can be read: {error}") from error
+    if metadata.pop("format", None) != FORMAT:
+        raise BundleError(f"{path} is no bundle: its metadata have no format={FORMAT} (docs/bundle.md)")
+    if problems := list(_problems(tensors, metadata)):
+        raise BundleError(f"{path} is no bundle that can be used: {'; '.join(problems)}")
+    return Bundle(**tensors, metadata=metadata)
+
+
+def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence about everything that is wrong."""
+    kinds = OF_TOKENS | OF_RESPONSES
+    for name in REQUIRED:
+        if name not in tensors:
+            yield f"the tensor {name} is missing"
+    for name, tensor in tensors.items():
+        if name not in kinds:
+            yield f"{name} is not known; a bundle has {', '.join(kinds)}"
+        elif tensor.dim() != 1:
+            yield f"{name} must have one dimension, not shape {list(tensor.shape)}"
+        elif tensor.dtype.is_floating_point != kinds[name].is_floating_point:
+            yield f"{name} must be of type {kinds[name]} or one of its kind, not {tensor.dtype}"
+    for name in NUMBERS:
+        if name in metadata and _as_number(metadata[name]) is None:
+            yield f"{name} in the metadata must be a number, not {metadata[name]!r}"
+    lengths = tensors.get("lengths")
+    if lengths is None or lengths.dim() != 1 or lengths.dtype.is_floating_point:
+        return
+    if not len(lengths) or int(lengths.min()) < 0:
+        yield "lengths must be of one response at least, and none below 0"
+        return
+    total = int(lengths.sum(dtype=torch.int64))
+    for names, wanted, of in ((OF_TOKENS, total, "sum of lengths"), (OF_RESPONSES, len(lengths), "number of lengths")):
+        for name in names:
+            if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:
+                yield f"{name} has {len(tensors[name]):,} entries, the {of} is {wanted:,}"
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
