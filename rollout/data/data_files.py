@@ -179,7 +179,10 @@ def _line_row(number: int, line: bytes) -> RawRow:
     except UnicodeDecodeError as error:
         return RawRow(number, text, f"is not UTF-8: {error.reason} at byte {error.start + 1}")
     except json.JSONDecodeError as error:
-        return RawRow(number, text, f"is not JSON: {error.msg} at character {error.pos + 1}")
+        reason = error.msg.removesuffix(" at")
+        if error.pos >= len(error.doc.rstrip("\r\n")):
+            reason = "the line ends too early: a text, a list or an object is not closed"
+        return RawRow(number, text, f"is not JSON: {reason}, at character {error.pos + 1}")
     except (ValueError, RecursionError) as error:
         return RawRow(number, text, f"is not JSON that can be read: {error}")
     if not isinstance(values, dict):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -167,8 +168,14 @@ def test_files_that_cannot_be_read_are_named(tmp_path, tokenizer):
             load_dataset(replace(config, answer_key=key), tokenizer)
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"broken\.jsonl, line 2: is not JSON: "):
-        load_dataset(replace(config, train_path=str(broken)), tokenizer)
+    for line, said in (
+        ('{"question": x}', "Expecting value, at character 14"),
+        ('{"question": "ab', "the line ends too early: a text, a list or an object is not closed, at character 17"),
+        ('{"question": "a" "answer"}', "Expecting ',' delimiter, at character 18"),
+    ):
+        broken.write_text(f'{{"question": "a", "answer": "b"}}\n{line}\n', encoding="utf-8")
+        with pytest.raises(ValueError, match=re.escape(f"broken.jsonl, line 2: is not JSON: {said}")):
+            load_dataset(replace(config, train_path=str(broken)), tokenizer)
     for name, content in (
         ("empty.jsonl", ""),
         ("blank.jsonl", "\n"),

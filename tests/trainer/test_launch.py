@@ -169,7 +169,7 @@ def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pyt
     assert seen == [0]
     captured = capsys.readouterr()
     assert "asked to end (SIGTERM), after step 2" in captured.err
-    assert "1 of 2 runs were not begun" in captured.err
+    assert "1 of 2 runs were not begun; one by one:\n  parity train arithmetic_grpo run.seed=1\n" in captured.err
     assert captured.out.splitlines()[-1].split() == ["1", "1", "not", "begun"]
 
 

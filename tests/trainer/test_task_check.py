@@ -132,6 +132,13 @@ def test_the_longest_response_that_is_named_is_accepted(own: Path, capsys: pytes
         assert run(["train", "mine.yaml", f"sampling.max_new_tokens={most}", "--dry-run"]) == code
 
 
+def test_prompts_longer_than_the_context_give_no_impossible_number(own: Path) -> None:
+    config = config_of(own, "sampling.max_new_tokens=20")
+    [problem] = task_check.context_problems(config, own / "tiny", longest_prompt=985)
+    assert "must leave room for the prompts, which have up to 985 tokens: the model's context has 128" in str(problem)
+    assert "data.max_prompt_tokens=108 data.on_bad_row=skip" in str(problem)
+
+
 def test_prompts_that_cannot_be_read_yet_give_no_number(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["data.train_path=some/set@train", "sampling.max_new_tokens=200"]
     assert run(["train", "mine.yaml", *words, "--dry-run"]) == 2

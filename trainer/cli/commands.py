@@ -362,7 +362,7 @@ def _checked_train(
             to_stdout(render_plans(resolution, data=notes))
         # Last: what is wrong must not scroll away.
         return report(refused, command=command) if refused else DONE
-    return report([*problems, *found], command=command) if problems or found else launch(resolution)
+    return report([*problems, *found], command=command) if problems or found else launch(resolution, command=command)
 
 
 def _inspect(recipe: Path, arguments: TrainArguments, problems: list[Problem], *, command: str) -> int:

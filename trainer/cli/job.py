@@ -32,24 +32,27 @@ OWN_PACKAGES = frozenset({"algorithms", "rollout", "trainer"})
 ERROR_LOG = "error.log"
 
 
-def launch(resolution: Resolution) -> int:
-    """Run all jobs of a resolution without problems, up to a request to end; return the highest exit code."""
+def launch(resolution: Resolution, *, command: str) -> int:
+    """Run all jobs of a resolution without problems, up to a request to end; return the highest exit code.
+
+    `command` is what was typed, without the words that change the configuration.
+    """
     ended: list[Ended] = []
     try:
         # A run hears signals itself. Before it, the imports take seconds, and the first process of a container would
         # never end of a SIGTERM that has no handler.
         with termination_requests():
-            _run_jobs(resolution, ended)
+            _run_jobs(resolution, ended, command=command)
     except RunTerminated as request:
         to_stderr(f"parity train: {request}\n")
         ended.append(Ended(exit_code=request.exit_code, seconds=0.0))
     codes = [run.exit_code for run in ended]
     if len(resolution.runs) > 1:
-        codes.append(_conclude(resolution, ended))
+        codes.append(_conclude(resolution, ended, command=command))
     return max(codes)
 
 
-def _conclude(resolution: Resolution, ended: Sequence[Ended]) -> int:
+def _conclude(resolution: Resolution, ended: Sequence[Ended], *, command: str) -> int:
     """Say how the runs of a sweep ended -> exit code: only a request to end changes it, no unwritten table or page."""
     code = DONE
     try:
@@ -60,8 +63,10 @@ def _conclude(resolution: Resolution, ended: Sequence[Ended]) -> int:
         _not_compared(resolution, f"asked to end ({signal.Signals(code - 128).name})")
     except Exception as error:  # of a full disk for example
         _not_compared(resolution, f"{type(error).__name__}: {redact_text(str(error))}")
-    if not_begun := len(resolution.runs) - len(ended):
-        to_stderr(f"parity train: {not_begun} of {len(resolution.runs)} runs were not begun\n")
+    if not_begun := resolution.runs[len(ended) :]:
+        words = (f"  {command} {shlex.join(redact_argv(run.overrides))}\n" for run in not_begun)
+        count = f"{len(not_begun)} of {len(resolution.runs)} runs were not begun"
+        to_stderr(f"parity train: {count}; one by one:\n{''.join(words)}")
     if num_failed := sum(run.exit_code in (FAILED, REFUSED) for run in ended):
         to_stderr(f"parity train: {num_failed} of {len(ended)} runs failed\n")
     return code
@@ -76,7 +81,7 @@ def _not_compared(resolution: Resolution, reason: str) -> None:
     to_stderr(f"parity train: {page} was not written: {reason}{way_out}\n")
 
 
-def _run_jobs(resolution: Resolution, ended: list[Ended]) -> None:
+def _run_jobs(resolution: Resolution, ended: list[Ended], *, command: str) -> None:
     """Run the jobs one after the other; `ended` gets how each of them ended."""
     if len(resolution.runs) > 1:
         with suppress(OSError):  # the first run says what is wrong
@@ -88,15 +93,18 @@ def _run_jobs(resolution: Resolution, ended: list[Ended]) -> None:
         if len(resolution.runs) > 1:
             _answer(f"run {index}: {' '.join(redact_argv(run.overrides))} -> {run_dir}\n")
         began = time.monotonic()
-        code = run_job(run.config, run_dir)
+        code = run_job(run.config, run_dir, command=command)
         ended.append(Ended(exit_code=code, seconds=time.monotonic() - began))
         # A signal asks to end the command, not only one of its runs; and no run begins at the end of the job.
         if code > 128 or (code == GO_ON and job_variable()):
             return
 
 
-def run_job(config: TrainConfig, run_dir: Path) -> int:
-    """Run one job; return its exit code. Raises KeyboardInterrupt at a request before the run hears it."""
+def run_job(config: TrainConfig, run_dir: Path, *, command: str = COMMAND) -> int:
+    """Run one job; return its exit code. Raises KeyboardInterrupt at a request before the run hears it.
+
+    A run that is refused is refused in the name of `command`.
+    """
     try:
         # Imported late, because this line imports torch, Ray and transformers.
         from trainer.run.loop import train
@@ -110,7 +118,7 @@ def run_job(config: TrainConfig, run_dir: Path) -> int:
         to_stderr(f"parity train: {ended}{kept}; {then}\n")
         return ended.exit_code
     except Exception as error:
-        return failed(error, run_dir, command="parity train")
+        return failed(error, run_dir, command=command if isinstance(error, StartError) else COMMAND)
     if result.was_complete:
         more = how_to_go_on(resume_command(run_dir), saved=newest_saved_step(run_dir))
         _answer(f"{run_dir} has taken all {config.run.num_steps} steps: nothing was started; {more}\n")

@@ -225,6 +225,13 @@ def context_problems(config: TrainConfig, directory: Path, *, longest_prompt: in
             rule = f"must be <= {context - longest_prompt}: the model's context has {context} tokens, and prompts have "
             rule += f"up to {longest_prompt} of them"
             remedy = "Or leave long prompts out (data.max_prompt_tokens, data.on_bad_row=skip)."
+            if longest_prompt >= context:  # no response is short enough
+                rule = (
+                    f"must leave room for the prompts, which have up to {longest_prompt} tokens: the model's context "
+                )
+                rule += f"has {context}"
+                remedy = f"Leave long prompts out with data.max_prompt_tokens={max(1, context - most)} "
+                remedy += "data.on_bad_row=skip, or take another model."
         yield Problem(key=key, rule=rule, value=most, remedy=remedy)
 
 
