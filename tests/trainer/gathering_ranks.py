@@ -85,6 +85,10 @@ def _rank(
             continue
         found[name] = copy_of(shared), list(sent)
         worker._publisher._weights.close()
+    worker.save_checkpoint(path / f"saved by {config.policy.num_workers}", True)
+    report = worker.saved_checkpoint(True)
+    assert report is not None
+    assert report.error is None
     # Without types every tensor comes as it lies.
     assert all(tensor.dtype == torch.float32 for _, tensor in full_tensors(worker._policy.model))
     if rank == 0:

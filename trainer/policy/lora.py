@@ -84,7 +84,8 @@ def fill_adapter(model: nn.Module, *, seed: int, device: torch.device) -> dict[s
             is_a = name.endswith(A_ENDING)
             whole = drawn_a(parameter.shape, generator) if is_a else torch.zeros(parameter.shape)
             start, stop = own_rows(parameter.data)  # type: ignore[arg-type]  # sharded, so a DTensor
-            rows = whole[start:stop].to(device)
+            # A copy: DCP cannot stage a DTensor whose rows lie behind those of another rank in the same memory.
+            rows = whole[start:stop].to(device, copy=True)
             filled[name] = nn.Parameter(with_local_part(parameter.data, rows))  # type: ignore[arg-type]
     return filled
 
