@@ -80,6 +80,7 @@ def load(model: Model, shared: SharedWeights) -> None:
         "region": asdict(shared.address),
         "policy_version": shared.policy_version,
         "quantized": False,
+        "adapter": None,
         "tensors": tensors,
     }
     text = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)

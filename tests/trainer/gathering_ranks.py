@@ -77,7 +77,7 @@ def _rank(
     found = {}
     for name, engine in engines.items():
         own = replace(config, rollout=engine)
-        worker._publisher = PolicyPublisher(worker._policy.model, own, host="127.0.0.1")
+        worker._publisher = PolicyPublisher(worker._policy, own, host="127.0.0.1")
         sent.clear()
         shared = worker.publish_weights(1, publishes=rank == 0)
         if shared is None:

@@ -25,22 +25,23 @@ from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import local_part, own_rows
 from trainer.policy.lora import Part
 from trainer.policy.model import full_tensors, tensor_shapes
+from trainer.policy.trainable import Trainable
 
 
 class PolicyPublisher:
     """Publishes each version of the policy; every rank has one, because to gather the weights takes all of them."""
 
-    def __init__(self, model: ScoringModel, config: TrainConfig, *, host: str) -> None:
+    def __init__(self, policy: Trainable[ScoringModel], config: TrainConfig, *, host: str) -> None:
         """`host` is the address of this machine for other machines. Raises ValueError as `weight_publisher` does."""
-        self._model = model
+        self._policy = policy
         self._host = host
         self._timeout_s = config.rollout.sync_timeout_s
         self._part = Part.frozen if config.sends_adapter else Part.whole
-        self._weights = weight_publisher(tensor_shapes(model, self._part), config.rollout)
+        self._weights = weight_publisher(tensor_shapes(policy.model, self._part), config.rollout)
         self._adapter: WeightPublisher | None = None
         if config.sends_adapter:
             dtype = DTYPES[config.rollout.dtype.name]
-            self._adapter = WeightPublisher(tensor_shapes(model, Part.adapter), dtype=dtype)
+            self._adapter = WeightPublisher(tensor_shapes(policy.model, Part.adapter), dtype=dtype)
         self._base: SharedWeights | None = None
         """The frozen weights, once this rank has published them."""
         self._receivers: tuple[Receiver, ...] = ()
@@ -91,7 +92,7 @@ class PolicyPublisher:
         publishes: bool,
         layouts: tuple[WeightLayout, ...],
     ) -> SharedWeights | None:
-        tensors = full_tensors(self._model, publisher.input_dtypes, part)
+        tensors = full_tensors(self._policy.model, publisher.input_dtypes, part)
         if not publishes:
             for _ in tensors:
                 continue  # gathering is a collective: every rank walks the same parameters
@@ -118,7 +119,9 @@ class PolicyPublisher:
         published = PackedWeights(
             policy_version=shared.policy_version, tensors=shared.tensors, data=publisher.published()
         )
-        held = {sent_name(name): each for name, each in self._model.causal_lm.named_parameters() if is_adapter(name)}
+        held = {
+            sent_name(name): each for name, each in self._policy.model.causal_lm.named_parameters() if is_adapter(name)
+        }
         for spec, tensor in unpack(published):
             parameter: Any = held[spec.name].detach()
             start, stop = own_rows(parameter)

@@ -164,7 +164,7 @@ class PolicyWorker:
         )
         self._shards = ShardWriter(rank=setup.rank, device=self._device, timeout_s=config.policy.step_timeout_s)
         self._probe_adapter: ProbeAdapter | None = None
-        self._publisher = PolicyPublisher(model, config, host=setup.host)
+        self._publisher = PolicyPublisher(self._policy, config, host=setup.host)
         return PolicyInfo(
             process=mark_processes([os.getpid()])[0],
             device_bytes=torch.cuda.get_device_properties(0).total_memory if setup.device == "cuda" else None,
