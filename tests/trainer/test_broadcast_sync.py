@@ -29,6 +29,8 @@ from trainer.cluster.placement import Cluster
 from trainer.cluster.policy_group import PolicyGroup, _same_weights
 from trainer.cluster.session import ray_session
 from trainer.cluster.weight_sync import sync_weights, to_other_nodes
+from trainer.config.training import LoraConfig
+from trainer.limits.adapter_shape import sent_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -42,9 +44,14 @@ def local_ray() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGroup, EngineGroup]]:
-    """Two ranks and four engines on machines NODES; which versions the engines hold depends on the tests before."""
+@pytest.fixture(scope="module", params=["all weights", "adapter"])
+def sides(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[PolicyGroup, EngineGroup]]:
+    """Two ranks and four engines on machines NODES; which versions the engines hold depends on the tests before.
+
+    The engines get all weights, or frozen weights once and then an adapter.
+    """
     path = save_policy(tmp_path_factory.mktemp("model"))
     config = make_config(path, num_workers=2)
     config.rollout = TorchEngineConfig(
@@ -53,9 +60,11 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PolicyGrou
         quantization=Quantization.int4,
         sync_timeout_s=60.0,
     )
+    if request.param == "adapter":
+        config.policy.lora = LoraConfig(rank=4, alpha=8)
     with Cluster(config, log_dir=path) as cluster, pytest.MonkeyPatch.context() as patch:
         policy = cluster.spawn_policy(path)
-        engines = cluster.spawn_engines(path)
+        engines = cluster.spawn_engines(path, adapter=sent_adapter(config, path))
         policy.wait_ready()
         engines.wait_ready()
         for member, node in zip(engines._members, NODES, strict=True):
