@@ -22,6 +22,7 @@ from rollout.engine import EngineError
 from trainer.cli.commands import run
 from trainer.config.train import TrainConfig
 from trainer.rundir.rows import read_rows
+from trainer.rundir.run_dir import StartError
 from trainer.rundir.termination import GO_ON, RunTerminated
 from trainer.rundir.time_limit import OutOfTime
 
@@ -155,6 +156,17 @@ def test_a_sweep_whose_reader_leaves_runs_to_its_end(
 def test_reports_without_a_reader_leave_the_exit_code(tmp_path: Path) -> None:
     script = f"{Path(sys.executable).parent}/python -m trainer train nosuch 2>&1 | true; exit ${{PIPESTATUS[0]}}"
     assert subprocess.run(["/bin/bash", "-c", script], cwd=tmp_path).returncode == 2
+
+
+def test_a_run_that_is_refused_late_is_refused_in_the_name_of_its_command(
+    use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: TrainConfig) -> SimpleNamespace:
+        raise StartError("data.train_path must give the prompts that the run had")
+
+    use(train)
+    assert run(["train", "arithmetic_grpo", "run.seed=3"]) == 2
+    assert "parity train arithmetic_grpo: 1 problem, nothing was started" in capsys.readouterr().err
 
 
 def test_a_request_to_end_ends_a_sweep(use: Callable[[Train], None], capsys: pytest.CaptureFixture[str]) -> None:
