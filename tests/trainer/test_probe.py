@@ -170,6 +170,26 @@ def test_a_tolerance_of_the_users_own_is_used(config: TrainConfig, ranks: Ranks,
     assert run(wider, ranks, Engines(coarse_engine)).tolerance == tolerance_of(wider) == 0.5
 
 
+def test_a_tolerance_below_the_rounding_is_called_that() -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = [-torch.rand(16, generator=generator) for _ in range(4)]
+    rounded = [values + 2e-7 * (-1) ** torch.arange(16) for values in truth]
+    with pytest.raises(ProbeError) as refused:
+        judge(rounded, lambda temperature: truth, temperature=1.0, tolerance=1e-9, lowest=DType.float32)
+    assert "That is rounding in float32, for which 0.001 is allowed" in str(refused.value)
+    assert "16 bits" not in str(refused.value)
+
+
+def test_an_engine_that_leaves_a_trained_adapter_out_is_named() -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth, base = ([-torch.rand(16, generator=generator) for _ in range(4)] for _ in range(2))
+    with pytest.raises(ProbeError, match="log-probs of the model without its adapter: the engine leaves it out"):
+        judge(
+            base, lambda temperature: truth, temperature=1.0, tolerance=0.1, lowest=DType.bfloat16,
+            without_adapter=lambda: base,
+        )  # fmt: skip
+
+
 def test_one_wrong_engine_among_many_is_not_averaged_away() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = [-torch.rand(16, generator=generator) for _ in range(40)]
