@@ -32,8 +32,10 @@ class Ranks:
     def __init__(self, worker: PolicyWorker) -> None:
         self._worker = worker
 
-    def logprobs(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[Tensor]:
-        return self._worker.logprobs(list(micros), temperature)
+    def logprobs(
+        self, micros: Sequence[MicroBatch], *, temperature: float | None = None, adapter_factor: float = 1.0
+    ) -> list[Tensor]:
+        return self._worker.logprobs(list(micros), temperature, adapter_factor)
 
     def resident(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -78,7 +78,7 @@ def run_replay(words: Sequence[str]) -> int:
 
 def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Problem]]:
     """Parse the words after `parity replay` -> (arguments or None, problems); None with at least one problem."""
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    given, names = _given(words)
     places = [word for word in words if "=" not in word]
     problems = [_unknown(key, value) for key, value in given.items() if key not in KEYS]
     run_dir = Path(places[0]).expanduser() if len(places) == 1 and not places[0].startswith("-") else None
@@ -93,7 +93,6 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
         problems.append(Problem(key="step", rule="is missing", value=NOT_SET, remedy=remedy))
     elif not step.isdecimal() or int(step) < 1:
         problems.append(Problem(key="step", rule="must be a whole number >= 1", value=step))
-    names = [name for name in given.get("modes", "").split(",") if name]
     problems += name_problems(names)
     if problems or run_dir is None or step is None:
         return None, problems
@@ -109,12 +108,11 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
 
 def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | None, list[Problem]]:
     """Parse the words after `parity replay` with a file among them -> (arguments or None, problems)."""
-    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    given, names = _given(words)
     problems = [_unknown(key, value, known=OF_BUNDLE) for key, value in given.items() if key not in OF_BUNDLE]
     others = [word for word in words if "=" not in word and Path(word).expanduser() != file]
     if others:
         problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
-    names = [name for name in given.get("modes", "").split(",") if name]
     problems += name_problems(names, known=of_bundle())
     out = Path(given["out"]).expanduser() if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
     if (unusable := unusable_problem("out", out)) is not None:
@@ -133,6 +131,12 @@ def replay_completions(typed: Sequence[str]) -> list[str]:
         before, comma, _ = last.rpartition(",")
         return [f"{before}{comma}{name}" if comma else f"modes={name}" for name in all_names()]
     return [f"{key}=" for key in KEYS]
+
+
+def _given(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(key -> value of the words of the form key=value, the names of modes=)."""
+    given = {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    return given, [name for name in given.get("modes", "").split(",") if name]
 
 
 def _unknown(key: str, value: str, *, known: Sequence[str] = KEYS) -> Problem:

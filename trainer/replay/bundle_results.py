@@ -23,7 +23,16 @@ from trainer.replay.bundle import Bundle
 from trainer.replay.bundle_step import step_of
 from trainer.replay.modes import RUN, Mode, RefusedMode, chosen_modes
 from trainer.replay.recorded import RecordedStep
-from trainer.replay.results import HOW_TO_READ, PAGE_FILE, RESULT_FILE, finite, mode_table, objective_of, shown
+from trainer.replay.results import (
+    HOW_TO_READ,
+    PAGE_FILE,
+    RESULT_FILE,
+    finite,
+    mode_record,
+    mode_table,
+    objective_of,
+    shown,
+)
 from trainer.replay.score import ModeScore, scored_modes
 from trainer.report.frame import render_page, write_page
 from trainer.run.guard import Reading, readings
@@ -144,15 +153,7 @@ def record(replay: BundleReplay) -> dict[str, object]:
         "by_position": {
             name: [finite(each) for each in values] for name, values in asdict(replay.histograms.by_position).items()
         },
-        "modes": [
-            {
-                "name": score.name,
-                "objective": objective_of(mode.config),
-                "metrics": {key: finite(value) for key, value in score.metrics.items()},
-            }
-            for mode, score in zip(replay.modes, replay.scores, strict=True)
-        ],
-        "refused": [{"name": mode.name, "reason": mode.refusal} for mode in replay.refused],
+        **mode_record(replay.modes, replay.scores, replay.refused),
     }
 
 

@@ -161,15 +161,24 @@ def record(replay: Replay) -> dict[str, object]:
         "num_responses": replay.step.samples.rewards.numel(),
         "num_response_tokens": int(replay.step.samples.num_tokens.sum()),
         "reproduction": asdict(replay.reproduction),
+        **mode_record(replay.modes, replay.scores, replay.refused),
+    }
+
+
+def mode_record(
+    modes: Sequence[Mode], scores: Sequence[ModeScore], refused: Sequence[RefusedMode]
+) -> dict[str, object]:
+    """The modes with their scores, and the refused ones, as JSON values."""
+    return {
         "modes": [
             {
                 "name": score.name,
                 "objective": objective_of(mode.config),
                 "metrics": {key: finite(value) for key, value in score.metrics.items()},
             }
-            for mode, score in zip(replay.modes, replay.scores, strict=True)
+            for mode, score in zip(modes, scores, strict=True)
         ],
-        "refused": [{"name": mode.name, "reason": mode.refusal} for mode in replay.refused],
+        "refused": [{"name": mode.name, "reason": mode.refusal} for mode in refused],
     }
 
 

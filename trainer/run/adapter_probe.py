@@ -1,8 +1,8 @@
 """Before training: do the engines sample with the adapter that they were given? An adapter of random numbers proves it.
 
 The adapter of a run has no effect at its start, where B is zero: an engine that leaves it out samples the same. So the
-policy gets random numbers in B for a moment, the engines get them by an ordinary sync, sample, and the ranks score the
-tokens with the adapter, without it, and with it wrongly scaled. `trainer/run/loop.py` calls `probe_adapter` once.
+policy gets random numbers in A and B for a moment, the engines get them by an ordinary sync, sample, and the ranks
+score the tokens with the adapter and without it. `trainer/run/loop.py` calls `probe_adapter` once.
 
 Digests find a single wrong tensor; this finds what they cannot: numbers that arrived and are not used, or not so. In
 float32 it finds a fault of one layer. In coarser types the fault of one layer among hundreds may hide in the rounding.
@@ -17,15 +17,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollout.collect.requests import make_sample
 from rollout.config import DType, Quantization
 from rollout.group.engine_group import EngineGroup
-from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
-from trainer.run.probe import CLEARLY_BETTER, MIN_TOKENS_OF_ONE, ProbeError, mean_gap, probe_requests, tolerance_of
+from trainer.run.probe import CLEARLY_BETTER, MIN_TOKENS_OF_ONE, ProbeError, mean_gap, sampled, scored, tolerance_of
 from trainer.run.task import Task
 
 SIZES = (0.1, 0.3, 1.0, 3.0)
@@ -75,10 +73,10 @@ def probe_adapter(
         with policy.resident():
             policy.begin_adapter_probe(seed=config.run.seed + number, size=size)
         sync_weights(policy, engines, policy_version=policy_version)
-        micros = _sampled(config, task, engines)
+        micros = sampled(config, task, engines, policy_version=policy_version)
         reported = [micro.rollout_logprobs[micro.response_index] for micro in micros]
         with policy.resident():
-            used, unused = _scored(policy, micros, 1.0), _scored(policy, micros, 0.0)
+            used, unused = scored(policy, micros), scored(policy, micros, adapter_factor=0.0)
         if mean_gap(used, unused) >= clear:
             break
     if not is_in_use(reported, used, unused, limit=limit):
@@ -120,20 +118,6 @@ def is_in_use(
     return is_nearer and mean_gap(reported, used) <= min(limit, LARGEST_SHARE * mean_gap(reported, unused))
 
 
-def _sampled(config: TrainConfig, task: Task, engines: EngineGroup) -> list[MicroBatch]:
-    """A few responses, one each, that every engine samples with what it has now."""
-    requests = probe_requests(config, task.dataset.train, stop_token_ids=task.stop_token_ids)
-    with engines.resident():
-        generations = engines.generate(requests)
-    return [micro_batch([make_sample(request, each)]) for request, each in zip(requests, generations, strict=True)]
-
-
-def _scored(policy: PolicyGroup, micros: Sequence[MicroBatch], factor: float) -> list[Tensor]:
-    """The trainer's log-probs [R] of each response with `factor` times its adapter of now."""
-    answers = policy.logprobs(micros, adapter_factor=factor)
-    return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
-
-
 def _refusal(config: TrainConfig, policy: PolicyGroup, micros: Sequence[MicroBatch]) -> str:
     """The text of the error, with what explains the engines' log-probs best."""
     reported = [micro.rollout_logprobs[micro.response_index] for micro in micros]
@@ -143,9 +127,11 @@ def _refusal(config: TrainConfig, policy: PolicyGroup, micros: Sequence[MicroBat
         factors["of an adapter that is not multiplied by alpha / rank"] = 1 / scale
         factors["of an adapter that is multiplied by alpha / rank twice"] = scale
     with policy.resident():
-        gaps = {name: mean_gap(reported, _scored(policy, micros, factor)) for name, factor in factors.items()}
+        gaps = {
+            name: mean_gap(reported, scored(policy, micros, adapter_factor=factor)) for name, factor in factors.items()
+        }
         policy.end_adapter_probe()
-        gaps["of the adapter that the engine had before"] = mean_gap(reported, _scored(policy, micros, 1.0))
+        gaps["of the adapter that the engine had before"] = mean_gap(reported, scored(policy, micros))
     gap, without, *_ = gaps.values()
     best = min(gaps, key=lambda name: gaps[name])
     what = f"They are log-probs {best} (then they differ by {gaps[best]:.1e})"

@@ -22,6 +22,7 @@ from rollout.group.engine_group import EngineGroup
 from rollout.types import GenerateRequest, Prompt, Sample
 from rollout.weights.packing import DTYPES
 from trainer.batch.packing import micro_batch
+from trainer.batch.train_batch import MicroBatch
 from trainer.cluster.policy_group import PolicyGroup
 from trainer.cluster.weight_sync import sync_weights
 from trainer.config.train import TrainConfig
@@ -84,24 +85,13 @@ def probe_logprobs(
     Engines and ranks hold the weights of `policy_version`, before and after.
     """
     started = time.perf_counter()
-    requests = probe_requests(config, task.dataset.train, stop_token_ids=task.stop_token_ids)
-    with engines.resident():
-        generations = engines.generate(requests)
-    samples: list[Sample] = []
-    for request, generation in zip(requests, generations, strict=True):
-        reason = invalid_reason(request, generation, policy_version=policy_version)
-        if reason is not None:
-            raise ProbeError(f"phase probe: a response of the engine is invalid: {reason.name} ({reason.value})")
-        samples.append(make_sample(request, generation))
-    micros = [micro_batch([sample]) for sample in samples]
+    micros = sampled(config, task, engines, policy_version=policy_version)
 
     def scores(temperature: float) -> list[Tensor]:
-        answers = policy.logprobs(micros, temperature=temperature)
-        return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
+        return scored(policy, micros, temperature=temperature)
 
     def without_adapter() -> list[Tensor]:
-        answers = policy.logprobs(micros, adapter_factor=0.0)
-        return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
+        return scored(policy, micros, adapter_factor=0.0)
 
     with policy.resident():
         deltas = judge(
@@ -115,7 +105,7 @@ def probe_logprobs(
     if engines.takes_turns:  # they gave their weights up while the ranks scored
         sync_weights(policy, engines, policy_version=policy_version)
     return ProbeReport(
-        num_samples=len(samples),
+        num_samples=len(micros),
         num_tokens=deltas.numel(),
         mean_gap=float(deltas.abs().mean()),
         max_gap=float(deltas.abs().max()),
@@ -123,6 +113,32 @@ def probe_logprobs(
         k3=float(k3(deltas).mean()),
         seconds=time.perf_counter() - started,
     )
+
+
+def sampled(config: TrainConfig, task: Task, engines: EngineGroup, *, policy_version: int) -> list[MicroBatch]:
+    """A few responses of every engine, one each. Raises ProbeError if one is invalid."""
+    requests = probe_requests(config, task.dataset.train, stop_token_ids=task.stop_token_ids)
+    with engines.resident():
+        generations = engines.generate(requests)
+    samples: list[Sample] = []
+    for request, generation in zip(requests, generations, strict=True):
+        reason = invalid_reason(request, generation, policy_version=policy_version)
+        if reason is not None:
+            raise ProbeError(f"phase probe: a response of the engine is invalid: {reason.name} ({reason.value})")
+        samples.append(make_sample(request, generation))
+    return [micro_batch([sample]) for sample in samples]
+
+
+def scored(
+    policy: PolicyGroup,
+    micros: Sequence[MicroBatch],
+    *,
+    temperature: float | None = None,
+    adapter_factor: float = 1.0,
+) -> list[Tensor]:
+    """The trainer's log-probs [R] of each response, at `sampling.temperature` or another: see `PolicyGroup`."""
+    answers = policy.logprobs(micros, temperature=temperature, adapter_factor=adapter_factor)
+    return [answer[micro.response_index] for answer, micro in zip(answers, micros, strict=True)]
 
 
 def probe_requests(
