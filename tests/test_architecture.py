@@ -69,6 +69,7 @@ ROOMS = (
     "trainer/run",
     "trainer/study",
     "trainer/replay",
+    "trainer/replay/peers",
     "trainer/cli",
     "trainer",
 )

@@ -1,5 +1,7 @@
 """`parity replay <run.dir> step=N [key=value ...]`, or `parity replay <bundle>`: a step under every correction.
 
+In place of a bundle stands a file of another trainer too, or a directory with the files of its ranks.
+
 All problems are reported together before torch is loaded. Called by `commands.py`.
 """
 
@@ -18,6 +20,7 @@ from trainer.compose.outcome import DONE, report
 from trainer.config.outputs import DUMPS
 from trainer.config.train import TrainConfig
 from trainer.replay.modes import all_names, name_problems, of_bundle
+from trainer.replay.peers.places import rank_files
 from trainer.rundir.dump import CONFIG, Dump, DumpError, dumped_steps, open_dump, way_to_a_dump
 from trainer.rundir.run_dir import CONFIG_FILE, runs_inside, unusable_problem
 from trainer.rundir.text import to_stdout
@@ -29,8 +32,8 @@ NAME = "parity replay"
 OUTPUT = "replay"
 """Directory in run.dir for the results, unless out= names another directory."""
 KEYS = ("step", "modes", "out", "bundle")
-OF_BUNDLE = ("modes", "out")
-"""Words that go with a bundle."""
+OF_FILE = ("modes", "out", "bundle")
+"""Words that go with a bundle, or with a file of another trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,16 +51,21 @@ class ReplayArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleArguments:
-    """Arguments of `parity replay` for a file."""
+    """Arguments of `parity replay` for a bundle, or for a file or directory of another trainer."""
 
     file: Path
     modes: tuple[str, ...]
     out: Path
+    step: int | None = None
+    """The rollout to take from a directory with several."""
+    bundle: Path | None = None
+    """File to which the step is written as a bundle; None if it is not asked for."""
 
 
 def run_replay(words: Sequence[str]) -> int:
     """Run `parity replay <words>`; return the exit code."""
-    file = next((Path(word).expanduser() for word in words if "=" not in word and Path(word).is_file()), None)
+    places = [Path(word).expanduser() for word in words if "=" not in word]
+    file = next((place for place in places if place.is_file() or _is_of_ranks(place)), None)
     if file is not None:
         of_file, problems = parse_bundle(file, words)
         return report(problems, command=NAME) if of_file is None else _replay_bundle(of_file)
@@ -74,6 +82,11 @@ def run_replay(words: Sequence[str]) -> int:
     if config is None:
         return report(list(resolution.problems), command=command)
     return _replay(arguments, dump, config)
+
+
+def _is_of_ranks(place: Path) -> bool:
+    """Whether `place` is a directory that another trainer filled, one file per rank."""
+    return bool(rank_files(place)) and not any((place / name).exists() for name in (CONFIG_FILE, DUMPS))
 
 
 def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Problem]]:
@@ -109,17 +122,25 @@ def parse_replay(words: Sequence[str]) -> tuple[ReplayArguments | None, list[Pro
 def parse_bundle(file: Path, words: Sequence[str]) -> tuple[BundleArguments | None, list[Problem]]:
     """Parse the words after `parity replay` with a file among them -> (arguments or None, problems)."""
     given, names = _given(words)
-    problems = [_unknown(key, value, known=OF_BUNDLE) for key, value in given.items() if key not in OF_BUNDLE]
+    known = (*OF_FILE, "step") if file.is_dir() else OF_FILE
+    problems = [_unknown(key, value, known=known) for key, value in given.items() if key not in known]
     others = [word for word in words if "=" not in word and Path(word).expanduser() != file]
     if others:
         problems.append(Problem(key="bundle", rule="must be one file", value=" ".join([str(file), *others])))
     problems += name_problems(names, known=of_bundle())
+    step = given.get("step") if "step" in known else None
+    if step is not None and not step.isdecimal():
+        problems.append(Problem(key="step", rule="must be a whole number >= 0", value=step))
     out = Path(given["out"]).expanduser() if given.get("out") else file.with_name(f"{file.stem}_{OUTPUT}")
-    if (unusable := unusable_problem("out", out)) is not None:
-        problems.append(unusable)
+    bundle = Path(given["bundle"]).expanduser() if given.get("bundle") else None
+    for key, directory in (("out", out), ("bundle", None if bundle is None else bundle.parent)):
+        if directory is not None and (unusable := unusable_problem(key, directory)) is not None:
+            problems.append(unusable)
     if problems:
         return None, problems
-    return BundleArguments(file=file, modes=tuple(names or of_bundle()), out=out), []
+    number = None if step is None else int(step)
+    modes = tuple(names or of_bundle())
+    return BundleArguments(file=file, modes=modes, out=out, step=number, bundle=bundle), []
 
 
 def replay_completions(typed: Sequence[str]) -> list[str]:
@@ -170,11 +191,12 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
 def _replay_bundle(arguments: BundleArguments) -> int:
     # Imported late, because these lines import torch.
     from trainer.cli.job import failed
-    from trainer.replay.bundle import BundleError, read_bundle
+    from trainer.replay.bundle import BundleError, write_bundle
     from trainer.replay.bundle_results import mismatch_rows, mode_rows, replay_bundle, write_bundle_replay
+    from trainer.replay.peers.recognise import read_any
 
     try:
-        bundle = read_bundle(arguments.file)
+        bundle = read_any(arguments.file, step=arguments.step)
     except BundleError as error:
         return report([str(error)], command=f"{NAME} {arguments.file}")
     try:
@@ -183,9 +205,12 @@ def _replay_bundle(arguments: BundleArguments) -> int:
         to_stdout(f"{facts}\n\n{rows_text(mismatch_rows(replay))}\n{rows_text(mode_rows(replay))}")
         arguments.out.mkdir(parents=True, exist_ok=True)
         result, page = write_bundle_replay(replay, arguments.out)
+        if arguments.bundle is not None:
+            arguments.bundle.parent.mkdir(parents=True, exist_ok=True)
+            write_bundle(bundle, arguments.bundle)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
-    to_stdout(f"{result}\n{page}\n")
+    to_stdout(f"{result}\n{page}\n" + ("" if arguments.bundle is None else f"{arguments.bundle}\n"))
     return DONE
 
 

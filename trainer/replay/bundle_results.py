@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from algorithms.config import PPOClipConfig, TISConfig
 from algorithms.histograms import Bins, HistogramArrays, MismatchHistograms, mismatch_histograms
 from rollout.config import TorchEngineConfig
@@ -40,6 +42,8 @@ from trainer.rundir.run_dir import write_whole
 
 PLAIN = "recompute"
 """The mode that compares with pi_old and corrects nothing."""
+NUM_THREADS = 1
+"""Threads of torch. Where a training is running beside it, several would mostly wait for each other."""
 FORMAT = 1
 """Version of replay.json for a bundle."""
 NUMBERS = {
@@ -90,6 +94,15 @@ class BundleReplay:
 
 def replay_bundle(bundle: Bundle, names: Sequence[str]) -> BundleReplay:
     """Score `bundle` under the modes `names`, with their defaults."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    try:
+        return _replayed(bundle, names)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _replayed(bundle: Bundle, names: Sequence[str]) -> BundleReplay:
     step, config = step_of(bundle), judged_config(after_steps=bundle.logprobs is not None)
     modes, refused = chosen_modes(config, [*names, PLAIN], optimizer_steps=1, has_old_logprobs=True)
     modes = [mode for mode in modes if mode.name != RUN]
