@@ -44,8 +44,8 @@ from trainer.limits.ceilings import find_ceilings
 from trainer.limits.estimate import DTYPE_BYTES
 from trainer.limits.floors import TAIL_BUSY, Lengths, Rates, prefill_floor, replay_decode
 from trainer.limits.model_shape import directory_shape
-from trainer.policy.attention import PACKED_ATTENTION
-from trainer.policy.forward import ScoringModel
+from trainer.scoring.attention import PACKED_ATTENTION
+from trainer.scoring.forward import ScoringModel
 
 GROUP_SIZE = 8
 LONGEST_PROMPT = 48

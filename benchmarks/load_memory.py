@@ -25,10 +25,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollout.config import DType
 from rollout.data.dataset import StreamState
 from trainer.compose.compose import resolve
-from trainer.policy.forward import ScoringModel
 from trainer.policy.model import empty_causal_lm, load_causal_lm, load_rows, shard
 from trainer.run.export import write_model
 from trainer.rundir.checkpoint import POLICY, Checkpoint, RunState
+from trainer.scoring.forward import ScoringModel
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic_grpo.yaml"
 RANKS = 2

@@ -3,7 +3,7 @@
     python benchmarks/logprob_head.py [--tokens 4096] [--vocab 151936] [--hidden 512] [--repeats 3] [--threads 2]
 
 naive: all logits in float32, log_softmax, gather. checkpoint: chunks under torch.utils.checkpoint. ours:
-`trainer/policy/logprob_head.py`, and ahead: told the gradient of the loss while it scores, as the trainer does where
+`trainer/scoring/logprob_head.py`, and ahead: told the gradient of the loss while it scores, as the trainer does where
 the loss of a token needs no other token. verl: `FusedLinearForPPO`. TRL: `selective_log_softmax_and_entropy` on the
 head's logits.
 The entropy is a value without gradient unless `--entropy-grad` is given. verl and TRL are optional (pip install verl
@@ -74,7 +74,7 @@ def checkpointed(args: argparse.Namespace) -> Score:
 
 
 def ours(args: argparse.Namespace) -> Score:
-    from trainer.policy.logprob_head import HeadOptions, token_logprobs
+    from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
     options = HeadOptions(temperature=args.temperature, chunk_tokens=args.chunk, entropy_grad=args.entropy_grad)
     return lambda hidden, targets, weight: token_logprobs(hidden, targets, weight, None, options)

@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.batch.planner import DEFAULT_COST, plan
-from trainer.policy.attention import PACKED_ATTENTION
-from trainer.policy.forward import ScoringModel
+from trainer.scoring.attention import PACKED_ATTENTION
+from trainer.scoring.forward import ScoringModel
 
 LONGEST = 512
 PROMPT = 6

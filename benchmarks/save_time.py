@@ -31,10 +31,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout.config import DType
 from trainer.config.training import OptimConfig
-from trainer.policy.forward import ScoringModel
 from trainer.policy.model import shard
 from trainer.policy.shards import ShardWriter
 from trainer.policy.trainable import Trainable
+from trainer.scoring.forward import ScoringModel
 
 SIZE = 512
 VOCABULARY = 32_000

@@ -26,9 +26,9 @@ from rollout.types import FinishReason, Sample
 from rollout.weights.packing import DTYPES
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import MicroBatch
-from trainer.policy.forward import ScoringModel
 from trainer.policy.model import load_causal_lm
 from trainer.run.smollm2 import build_smollm2
+from trainer.scoring.forward import ScoringModel
 
 CAP = 4096
 VOCAB = 49_152

@@ -62,6 +62,7 @@ ROOMS = (
     "trainer/compose",
     "trainer/batch",
     "trainer/limits",
+    "trainer/scoring",
     "trainer/policy",
     "trainer/cluster",
     "trainer/tracking",

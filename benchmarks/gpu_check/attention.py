@@ -13,7 +13,7 @@ from gpu_check.attention_fit import fitting_attention
 from gpu_check.host import NEEDS_CUDA, Host, gib, milliseconds
 from gpu_check.rows import Row, judged, not_run, noted
 from trainer.batch.train_batch import Branch
-from trainer.policy.attention import Segments, packed_attention
+from trainer.scoring.attention import Segments, packed_attention
 
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest relative error of output and gradients."""

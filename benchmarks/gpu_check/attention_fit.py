@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from trainer.policy import attention
+from trainer.scoring import attention
 
 NAME = "varlen_attn"
 

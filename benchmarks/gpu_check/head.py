@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from gpu_check.host import Host, gib, milliseconds
 from gpu_check.rows import Row, judged, not_run, noted
-from trainer.policy.logprob_head import HeadOptions, token_logprobs
+from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (0.05, 2e-2)}
 """Dtype of the product -> largest error of a log-prob in nats, largest relative error of a gradient. A logit of

@@ -26,10 +26,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.compose.compose import resolve
 from trainer.limits.model_shape import directory_shape
-from trainer.policy.attention import Segments, packed_attention
-from trainer.policy.logprob_head import token_logprobs
 from trainer.policy.model import weight_files
 from trainer.policy.trainable import Trainable
+from trainer.scoring.attention import Segments, packed_attention
+from trainer.scoring.logprob_head import token_logprobs
 
 
 @pytest.fixture

@@ -31,11 +31,11 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import HFModelConfig
 from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
-from trainer.policy import attention, logprob_head
 from trainer.policy.dry_run import group_samples
-from trainer.policy.forward import ScoringModel
 from trainer.policy.model import checkpoint_activations, empty_causal_lm, shard
 from trainer.policy.trainable import Trainable
+from trainer.scoring import attention, logprob_head
+from trainer.scoring.forward import ScoringModel
 
 
 @contextmanager

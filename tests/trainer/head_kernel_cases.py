@@ -8,8 +8,8 @@ from itertools import product
 
 import torch
 
-from trainer.policy import logprob_head
-from trainer.policy.logprob_head import HeadOptions, token_logprobs
+from trainer.scoring import logprob_head
+from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
 NUM_TOKENS, SIZE = 5, 8
 

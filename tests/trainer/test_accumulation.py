@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from rollout.config import DType
 from trainer.batch.packing import micro_batch
 from trainer.config.training import Offload, OptimConfig
-from trainer.policy.forward import ScoringModel
 from trainer.policy.model import load_causal_lm, shard
 from trainer.policy.trainable import Trainable
+from trainer.scoring.forward import ScoringModel
 
 RANKS = 8
 

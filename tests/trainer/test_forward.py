@@ -15,9 +15,9 @@ from algorithms.kl import k3
 from rollout.types import FinishReason, Sample
 from trainer.batch.packing import micro_batch
 from trainer.batch.train_batch import Branch
-from trainer.policy import attention
-from trainer.policy.attention import PACKED_ATTENTION, Segments, attend_by_run, packed_attention
-from trainer.policy.forward import ScoringModel
+from trainer.scoring import attention
+from trainer.scoring.attention import PACKED_ATTENTION, Segments, attend_by_run, packed_attention
+from trainer.scoring.forward import ScoringModel
 
 VOCAB = 40
 

@@ -39,10 +39,10 @@ from trainer.batch.packing import pack
 from trainer.batch.train_batch import MicroBatch, TrainBatch
 from trainer.config.train import TrainConfig
 from trainer.config.training import OptimConfig
-from trainer.policy.forward import ScoringModel, TokenScores
 from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.worker import PolicyWorker
+from trainer.scoring.forward import ScoringModel, TokenScores
 
 COSTS: dict[str, tuple[CorrectionConfig, int, int]] = {
     "recompute": (RecomputeConfig(), 3, 4),

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.policy import logprob_head
-from trainer.policy.logprob_head import HeadOptions, token_logprobs
+from trainer.scoring import logprob_head
+from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
 TOKENS, SIZE, VOCAB = 11, 8, 40
 

@@ -21,10 +21,10 @@ from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
 from trainer.limits.estimate import largest_micro_batch
 from trainer.limits.floors import GroupLengths
-from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy, local_part
 from trainer.policy.trainable import Trainable
 from trainer.policy.worker import PolicyWorker
+from trainer.scoring.forward import ScoringModel
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from policy_cases import lone_worker, make_config, make_samples, save_policy, sa
 from safetensors.torch import load_file, save_file
 
 from trainer.batch.packing import micro_batch
-from trainer.policy.attention import Segments
 from trainer.policy.model import empty_causal_lm, full_tensors, load_causal_lm, weight_files
+from trainer.scoring.attention import Segments
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,6 +1,6 @@
 """Plan of forwards: lengths of sequences -> bins of indices per rank. Does not import torch.
 
-A bin is one micro-batch. Attention does not pad (`trainer/policy/attention.py`), so a sequence of s tokens costs
+A bin is one micro-batch. Attention does not pad (`trainer/scoring/attention.py`), so a sequence of s tokens costs
 per_token * s + per_cell * s^2 in any bin. What is planned here are sequences, or several with one prompt together
 (`trainer/batch/prompt_groups.py`). The plan is made in three steps:
 

@@ -31,7 +31,7 @@ GPU_CHUNK_BYTES = 2**30
 of which is rounded, and adds each to the sum of 4 bytes per number. Not yet run on a GPU."""
 SOFTMAX_SCRATCH_BYTES = 2 * 4 * 2**24
 """Maximum size of the two float32 blocks of logits in which the softmax runs, bytes
-(trainer/policy/logprob_head.py)."""
+(trainer/scoring/logprob_head.py)."""
 GATHERED_LAYERS = 2
 """Decoder layers that FSDP holds whole: the layer that computes and the layer that is prefetched."""
 

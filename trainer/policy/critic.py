@@ -30,9 +30,9 @@ from algorithms.value import ValueLossOutput, ValueStats, value_loss
 from trainer.batch.train_batch import MicroBatch, RankMiniBatch, pass_order, present
 from trainer.config.train import TrainConfig
 from trainer.config.training import Offload
-from trainer.policy.forward import states_before
 from trainer.policy.model import checkpoint_activations, compile_layers, empty_causal_lm, load_rows, shard
 from trainer.policy.trainable import Trainable
+from trainer.scoring.forward import states_before
 
 
 class ValueModel(nn.Module):

@@ -28,7 +28,7 @@ from trainer.policy.host_copy import full_tensor, local_part, own_rows
 from trainer.policy.lora import adapter_scaled, updates
 
 if TYPE_CHECKING:  # `parity replay` needs no transformers
-    from trainer.policy.forward import ScoringModel
+    from trainer.scoring.forward import ScoringModel
 
 SCORED_TOKENS = 256
 """Tokens of the responses and their prompts that a rank scores once more in a step; one response at least."""

@@ -36,11 +36,11 @@ from rollout.torch.onednn_linear import use_fast_products
 from rollout.weights.adapter import is_adapter, name_without_adapter, sent_name
 from rollout.weights.packing import ALIGNMENT, DTYPES, TensorShape, listed
 from trainer.limits.model_shape import tensor_shapes as stored_shapes
-from trainer.policy.attention import PACKED_ATTENTION, packed_attention
-from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import full_tensor, local_part, own_rows, with_local_part
 from trainer.policy.lora import Part, Update, fill_adapter, updates
 from trainer.rundir.sealed import inside
+from trainer.scoring.attention import PACKED_ATTENTION, packed_attention
+from trainer.scoring.forward import ScoringModel
 
 logger = logging.getLogger(__name__)
 

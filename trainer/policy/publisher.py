@@ -21,11 +21,11 @@ from rollout.weights.quantization import weight_publisher
 from rollout.weights.shared_weights import WeightPublisher
 from rollout.weights.weight_broadcast import Receiver, WeightSender
 from trainer.config.train import TrainConfig
-from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import local_part, own_rows
 from trainer.policy.lora import Part
 from trainer.policy.model import full_tensors, tensor_shapes
 from trainer.policy.trainable import Trainable
+from trainer.scoring.forward import ScoringModel
 
 
 class PolicyPublisher:

@@ -4,7 +4,7 @@
     ref_logprobs    log pi_ref, where there is a reference policy
     advantages      from rewards (`trainer/policy/advantages.py`), or from the values of the critic
     for each pass over the mini-batches, for each mini-batch (an optimizer step), for each of its micro-batches:
-        score       log pi_theta and entropy                        `trainer/policy/forward.py`
+        score       log pi_theta and entropy                        `trainer/scoring/forward.py`
         compare     the log-probs that stand for pi_old             `compared_logprobs`
         correct     anchor, weight, keep                            `algorithms/correction.py`
         loss        surrogate x weight x coefficient (+ KL)         `step_loss`
@@ -58,8 +58,8 @@ from trainer.policy.train_report import RankReport
 
 if TYPE_CHECKING:  # `parity replay` needs neither transformers nor Ray
     from trainer.policy.critic import Critic
-    from trainer.policy.forward import ScoringModel
     from trainer.policy.trainable import Trainable
+    from trainer.scoring.forward import ScoringModel
 
 logger = logging.getLogger(__name__)
 

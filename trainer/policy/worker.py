@@ -33,7 +33,6 @@ from trainer.limits.estimate import logprob_chunk_tokens
 from trainer.limits.floors import GroupLengths
 from trainer.policy.critic import Critic, ValueModel, load_value_model
 from trainer.policy.dry_run import DryRunReport, dry_run
-from trainer.policy.forward import ScoringModel
 from trainer.policy.host_copy import HostCopy
 from trainer.policy.lora import ProbeAdapter, adapter_scaled, freeze_beside_adapter, without_adapter
 from trainer.policy.model import (
@@ -49,6 +48,7 @@ from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
 from trainer.rundir.sealed import FileRecord, SealError, compare_files
+from trainer.scoring.forward import ScoringModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ pass needs m, S and H only: it computes the logits of a chunk once more, replace
 gradient, and multiplies. The forward leaves the logits of its last chunk behind, and the backward starts there: the
 logits of a batch of at most `chunk_tokens` tokens are computed once.
 
-On a GPU the kernels of `trainer/policy/head_kernels.py` take the softmax of a whole chunk, if Triton is installed.
+On a GPU the kernels of `trainer/scoring/head_kernels.py` take the softmax of a whole chunk, if Triton is installed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Head:
     def score(self, logits: Tensor, targets: Tensor, statistics: Tensor) -> Tensor:
         """Fill the `statistics` [3, C, 1] of a chunk's logits [C, V]; return the log-probs [C, 1] of targets [C, 1]."""
         if self._has_kernels:
-            from trainer.policy.head_kernels import score_rows
+            from trainer.scoring.head_kernels import score_rows
 
             return score_rows(logits, targets, statistics, temperature=self._temperature)
         logprobs = torch.empty_like(statistics[0])
@@ -141,7 +141,7 @@ class _Head:
     ) -> None:
         """Replace a chunk's logits [C, V] with the gradient of the loss by them; those of the outputs are [C, 1]."""
         if self._has_kernels:
-            from trainer.policy.head_kernels import differentiate_rows
+            from trainer.scoring.head_kernels import differentiate_rows
 
             differentiate_rows(logits, targets, statistics, by_logprob, by_entropy, temperature=self._temperature)
             return

@@ -1,6 +1,6 @@
 """The softmax of the log-prob head on GPUs: one read of the logits for the scores, one read and write for the gradient.
 
-`trainer/policy/logprob_head.py` says what is computed and has the same in plain torch, which is the reference and runs
+`trainer/scoring/logprob_head.py` says what is computed and has the same in plain torch, which is the reference and runs
 everywhere else. A chunk of logits [C, V] is read 4 times and written 3 times there; here once, and once more with its
 gradient. The sums are taken block by block with a running maximum (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", 2018). For a larger maximum m' and d = m - m', with S and A the sums over j of exp(z_j - m)

@@ -1,7 +1,7 @@
 """MicroBatch -> log-probs and entropy of its response tokens, each predicted from the token before it.
 
 The full-vocabulary logits of at most `chunk_tokens` tokens exist at a time, in the forward and in the backward
-pass: `trainer/policy/logprob_head.py`.
+pass: `trainer/scoring/logprob_head.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch.nn.functional import embedding, linear
 from transformers import PreTrainedModel
 
 from trainer.batch.train_batch import MicroBatch, TokenScores
-from trainer.policy.attention import Segments
-from trainer.policy.logprob_head import HeadOptions, token_logprobs
+from trainer.scoring.attention import Segments
+from trainer.scoring.logprob_head import HeadOptions, token_logprobs
 
 FLOOR_ELEMENTS = 2**24
 """Logits (tokens x vocabulary) on which the head's rounding is measured: 128 MiB in float64."""
