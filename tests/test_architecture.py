@@ -55,6 +55,7 @@ ROOMS = (
     "rollout/weights",
     "rollout/sglang/cpu",
     "rollout/sglang",
+    "rollout/exact",
     "rollout/torch",
     "rollout/group",
     "trainer/config",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rollout.engine import aborted, whole_response
-from rollout.torch.kv_cache import KVSlots, Prefill, Step
+from rollout.torch.kv_cache import KVSlots
 from rollout.torch.model import Decoder
 from rollout.types import Completion, FinishReason, GenerateRequest, Generation
 
@@ -31,7 +31,18 @@ PREFILL_TOKENS = 1 << 15
 """Maximum of tokens in one forward over prompts, padding included: bounds the memory of the forward."""
 
 
-def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def log_softmax(logits: Tensor) -> Tensor:
+    """[B, V] -> [B, V]."""
+    return torch.log_softmax(logits, dim=-1)
+
+
+def sample_tokens(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    uniforms: Tensor,
+    log_softmax: Callable[[Tensor], Tensor] = log_softmax,
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution; also its log-prob.
 
     logits [B, V]; temperature [B] float32, 0 for greedy; uniforms [B] float64 in [0, 1). Returns token ids [B] int64
@@ -40,7 +51,7 @@ def sample_tokens(logits: Tensor, *, temperature: Tensor, uniforms: Tensor) -> t
     """
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = log_softmax(scaled)
     # float64: near 1, float32 numbers are 6e-8 apart, which is more than the probability of a rare token.
     cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
     # A draw is at most 1 - 2^-53, so the product stays below the total also after rounding, and a token without
@@ -200,7 +211,9 @@ class Batch:
             read = self._decoder.prefill(
                 torch.tensor(padded, device=device),
                 torch.tensor([len(text) for text in distinct], device=device),
-                Prefill(self._slots, first_slot=first + part.start, prompt_of_slot=text_of_slot, longest=width),
+                self._decoder.reading(
+                    self._slots, first_slot=first + part.start, prompt_of_slot=text_of_slot, longest=width
+                ),
             )
             logits.append(read[text_of_slot])
             seen: set[int] = set()
@@ -221,6 +234,7 @@ class Batch:
             self._logits,
             temperature=torch.tensor(temperatures, device=device),
             uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
+            log_softmax=self._decoder.log_softmax,
         )
         self._logits = None
         completions, ended = [], []
@@ -255,7 +269,7 @@ class Batch:
         device = self._decoder.device
         places = [sequence.length - 1 for sequence in self._sequences]
         positions = torch.tensor(places, device=device)
-        forward = Step(self._slots, positions=positions, longest=max(places) + 1, dtype=self._decoder.dtype)
+        forward = self._decoder.stepping(self._slots, positions=positions, longest=max(places) + 1)
         tokens = torch.tensor([sequence.tokens[-1] for sequence in self._sequences], device=device)
         return self._decoder.step(tokens, positions, forward)
 

@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.config import TorchEngineConfig
 from rollout.engine import Engine, EngineError, EngineInfo, WeightReport, WeightSyncError, request_problem
+from rollout.exact.layers import make_exact
 from rollout.torch.decode_loop import DecodeLoop
 from rollout.torch.kv_cache import SLOT_ATTENTION
-from rollout.torch.model import Decoder, round_inputs
+from rollout.torch.model import Decoder, ExactDecoder, round_inputs
 from rollout.torch.model_limits import altered_logits
 from rollout.torch.onednn_linear import use_fast_products
 from rollout.types import AdapterSpec, Completion, GenerateRequest, PackedWeights
@@ -97,9 +98,15 @@ class TorchEngine(Engine):
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._version = 0
         self._base_mark = self._broken = ""
-        use_fast_products(model)
+        if self._config.exact:
+            try:
+                make_exact(model)
+            except ValueError as error:
+                raise EngineError(f"{self._name} start: {model_path}: {error}") from error
+        else:
+            use_fast_products(model)
         round_inputs(model, self._config.quantization)
-        self._loop.load(Decoder(model), policy_version=0)
+        self._loop.load(self._decoder(model), policy_version=0)
         start_s = time.monotonic() - begin
         if start_s > self._config.start_timeout_s:
             self.stop()
@@ -182,7 +189,7 @@ class TorchEngine(Engine):
         if not in_place:
             for part, parameters in parts:
                 self._read_back(part, parameters, begin=begin)
-        self._loop.load(Decoder(model), policy_version=version)
+        self._loop.load(self._decoder(model), policy_version=version)
         self._version = version
         self._base_mark = "" if weights.base is None else content_mark(weights.base.tensors)
         self._broken = ""
@@ -209,7 +216,7 @@ class TorchEngine(Engine):
         model: torch.nn.Module = self._started_model("wake")
         model.to(self._device)
         if not self._broken:
-            self._loop.load(Decoder(self._started_model("wake")), policy_version=self._version)
+            self._loop.load(self._decoder(self._started_model("wake")), policy_version=self._version)
 
     @property
     def sampling_s(self) -> float:
@@ -230,6 +237,9 @@ class TorchEngine(Engine):
     @property
     def _name(self) -> str:
         return f"engine {self._index} (torch, policy version {self._version})"
+
+    def _decoder(self, model: PreTrainedModel) -> Decoder:
+        return ExactDecoder(model) if self._config.exact else Decoder(model)
 
     def _started_model(self, phase: str) -> PreTrainedModel:
         if self._model is None:

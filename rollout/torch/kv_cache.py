@@ -53,9 +53,9 @@ class KVSlots:
         if held is not None and slots >= self._num_slots and room >= columns:
             return held
         if held is None:
-            room = min(columns + FIRST_COLUMNS, self._max_columns)
+            room = max(columns, min(columns + FIRST_COLUMNS, self._max_columns))
         elif room < columns:
-            room = min(max(columns, 2 * room), self._max_columns)
+            room = max(columns, min(2 * room, self._max_columns))
         shape = (self._num_slots, like.shape[1], room, like.shape[3])
         # Zeros: unwritten columns are masked, but a NaN in uninitialised memory would pass through the mask.
         grown = (like.new_zeros(shape), like.new_zeros(shape))
@@ -83,12 +83,16 @@ class Prefill:
         self.longest = longest
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        """Causal attention within each prompt: query [U, H, P, D], key and value [U, K, P, D] -> [U, H, P, D].
+        """Store the prompts and attend: query [U, H, P, D], key and value [U, K, P, D] -> [U, H, P, D]."""
+        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
+            memory[self._target, :, : self.longest] = new[self._prompt_of_slot]
+        return self.attention(query, key, value, scaling)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Causal attention within each prompt, of the shapes of `attend`.
 
         Prompts are padded on the right: no token of a prompt sees padding behind it.
         """
-        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
-            memory[self._target, :, : self.longest] = new[self._prompt_of_slot]
         gqa = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
 
@@ -99,7 +103,7 @@ class Step:
     def __init__(self, slots: KVSlots, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
         """`positions` [N] int64, column of the new token; `longest` is their maximum plus one; `dtype` of the model."""
         self._slots = slots
-        self._positions = positions
+        self.positions = positions
         self._rows = torch.arange(len(positions), device=positions.device)
         self.longest = longest
         # On a CPU torch copies bfloat16 matrices with gaps between them before it multiplies them, and slowly. Widening
@@ -113,16 +117,23 @@ class Step:
 
     def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Store the new token and attend to the whole sequence: query [N, H, 1, D], key and value [N, K, 1, D]."""
+        memories = self._slots.reserve(index, key, columns=self.columns(self.longest))
+        for memory, new in zip(memories, (key, value), strict=True):
+            memory[self._rows, :, self.positions] = new[:, :, 0]
+        keys, values = (memory[: len(query)] for memory in memories)
+        return self.attention(query, keys, values, scaling)
+
+    def columns(self, longest: int) -> int:
+        """Columns that attention reads if the longest sequence has `longest` tokens."""
+        return longest
+
+    def attention(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+        """query [N, H, 1, D], keys and values [N, K, C, D] with columns to spare -> [N, H, 1, D]."""
         count, num_heads, _, size = query.shape
-        num_kv = key.shape[1]
-        past = []
-        for memory, new in zip(self._slots.reserve(index, key, columns=self.longest), (key, value), strict=True):
-            memory[self._rows, :, self._positions] = new[:, :, 0]
-            held = memory[:count, :, : self.longest].to(self._dtype)
-            # [N * K, C, D], without a further copy: active slots are adjacent. Batched products beat the fused
-            # attention of torch 2.13 two to three times on a CPU when there is one query per sequence.
-            past.append(held.flatten(0, 1))
-        keys, values = past
+        num_kv = keys.shape[1]
+        # [N * K, C, D], without a further copy: active slots are adjacent. Batched products beat the fused attention of
+        # torch 2.13 two to three times on a CPU when there is one query per sequence.
+        keys, values = (states[:, :, : self.longest].to(self._dtype).flatten(0, 1) for states in (keys, values))
         scale = size**-0.5 if scaling is None else scaling
         queries = query.reshape(count * num_kv, num_heads // num_kv, size).to(self._dtype) * scale
         if self._mask is None:

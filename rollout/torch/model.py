@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout.config import Quantization
-from rollout.torch.kv_cache import Prefill, Step
+from rollout.exact.layers import log_softmax
+from rollout.torch.exact_cache import ExactPrefill, ExactStep
+from rollout.torch.kv_cache import KVSlots, Prefill, Step
 from rollout.weights.adapter import BASE_LAYER
 
 FP8_GROUP = 128
@@ -37,6 +39,18 @@ class Decoder:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
 
+    def reading(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> Prefill:
+        """How prompts are read into `slots`."""
+        return Prefill(slots, first_slot=first_slot, prompt_of_slot=prompt_of_slot, longest=longest)
+
+    def stepping(self, slots: KVSlots, *, positions: Tensor, longest: int) -> Step:
+        """How one token is read into each of the first slots."""
+        return Step(slots, positions=positions, longest=longest, dtype=self.dtype)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """[B, V] float32 -> [B, V]."""
+        return torch.log_softmax(logits, dim=-1)
+
     def prefill(self, token_ids: Tensor, lengths: Tensor, forward: Prefill) -> Tensor:
         """Read prompts [U, P], padded on the right, of `lengths` [U]: logits after the last token of each, [U, V]."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device).expand_as(token_ids)
@@ -55,6 +69,19 @@ class Decoder:
             input_ids=token_ids, position_ids=positions, use_cache=False, forward_kind=forward
         ).last_hidden_state
         return hidden
+
+
+class ExactDecoder(Decoder):
+    """The forward of a model that computes in exact arithmetic (`rollout/exact`)."""
+
+    def reading(self, slots: KVSlots, *, first_slot: int, prompt_of_slot: Tensor, longest: int) -> Prefill:
+        return ExactPrefill(slots, first_slot=first_slot, prompt_of_slot=prompt_of_slot, longest=longest)
+
+    def stepping(self, slots: KVSlots, *, positions: Tensor, longest: int) -> Step:
+        return ExactStep(slots, positions=positions, longest=longest, dtype=self.dtype)
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        return log_softmax(logits)
 
 
 def per_token_int8(states: Tensor) -> Tensor:

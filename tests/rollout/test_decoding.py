@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollout.torch.decoding import Batch, chunks, sample_tokens
+from rollout.torch.model import Decoder
 from rollout.types import FinishReason, GenerateRequest, SamplingParams
 
 
@@ -64,7 +65,7 @@ def test_a_broken_row_is_visible_and_stays_in_the_vocabulary():
     assert logprobs.isnan().tolist() == [True, False]
 
 
-class CountingDecoder:
+class CountingDecoder(Decoder):
     """Next token = last token + 1, whatever came before; remembers what it was asked."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from algorithms.config import BaselineScope, Compared, Estimator, Problem, SelfNormalize
 from algorithms.config.rules import as_yaml
-from rollout.config import DynamicCollectConfig, SGLangConfig
+from rollout.config import DynamicCollectConfig, Quantization, SGLangConfig, TorchEngineConfig
 from rollout.task_config import FileDataConfig
 from trainer.config.outputs import WandbMode
 from trainer.config.training import Residency
@@ -187,6 +187,35 @@ def adapter_problems(config: TrainConfig) -> Iterator[Problem]:
             "must be true with rollout.servers: servers that Parity did not start have no adapter to be verified",
             "Set it, or let Parity start the servers (rollout.servers=[]).",
         )
+
+
+def exact_problems(config: TrainConfig) -> Iterator[Problem]:
+    """Yield what breaks the promise of `rollout.exact`: that engine and trainer compute the same bits."""
+    rollout, policy = config.rollout, config.policy
+    if not rollout.exact:
+        return
+    if not isinstance(rollout, TorchEngineConfig):
+        rule = f"must be false with rollout={rollout.kind}: its kernels add up in another order than the trainer's"
+        yield config.broken("rollout.exact", rule, "Use rollout=torch.")
+    if rollout.gpus_per_engine or policy.gpus_per_worker:
+        yield config.broken("rollout.exact", "must be false with GPUs: the exact arithmetic is one of CPUs")
+    if rollout.quantization is not Quantization.none:
+        rule = "must be none with rollout.exact=true: the engine would hold other weights than the trainer"
+        yield config.broken("rollout.quantization", rule)
+    if rollout.dtype is not policy.dtype:
+        rule = f"must be policy.dtype ({policy.dtype.name}) with rollout.exact=true"
+        yield config.broken("rollout.dtype", rule, f"Set rollout.dtype={policy.dtype.name}.")
+    reasons = {
+        "policy.fp32_head": (policy.fp32_head, "the embedded engine has its head in rollout.dtype"),
+        "policy.torch_compile": (policy.torch_compile, "a compiled layer adds up in an order of its own"),
+        "policy.lora.merge": (
+            policy.lora.rank > 0 and policy.lora.merge,
+            "the engine would add the adapter to the weights, and the trainer to the outputs",
+        ),
+    }
+    for key, (is_set, reason) in reasons.items():
+        if is_set:
+            yield config.broken(key, f"must be false with rollout.exact=true: {reason}")
 
 
 LEAST_LORA_RATE = 1e-5

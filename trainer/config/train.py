@@ -48,6 +48,7 @@ from trainer.config.rules import (
     checkpoint_problems,
     critic_problems,
     evaluation_problems,
+    exact_problems,
     idle_notes,
     reference_problems,
     sharing_problems,
@@ -224,6 +225,7 @@ class TrainConfig(Checked):
             samples = f"batch.prompts_per_step x batch.group_size = {self.batch.samples_per_step} samples per step"
             yield self.broken("policy.num_workers", f"must be <= {samples}")
         yield from adapter_problems(self)
+        yield from exact_problems(self)
         yield from sharing_problems(self)
         yield from schedule_problems(self)
         if (self.loss.aggregation is Aggregation.fixed_length) and (self.loss.fixed_length_tokens or 0) < (

@@ -77,7 +77,7 @@ def load_causal_lm(path: Path) -> PreTrainedModel:
     return model
 
 
-def empty_causal_lm(path: Path) -> PreTrainedModel:
+def empty_causal_lm(path: Path, *, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
     """A float32 causal language model whose parameters have a shape and no memory (device meta), without remote code.
 
     Buffers are real: rotary frequencies are computed, not stored. Raises ValueError like `load_hf_config`.
@@ -85,7 +85,7 @@ def empty_causal_lm(path: Path) -> PreTrainedModel:
     hf_config = load_hf_config(path)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=PACKED_ATTENTION
+            hf_config, dtype=torch.float32, trust_remote_code=False, attn_implementation=attention
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model.path={path} is not a torch model")

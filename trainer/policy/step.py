@@ -196,11 +196,13 @@ class TrainingStep:
 
         `measure_floor`: also what the rounding of the engine's head explains of the mismatch (`mismatch/k3_floor`).
         """
+        rollout = self._config.rollout
         scores: TokenScores = self._policy.model(
             micro,
             temperature=self._config.sampling.temperature,
             entropy_grad=self._config.loss.entropy_coef > 0,
-            engine_dtype=DTYPES[self._config.rollout.dtype.name] if measure_floor else None,
+            # With rollout.exact the engine's head rounds as the trainer's does.
+            engine_dtype=DTYPES[rollout.dtype.name] if measure_floor and not rollout.exact else None,
         )
         return scores
 

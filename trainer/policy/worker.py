@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollout.exact.layers import make_exact
 from rollout.processes.inherited import forget_launcher
 from rollout.processes.network import use_interface_towards
 from rollout.processes.process_marks import ProcessMark, mark_processes
@@ -48,6 +49,8 @@ from trainer.policy.step import TrainingStep
 from trainer.policy.train_report import RankReport
 from trainer.policy.trainable import StateDict, Trainable
 from trainer.rundir.sealed import FileRecord, SealError, compare_files
+from trainer.scoring.attention import PACKED_ATTENTION
+from trainer.scoring.exact_attention import EXACT_ATTENTION
 from trainer.scoring.forward import ScoringModel
 
 
@@ -173,12 +176,15 @@ class PolicyWorker:
     def _load_model(self, mesh: DeviceMesh, *, trained: bool) -> ScoringModel:
         """The model of the run, sharded; frozen if it is not `trained`."""
         policy = self._config.policy
-        causal_lm = empty_causal_lm(self._setup.model_path)
+        exact = self._config.rollout.exact
+        causal_lm = empty_causal_lm(self._setup.model_path, attention=EXACT_ATTENTION if exact else PACKED_ATTENTION)
         chunk_tokens = logprob_chunk_tokens(self._config, vocab_size=causal_lm.get_output_embeddings().out_features)
-        model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=policy.fp32_head)
+        model = ScoringModel(causal_lm, chunk_tokens=chunk_tokens, fp32_head=policy.fp32_head, exact=exact)
         model.requires_grad_(trained)
         if trained and policy.lora.rank:
             freeze_beside_adapter(causal_lm, policy.lora)
+        if exact:
+            make_exact(causal_lm)
         model.eval()  # no dropout: the engine has none, and pi_old must be the policy that samples
         if trained:
             checkpoint_activations(causal_lm.get_decoder(), every=policy.activation_checkpoint_every)

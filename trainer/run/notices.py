@@ -1,5 +1,5 @@
-"""What a run says once about its rewards: that the function fails on responses, that no response counts as correct, or
-that there is nothing to learn from.
+"""What a run says once: that the reward function fails on responses, that no response counts as correct, that there is
+nothing to learn from, or that rollout.exact does not hold.
 
 Rows of metrics -> events, for `trainer/run/loop.py`.
 """
@@ -40,6 +40,7 @@ class Notices:
         self._correct_rule = "" if is_resumed else config.reward.correct_rule
         """Empty once it is told, or a response was correct."""
         self._group_is_baseline = config.min_group_size > 1
+        self._promises_bits = config.rollout.exact and config.max_lag_steps == 0
         self._idle_steps = 0
         self._warns = self._warns_of_failures = True
 
@@ -56,6 +57,12 @@ class Notices:
             text = f"the reward function failed on responses of this step: {'; '.join(said)}. "
             text += f"Every step counts them in {counted}"
             found.append(Event(step=step, kind="reward", severity=Severity.warn, text=text))
+        gap = row.get("mismatch/abs_logdiff_max")
+        if self._promises_bits and gap:
+            self._promises_bits = False
+            text = f"rollout.exact=true, and engine and trainer differ by up to {gap:.1e} nats in this step. The "
+            text += "correction still holds. Please report it, with the line of parity doctor about the processor"
+            found.append(Event(step=step, kind="exact", severity=Severity.warn, text=text))
         if row["reward/generated_accuracy"]:
             self._correct_rule = ""
         if self._correct_rule and low < high:

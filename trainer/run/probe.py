@@ -102,6 +102,12 @@ def probe_logprobs(
             lowest=coarser(config.rollout.dtype, config.policy.dtype),
             without_adapter=without_adapter if config.policy.lora.rank else None,
         )
+    if config.rollout.exact and deltas.any():
+        raise ProbeError(
+            f"phase probe: rollout.exact=true, and the log-probs of {int(deltas.count_nonzero())} of {deltas.numel()} "
+            f"tokens are not those of the trainer in every bit; the largest difference is {deltas.abs().max():.1e}. "
+            "Nothing is trained. Set rollout.exact=false, and please report this processor and model"
+        )
     if engines.takes_turns:  # they gave their weights up while the ranks scored
         sync_weights(policy, engines, policy_version=policy_version)
     return ProbeReport(

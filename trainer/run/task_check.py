@@ -58,6 +58,10 @@ def task_key(config: TrainConfig) -> str:
     return repr([getattr(config, name) for name in sections])
 
 
+EXACT_ACTIVATION = "silu"
+"""Activation of an MLP that rollout/exact computes."""
+
+
 def is_on_disk(config: TrainConfig) -> bool:
     """True if the model is a directory and the rows are files of this disk: nothing has to be fetched or made."""
     if not (isinstance(config.model, HFModelConfig) and isinstance(config.data, FileDataConfig)):
@@ -125,11 +129,23 @@ def policy_problems(config: TrainConfig) -> Iterator[Problem]:
             yield found
         elif found is not None:
             yield from _context_problems(config, found)
+            yield from _exact_problems(config, found)
         return
     cache = default_cache_dir()
     # A cache that cannot be written to may hold the model already.
     if not any(cache.glob(f"{config.model.kind}-*")) and (unusable := unusable_problem("$PARITY_CACHE", cache)):
         yield unusable
+
+
+def _exact_problems(config: TrainConfig, directory: Path) -> Iterator[Problem]:
+    """Yield the problem of a model that `rollout.exact` has no arithmetic for, as far as its config.json tells.
+
+    What else a model has is found when the ranks and the engines load it.
+    """
+    activation = described(directory).get("hidden_act", EXACT_ACTIVATION)
+    if config.rollout.exact and activation != EXACT_ACTIVATION:
+        rule = f"must be false for a model with hidden_act={activation}: exact arithmetic has {EXACT_ACTIVATION}"
+        yield config.broken("rollout.exact", rule, f"model.path={directory}. Use another model.")
 
 
 def missing_model_problems(models: Iterable[ModelConfig]) -> list[Problem]:

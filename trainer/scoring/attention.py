@@ -8,9 +8,10 @@ branch attends to the prompt that it shares with others, and to itself. I: token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from trainer.batch.train_batch import Branch
 
 PACKED_ATTENTION = "parity_packed"
 """Value of `attn_implementation` that selects this function."""
+PlanT = TypeVar("PlanT")
 
 
 def packed_attention(
@@ -66,6 +68,14 @@ class Segments:
         """Tokens of each root."""
         self.branches = branches
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._plan: Any = None
+
+    def once(self, plan: Callable[[Segments], PlanT]) -> PlanT:
+        """`plan(self)`, computed by the first layer and kept for the others; every call names the same function."""
+        if self._plan is None:
+            self._plan = plan(self)
+        found: PlanT = self._plan
+        return found
 
     @property
     def longest(self) -> int:

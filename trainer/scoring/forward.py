@@ -68,11 +68,15 @@ class ScoringModel(nn.Module):
 
     causal_lm: PreTrainedModel
 
-    def __init__(self, causal_lm: PreTrainedModel, *, chunk_tokens: int, fp32_head: bool = False) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, chunk_tokens: int, fp32_head: bool = False, exact: bool = False
+    ) -> None:
+        """`exact`: `causal_lm` computes in exact arithmetic, and its head does too."""
         super().__init__()
         self.causal_lm = causal_lm
         self.chunk_tokens = chunk_tokens
         self.fp32_head = fp32_head
+        self.exact = exact
 
     def forward(
         self,
@@ -87,7 +91,11 @@ class ScoringModel(nn.Module):
         hidden = states_before(self.causal_lm.get_decoder(), micro)
         targets = micro.token_ids[micro.response_index]
         options = HeadOptions(
-            temperature=temperature, chunk_tokens=self.chunk_tokens, entropy_grad=entropy_grad, float32=self.fp32_head
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy_grad=entropy_grad,
+            float32=self.fp32_head,
+            exact=self.exact,
         )
         logprobs, entropy = token_logprobs(hidden, targets, head.weight, head.bias, options)
         zeros = torch.zeros(micro.token_ids.shape, dtype=torch.float32, device=hidden.device)

@@ -27,6 +27,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rollout.exact.layers import row_sums
+from rollout.exact.products import product
+
 CPU_BLOCK_ELEMENTS = 2**19
 """Logits per block of the softmax on a CPU: 2 MiB in float32, about what a core's cache holds."""
 GPU_BLOCK_ELEMENTS = 2**24
@@ -47,6 +50,8 @@ class HeadOptions:
     """True if the entropy has a gradient."""
     float32: bool = False
     """Head product in float32 whatever the dtype of the hidden states; holds a float32 copy of the weight meanwhile."""
+    exact: bool = False
+    """Head product in tiles, as the engine takes it with rollout.exact=true."""
 
 
 def token_logprobs(
@@ -97,6 +102,7 @@ class _Head:
         vocab, num_rows = weight.shape[0], min(options.chunk_tokens, hidden.shape[0])
         self._shape = (num_rows, vocab)
         self._temperature = options.temperature
+        self._is_exact = options.exact
         self._has_kernels = takes_kernels(hidden, self.dtype)
         block = CPU_BLOCK_ELEMENTS if hidden.device.type == "cpu" else GPU_BLOCK_ELEMENTS
         self._block_rows = max(1, block // vocab)
@@ -115,6 +121,8 @@ class _Head:
         if self.buffer is None:
             self.buffer = self._hidden.new_empty(self._shape, dtype=self.dtype)
         out = self.buffer[: chunk.stop - chunk.start]
+        if self._is_exact:
+            return out.copy_(product(self.hidden(chunk), self.weight, self._bias))
         if self._bias is None:
             return torch.mm(self.hidden(chunk), self.weight.T, out=out)
         return torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
@@ -167,7 +175,7 @@ def _score_block(logits: Tensor, targets: Tensor, statistics: Tensor, *, tempera
     torch.amax(z, dim=-1, keepdim=True, out=maximum)
     z.sub_(maximum)
     torch.exp(z, out=exps)
-    torch.sum(exps, dim=-1, keepdim=True, out=total)
+    total.copy_(row_sums(exps))
     log_total = total.log()
     logprobs = z.gather(-1, targets) - log_total
     torch.sum(exps.mul_(z), dim=-1, keepdim=True, out=entropy)
