@@ -1,6 +1,7 @@
 """rollout.exact=true: equal bits over many tokens, the six modes as one, and what a step costs.
 
-    python benchmarks/exact.py [--tokens 1000000] [--smollm2-tokens 8000] [--steps 3] [--only bits|modes|time]
+    python benchmarks/exact.py [--tokens 1000000] [--smollm2-tokens 8000] [--steps 3]
+                               [--only bits|modes|time] [--dtypes float32 bfloat16]
 
 Prints Markdown, up to three tables:
 
@@ -37,6 +38,7 @@ from rollout.torch.decoding import Batch
 from rollout.torch.kv_cache import SLOT_ATTENTION
 from rollout.torch.model import ExactDecoder
 from rollout.types import GenerateRequest, Sample, SamplingParams
+from rollout.weights.packing import DTYPES
 from trainer.batch.packing import micro_batch
 from trainer.config.training import ArithmeticModelConfig
 from trainer.run.base_model import build_base_model
@@ -146,17 +148,17 @@ def weights_digest(run_dir: Path) -> str:
     return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
-def bits_table(*, tokens: int, smollm2_tokens: int) -> Iterator[str]:
+def bits_table(dtypes: Sequence[str], *, tokens: int, smollm2_tokens: int) -> Iterator[str]:
     yield "| model | type | tokens | differ |"
     yield "| --- | --- | --: | --: |"
     demo = build_base_model(ArithmeticModelConfig(), progress=lambda done, total, detail: None)
     for path, name, budget, longest in (
-        (demo, "demo", tokens // 2, 64),
-        (build_smollm2(), "SmolLM2-135M-Instruct", smollm2_tokens // 2, 24),
+        (demo, "demo", tokens // len(dtypes), 64),
+        (build_smollm2(), "SmolLM2-135M-Instruct", smollm2_tokens // len(dtypes), 24),
     ):
-        for dtype in (torch.float32, torch.bfloat16):
-            found = bits(path, dtype, tokens=budget, longest=longest)
-            yield f"| {name} | {str(dtype).removeprefix('torch.')} | {found.tokens:,} | {found.different:,} |"
+        for dtype in dtypes:
+            found = bits(path, DTYPES[dtype], tokens=budget, longest=longest)
+            yield f"| {name} | {dtype} | {found.tokens:,} | {found.different:,} |"
 
 
 def modes_table(scratch: Path) -> Iterator[str]:
@@ -170,10 +172,10 @@ def modes_table(scratch: Path) -> Iterator[str]:
         yield f"| {mode} | {k3} | {weights_digest(scratch / mode)} |"
 
 
-def time_table(scratch: Path, *, steps: int) -> Iterator[str]:
+def time_table(scratch: Path, dtypes: Sequence[str], *, steps: int) -> Iterator[str]:
     yield "| type | rollout.exact | step, s | rollout, s | training, s | K3 |"
     yield "| --- | --- | --: | --: | --: | --: |"
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         medians = []
         for exact in ("false", "true"):
             words = ("smollm2_grpo", "rollout=torch", f"policy.dtype={dtype}", f"rollout.dtype={dtype}")
@@ -195,12 +197,13 @@ def main() -> None:
     parser.add_argument("--smollm2-tokens", type=int, default=8_000)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", choices=("bits", "modes", "time"))
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         tables = {
-            "bits": bits_table(tokens=arguments.tokens, smollm2_tokens=arguments.smollm2_tokens),
+            "bits": bits_table(arguments.dtypes, tokens=arguments.tokens, smollm2_tokens=arguments.smollm2_tokens),
             "modes": modes_table(Path(scratch)),
-            "time": time_table(Path(scratch), steps=arguments.steps),
+            "time": time_table(Path(scratch), arguments.dtypes, steps=arguments.steps),
         }
         for name, lines in tables.items():
             if arguments.only in (None, name):

@@ -116,6 +116,15 @@ def test_engine_and_rank_on_the_same_weights_agree(config: TrainConfig, ranks: R
     assert re.match(r"log-probs proven on 48 tokens of 4 responses: .* K3 .* in \d+\.\d s$", str(report))
 
 
+def test_an_exact_engine_agrees_in_every_bit_or_is_refused(
+    config: TrainConfig, ranks: Ranks, engine: TorchEngine
+) -> None:
+    """Engine and rank compute in the usual arithmetic here: the promise is not kept."""
+    promised = replace(config, rollout=TorchEngineConfig(exact=True, dtype=config.policy.dtype))
+    with pytest.raises(ProbeError, match=r"rollout.exact=true, and the log-probs of \d+ of 48 tokens are not those of"):
+        run(promised, ranks, Engines(engine))
+
+
 def shifted(generation: Generation) -> Generation:
     assert generation.logprobs is not None
     return replace(generation, logprobs=[-1.0, *generation.logprobs[:-1]])

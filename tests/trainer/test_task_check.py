@@ -279,6 +279,19 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
         assert sorted(own.iterdir()) == before
 
 
+def test_exact_arithmetic_is_refused_for_an_activation_that_it_lacks(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = ("rollout.exact=true", "rollout.dtype=float32", "policy.dtype=float32", "--dry-run")
+    with TemporaryDirectory(dir=own) as directory:
+        shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
+        assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 0, capsys.readouterr().err
+        edit_config(Path(directory), hidden_act="gelu")
+        assert run(["train", "mine.yaml", f"model.path={directory}", *exact]) == 2
+        assert "rollout.exact must be false for a model with hidden_act=gelu" in capsys.readouterr().err
+        assert run(["train", "mine.yaml", f"model.path={directory}", *exact, "rollout.exact=false"]) == 0
+
+
 def test_prompts_with_tokens_that_the_model_has_not_are_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TemporaryDirectory(dir=own) as directory:
         shutil.copytree(own / "tiny", directory, dirs_exist_ok=True)
