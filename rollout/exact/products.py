@@ -19,16 +19,14 @@ TILE_ROWS = 32
 the whole product."""
 
 
-def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, I], weight [O, I], bias [O] -> [N, O], tile by tile; without a gradient."""
-    num_rows = len(rows)
-    if not num_rows:
-        return rows.new_empty((0, len(weight)))
-    missing = -num_rows % TILE_ROWS
-    if missing:
-        rows = functional.pad(rows, (0, 0, 0, missing))
-    parts = [_tile(tile, weight, bias) for tile in rows.contiguous().split(TILE_ROWS)]
-    return torch.cat(parts)[:num_rows] if len(parts) > 1 else parts[0][:num_rows]
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """rows [N, I], weight [O, I], bias [O] -> [N, O], also written to `out`; tile by tile, without a gradient."""
+    found = rows.new_empty((len(rows), len(weight))) if out is None else out
+    for tile, place in zip(rows.split(TILE_ROWS), found.split(TILE_ROWS), strict=True):
+        missing = TILE_ROWS - len(tile)
+        full = functional.pad(tile, (0, 0, 0, missing)) if missing else tile.contiguous()
+        place.copy_(_tile(full, weight, bias)[: len(tile)])
+    return found
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

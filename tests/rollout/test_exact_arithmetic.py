@@ -188,7 +188,7 @@ def sampled(
 def test_a_response_does_not_depend_on_the_others(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """One request at a time, all at once, and read again in the middle: same tokens, same log-probs."""
     write_tiny_model(tmp_path, model_type=model_type)
-    decoder, asked = ExactDecoder(exact_model(tmp_path, dtype)), requests(12, seed=1)
+    decoder, asked = ExactDecoder(exact_model(tmp_path, dtype)), requests(7, seed=1)
     with threads(1):
         alone = sampled(decoder, asked, num_slots=1)
     for num_slots, renewed, count in ((3, 0, 2), (64, 20, 2), (64, 0, 3)):

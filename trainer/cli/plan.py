@@ -100,7 +100,8 @@ def _engines(config: TrainConfig) -> str:
     rollout = config.rollout
     grid = rollout.quantization
     quantised = "" if grid is Quantization.none else f", weights quantised to {grid.name} at every sync"
-    return f"{rollout.kind}, {rollout.dtype.name}{quantised}"
+    exact = ", the bits of the trainer" if rollout.exact else ""
+    return f"{rollout.kind}, {rollout.dtype.name}{quantised}{exact}"
 
 
 def _resume(config: TrainConfig, run_dir: Path) -> str:

@@ -122,7 +122,7 @@ class _Head:
             self.buffer = self._hidden.new_empty(self._shape, dtype=self.dtype)
         out = self.buffer[: chunk.stop - chunk.start]
         if self._is_exact:
-            return out.copy_(product(self.hidden(chunk), self.weight, self._bias))
+            return product(self.hidden(chunk), self.weight, self._bias, out=out)
         if self._bias is None:
             return torch.mm(self.hidden(chunk), self.weight.T, out=out)
         return torch.addmm(self._bias, self.hidden(chunk), self.weight.T, out=out)
