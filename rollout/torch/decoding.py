@@ -31,17 +31,12 @@ PREFILL_TOKENS = 1 << 15
 """Maximum of tokens in one forward over prompts, padding included: bounds the memory of the forward."""
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    """[B, V] -> [B, V]."""
-    return torch.log_softmax(logits, dim=-1)
-
-
 def sample_tokens(
     logits: Tensor,
     *,
     temperature: Tensor,
     uniforms: Tensor,
-    log_softmax: Callable[[Tensor], Tensor] = log_softmax,
+    log_softmax: Callable[[Tensor], Tensor] = Decoder.log_softmax,
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution; also its log-prob.
 

@@ -47,7 +47,8 @@ class Decoder:
         """How one token is read into each of the first slots."""
         return Step(slots, positions=positions, longest=longest, dtype=self.dtype)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
+    @staticmethod
+    def log_softmax(logits: Tensor) -> Tensor:
         """[B, V] float32 -> [B, V]."""
         return torch.log_softmax(logits, dim=-1)
 
@@ -80,7 +81,8 @@ class ExactDecoder(Decoder):
     def stepping(self, slots: KVSlots, *, positions: Tensor, longest: int) -> Step:
         return ExactStep(slots, positions=positions, longest=longest, dtype=self.dtype)
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
+    @staticmethod
+    def log_softmax(logits: Tensor) -> Tensor:
         return log_softmax(logits)
 
 
