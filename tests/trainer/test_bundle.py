@@ -114,7 +114,7 @@ def test_a_bundle_of_a_dump_says_what_the_dump_says(tmp_path: Path, mini_batch_p
     (tmp_path / "run").mkdir()
     trained(config, model_path, tmp_path / "run")
     replay = replayed(config, tmp_path / "run")
-    write_bundle(bundle_of(replay.step, replay.dump.description), tmp_path / "b.safetensors")
+    write_bundle(bundle_of(replay.step, replay.dump.description, replay.modes[0].config), tmp_path / "b.safetensors")
     bundle = read_bundle(tmp_path / "b.safetensors")
     assert bundle.metadata["producer"] == "parity"
     assert bundle.number("step") == replay.dump.description.step
@@ -210,3 +210,15 @@ def test_wrong_words_beside_a_bundle_are_refused(tmp_path: Path, capsys: pytest.
     for words in ("step is not a word of parity replay", "Did you mean tis?", "got 'run'", "must be one file"):
         assert words in said
     assert set(load_file(path)) == set(tensors())
+
+
+def test_a_report_of_a_bundle_is_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(Bundle(**tensors()), tmp_path / "b.safetensors")
+    assert run(["report", str(tmp_path / "b.safetensors")]) == 0
+    page = tmp_path / "b.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    assert "By probability of the token" in page.read_text()
+    assert run(["report", str(tmp_path / "b.safetensors"), "-o", str(tmp_path / "nowhere" / "b.html")]) == 2
+    (tmp_path / "other").write_text("no bundle")
+    assert run(["report", str(tmp_path / "other")]) == 2
+    assert "no safetensors file" in capsys.readouterr().err

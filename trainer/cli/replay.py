@@ -181,7 +181,7 @@ def _replay(arguments: ReplayArguments, dump: Dump, config: TrainConfig) -> int:
         result, page = write_replay(replay, arguments.out)
         if arguments.bundle is not None:
             arguments.bundle.parent.mkdir(parents=True, exist_ok=True)
-            write_bundle(bundle_of(replay.step, dump.description), arguments.bundle)
+            write_bundle(bundle_of(replay.step, dump.description, config), arguments.bundle)
     except Exception as error:
         return failed(error, arguments.out, command=NAME)
     to_stdout(f"{result}\n{page}\n" + ("" if arguments.bundle is None else f"{arguments.bundle}\n"))

@@ -13,11 +13,13 @@ All other tensors are optional:
     token_ids         [R] int32
     rewards           [N] float32
     groups            [N] int64      equal for the responses to one prompt
+    prompt_lengths    [N] int32      tokens of the prompt of each response
+    prompt_ids        [P] int32      ids of the prompts, one after the other: with token_ids, `parity diagnose` can read
 
 The metadata of the file are texts: `format` (FORMAT), `producer`, and where known `step`, `version` (optimizer steps of
-the weights at the start of the step) and `temperature`. R: response tokens of all responses, one after the other; N:
-responses. A token takes 8 bytes, and 29 with everything. Nothing in the file is executed. docs/bundle.md shows how to
-write one in another trainer.
+the weights at the start of the step), `temperature`, `trainer_dtype`, `rollout_dtype` and `quantization`. R: response
+tokens of all responses, one after the other; N: responses; P: tokens of all prompts. A response token takes 8 bytes,
+and 29 with everything. Nothing in the file is executed. docs/bundle.md shows how to write one in another trainer.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ OF_TOKENS = {
     "advantages": torch.float32, "logprobs": torch.float32, "versions": torch.int32, "token_ids": torch.int32,
 }  # fmt: skip
 """Tensor [R] -> the type in which it is written; another one of the same kind is read too."""
-OF_RESPONSES = {"lengths": torch.int32, "rewards": torch.float32, "groups": torch.int64}
+OF_RESPONSES = {
+    "lengths": torch.int32, "rewards": torch.float32, "groups": torch.int64, "prompt_lengths": torch.int32,
+}  # fmt: skip
 """Tensor [N] -> the type in which it is written."""
+OF_PROMPTS = {"prompt_ids": torch.int32}
+"""Tensor [P] -> the type in which it is written."""
+KINDS = OF_TOKENS | OF_RESPONSES | OF_PROMPTS
 NUMBERS = ("step", "version", "temperature")
 """Metadata that are numbers."""
 
@@ -63,6 +70,8 @@ class Bundle:
     token_ids: Tensor | None = None
     rewards: Tensor | None = None
     groups: Tensor | None = None
+    prompt_lengths: Tensor | None = None
+    prompt_ids: Tensor | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Texts of the file, without `format`."""
 
@@ -84,8 +93,7 @@ def write_bundle(bundle: Bundle, path: Path) -> None:
     tensors = dict(bundle.tensors())
     if problems := list(_problems(tensors, bundle.metadata)):
         raise BundleError(f"{path} was not written: {'; '.join(problems)}")
-    kinds = OF_TOKENS | OF_RESPONSES
-    written = {name: tensor.detach().cpu().to(kinds[name]).contiguous().clone() for name, tensor in tensors.items()}
+    written = {name: tensor.detach().cpu().to(KINDS[name]).contiguous().clone() for name, tensor in tensors.items()}
     save_file(written, path, metadata={**bundle.metadata, "format": FORMAT})
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read it, and a bundle is for others
 
@@ -107,17 +115,16 @@ def read_bundle(path: Path) -> Bundle:
 
 def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[str]:
     """Yield a sentence about everything that is wrong."""
-    kinds = OF_TOKENS | OF_RESPONSES
     for name in REQUIRED:
         if name not in tensors:
             yield f"the tensor {name} is missing"
     for name, tensor in tensors.items():
-        if name not in kinds:
-            yield f"{name} is not known; a bundle has {', '.join(kinds)}"
+        if name not in KINDS:
+            yield f"{name} is not known; a bundle has {', '.join(KINDS)}"
         elif tensor.dim() != 1:
             yield f"{name} must have one dimension, not shape {list(tensor.shape)}"
-        elif tensor.dtype.is_floating_point != kinds[name].is_floating_point:
-            yield f"{name} must be of type {kinds[name]} or one of its kind, not {tensor.dtype}"
+        elif tensor.dtype.is_floating_point != KINDS[name].is_floating_point:
+            yield f"{name} must be of type {KINDS[name]} or one of its kind, not {tensor.dtype}"
     for name in NUMBERS:
         if name in metadata and _as_number(metadata[name]) is None:
             yield f"{name} in the metadata must be a number, not {metadata[name]!r}"
@@ -127,8 +134,16 @@ def _problems(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Ite
     if not len(lengths) or int(lengths.min()) < 0:
         yield "lengths must be of one response at least, and none below 0"
         return
-    total = int(lengths.sum(dtype=torch.int64))
-    for names, wanted, of in ((OF_TOKENS, total, "sum of lengths"), (OF_RESPONSES, len(lengths), "number of lengths")):
+    sizes = [
+        (OF_TOKENS, int(lengths.sum(dtype=torch.int64)), "sum of lengths"),
+        (OF_RESPONSES, len(lengths), "number of lengths"),
+    ]
+    of_prompts = tensors.get("prompt_lengths")
+    if (of_prompts is None) != ("prompt_ids" not in tensors):
+        yield "prompt_lengths and prompt_ids belong together: one of them is missing"
+    elif of_prompts is not None:
+        sizes.append((OF_PROMPTS, int(of_prompts.sum(dtype=torch.int64)), "sum of prompt_lengths"))
+    for names, wanted, of in sizes:
         for name in names:
             if name in tensors and tensors[name].dim() == 1 and len(tensors[name]) != wanted:
                 yield f"{name} has {len(tensors[name]):,} entries, the {of} is {wanted:,}"

@@ -6,12 +6,15 @@ sequence begins with a token that nobody sampled. T: packed tokens, R: response 
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.batch.train_batch import DecoderInputs, MicroBatch, RankMiniBatch, StepSamples, TokenScores
+from trainer.config.train import TrainConfig
 from trainer.replay.bundle import Bundle
 from trainer.replay.recorded import RecordedMini, RecordedStep
 from trainer.rundir.dump import DumpDescription
@@ -53,9 +56,9 @@ def step_of(bundle: Bundle) -> RecordedStep:
     return RecordedStep(ranks=[[RecordedMini(mini=mini, scores=scores)]], samples=samples)
 
 
-def bundle_of(step: RecordedStep, description: DumpDescription) -> Bundle:
+def bundle_of(step: RecordedStep, description: DumpDescription, config: TrainConfig) -> Bundle:
     """The first optimizer step of a dump on every rank, as a bundle: later ones have no log-probs of the start."""
-    parts: dict[str, list[Tensor]] = {name: [] for name in ("lengths", "groups", "rewards")}
+    parts: dict[str, list[Tensor]] = defaultdict(list)
     firsts = [rank[0] for rank in step.ranks]
     pairs = [pair for each in firsts for pair in zip(each.mini.micro_batches, each.scores, strict=True)]
     for micro, scores in pairs:
@@ -68,21 +71,53 @@ def bundle_of(step: RecordedStep, description: DumpDescription) -> Bundle:
             "old_logprobs": old,
             "logprobs": scores.logprobs,
             "token_ids": micro.token_ids,
+            "mask": micro.response_mask,
             "versions": description.policy_version - (lags if micro.token_lags is None else micro.token_lags),
             "advantages": micro.advantages,
         }
+        prompts, responses = _spans(micro)
+        places = torch.cat([torch.arange(begin, end) for begin, end in responses])
         for name, value in wide.items():
             if value is not None:
-                parts.setdefault(name, []).append(value[micro.response_index])
-        bounds = torch.searchsorted(micro.response_index, micro.cu_seqlens.long())
-        parts["lengths"].append(bounds.diff())
+                parts[name].append(value[places])
+        parts["lengths"].append(torch.tensor([end - begin for begin, end in responses]))
+        parts["prompt_lengths"].append(torch.tensor([end - begin for begin, end in prompts]))
+        parts["prompt_ids"] += [micro.token_ids[begin:end] for begin, end in prompts]
         parts["groups"].append(step.samples.group_ids[micro.sample_numbers])
         parts["rewards"].append(step.samples.rewards[micro.sample_numbers])
     tensors = {name: torch.cat(values) for name, values in parts.items()}
     if torch.equal(tensors["logprobs"], tensors["old_logprobs"]):
         del tensors["logprobs"]
-    metadata = {"producer": "parity", "step": str(description.step), "version": str(description.policy_version)}
-    return Bundle(**tensors, metadata=metadata)
+    if bool(tensors["mask"].all()):
+        del tensors["mask"]
+    return Bundle(**tensors, metadata=_metadata(description, config))
+
+
+def _spans(micro: MicroBatch) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(prompt, response) of each sequence as (first, last + 1) in the packed tokens.
+
+    A response goes from the first to the last token that the model sampled; tokens of tools can lie between.
+    """
+    prompts, responses = [], []
+    bounds = micro.cu_seqlens.tolist()
+    for begin, end in itertools.pairwise(bounds):
+        sampled = micro.response_mask[begin:end].nonzero().flatten()
+        first, last = (begin + int(sampled[0]), begin + int(sampled[-1]) + 1) if len(sampled) else (end, end)
+        prompts.append((begin, first))
+        responses.append((first, last))
+    return prompts, responses
+
+
+def _metadata(description: DumpDescription, config: TrainConfig) -> dict[str, str]:
+    return {
+        "producer": "parity",
+        "step": str(description.step),
+        "version": str(description.policy_version),
+        "temperature": str(config.sampling.temperature),
+        "trainer_dtype": config.policy.dtype.value,
+        "rollout_dtype": config.rollout.dtype.value,
+        "quantization": config.rollout.quantization.value,
+    }
 
 
 def _lags(bundle: Bundle) -> Tensor:
