@@ -1,4 +1,7 @@
-"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs."""
+"""`parity report <run> [<run> ...] [-o FILE]`: the page of one run, or a comparison of several runs.
+
+In place of a run stands a bundle too: a step of any trainer, with its mismatch and every correction on one page.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ COMPARISON = "comparison.html"
 def run_report(words: Sequence[str]) -> int:
     """Write the page and print its path; return the exit code."""
     run_dirs, out, problems = _parse(words)
+    if len(run_dirs) == 1 and not problems and _is_bundle(run_dirs[0]):
+        return _report_bundle(run_dirs[0], run_dirs[0].with_suffix(".html") if out is None else out)
     problems += [problem for directory in run_dirs for problem in _directory_problems(directory)]
     if out is None and not problems:
         out = run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(COMPARISON)
@@ -38,6 +43,32 @@ def run_report(words: Sequence[str]) -> int:
     return DONE
 
 
+def _is_bundle(path: Path) -> bool:
+    """True for a file that does not lie in a run directory."""
+    return path.is_file() and not (path.parent / METRICS).is_file()
+
+
+def _report_bundle(file: Path, out: Path) -> int:
+    """Write the page of a bundle, and print its path."""
+    command = f"{COMMAND} {file}"
+    if problems := _out_problems(out):
+        return report(problems, command=command)
+    # Imported late, because these lines import torch.
+    from trainer.replay.bundle import BundleError
+    from trainer.replay.bundle_results import render_bundle, replay_bundle
+    from trainer.replay.modes import of_bundle
+    from trainer.replay.peers.recognise import read_any
+    from trainer.report.frame import write_page
+
+    try:
+        replay = replay_bundle(read_any(file, step=None), of_bundle())
+    except BundleError as error:
+        return report([str(error)], command=command)
+    page = render_bundle(replay, numbers=f"{file.name}, and parity replay prints them")
+    to_stdout(f"{write_page(page, out)}\n")
+    return DONE
+
+
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]]:
     """Parse the words -> (run directories without repeats, file of --out, problems of the words)."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -50,7 +81,8 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None, list[Problem]
     remedy = f"See {COMMAND} --help."
     problems = [Problem(key="flag", rule="is not known", value=word, remedy=remedy) for word in unknown]
     # A file in the run directory, for example metrics.jsonl or report.html, names the run as well.
-    run_dirs = {path.resolve(): path for path in (path.parent if path.is_file() else path for path in parsed.runs)}
+    places = (path.parent if path.is_file() and not _is_bundle(path) else path for path in parsed.runs)
+    run_dirs = {path.resolve(): path for path in places}
     if not run_dirs and not problems:
         remedy = "A run directory is what parity train printed, outputs/<recipe>/<time>."
         problems.append(Problem(key="run", rule="is missing", value=NOT_SET, remedy=remedy))

@@ -174,6 +174,11 @@ def write_bundle_replay(replay: BundleReplay, directory: Path) -> tuple[Path, Pa
     """Write replay.json and replay.html to `directory`, each atomically; returns their paths."""
     result = directory / RESULT_FILE
     write_whole(result, json.dumps(record(replay), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return result, write_page(render_bundle(replay, numbers=f"{RESULT_FILE} beside this page"), directory / PAGE_FILE)
+
+
+def render_bundle(replay: BundleReplay, *, numbers: str) -> str:
+    """The page as HTML; `numbers` says where its numbers are."""
     parts = [
         ("Mismatch", mismatch_rows(replay), 1, ""),
         ("By probability of the token", bin_rows(replay.histograms.by_probability, "engine's probability"), 1, ""),
@@ -184,10 +189,10 @@ def write_bundle_replay(replay: BundleReplay, directory: Path) -> tuple[Path, Pa
     context = {
         "title": f"replay of a step of {replay.bundle.metadata.get('producer', 'an unnamed trainer')}",
         "facts": list(replay.facts()),
+        "numbers": numbers,
         "parts_of_page": [part for part in parts if len(part[1]) > 1],
     }
-    page = render_page("tables.html", sections=(), tables={}, context=context)
-    return result, write_page(page, directory / PAGE_FILE)
+    return render_page("tables.html", sections=(), tables={}, context=context)
 
 
 def mismatch_rows(replay: BundleReplay) -> list[tuple[str, ...]]:

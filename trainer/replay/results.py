@@ -227,6 +227,7 @@ def render(replay: Replay) -> str:
     context = {
         "title": f"replay of step {replay.dump.description.step}",
         "facts": replay.facts(),
+        "numbers": f"{RESULT_FILE} beside this page",
         "parts_of_page": [part for part in parts if len(part[1]) > 1],
     }
     return render_page("tables.html", sections=(), tables={}, context=context)
